@@ -1,0 +1,129 @@
+"""Frozen dataclasses to plain JSON values and back, checked field by field.
+
+One codec serves artefacts, events and the settings sent to workers, so a value has one spelling everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from plait.core.errors import ArtefactError
+from plait.core.names import did_you_mean
+
+T = TypeVar("T")
+
+
+def encode(value: Any) -> Any:
+    """`value` as what `json.dumps` takes: dataclasses become objects, tuples lists, enums their values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(cls: type[T], data: Any, where: str = "") -> T:
+    """A `cls` made from what `encode` returned; `where` leads the path that an error names."""
+    return cast(T, _decode(cls, data, where or cls.__name__))
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return data
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(typing.get_args(kind), data, where)
+    if origin is typing.Literal:
+        return _expect(data in typing.get_args(kind), data, kind, where)
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(cast(type, kind), data, where)
+    if origin is tuple:
+        return _decode_tuple(typing.get_args(kind), data, where)
+    if origin is list:
+        (item,) = typing.get_args(kind)
+        _expect(isinstance(data, list), data, kind, where)
+        return [_decode(item, x, f"{where}[{i}]") for i, x in enumerate(data)]
+    if origin is not None and issubclass(origin, Mapping):
+        _expect(isinstance(data, Mapping), data, kind, where)
+        key_kind, item = typing.get_args(kind)
+        return {_decode_key(key_kind, k): _decode(item, x, f"{where}.{k}") for k, x in data.items()}
+    return _decode_scalar(kind, data, where)
+
+
+def _decode_key(kind: Any, key: str) -> Any:
+    return int(key) if kind is int else key
+
+
+def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        _expect(data in [m.value for m in kind], data, kind, where)
+        return kind(data)
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if kind is Path:
+        _expect(isinstance(data, str), data, kind, where)
+        return Path(data)
+    expected = type(None) if kind is None else kind
+    is_bool_for_int = isinstance(data, bool) and kind is not bool
+    return _expect(isinstance(data, expected) and not is_bool_for_int, data, kind, where)
+
+
+def _decode_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
+    failures = []
+    for kind in kinds:
+        try:
+            return _decode(kind, data, where)
+        except ArtefactError as failure:
+            failures.append(failure)
+    # The reason that lies deepest speaks of the alternative that came closest.
+    raise max(failures, key=lambda f: len(str(f).partition(":")[0]))
+
+
+def _decode_tuple(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
+    _expect(isinstance(data, (list, tuple)), data, tuple, where)
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        return tuple(_decode(kinds[0], x, f"{where}[{i}]") for i, x in enumerate(data))
+    _expect(len(data) == len(kinds), data, f"{len(kinds)} values", where)
+    return tuple(_decode(k, x, f"{where}[{i}]") for i, (k, x) in enumerate(zip(kinds, data)))
+
+
+def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
+    _expect(isinstance(data, Mapping), data, cls, where)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    hints = _hints(cls)
+    for name in data:
+        if name not in fields:
+            raise ArtefactError(f"{where}: unknown field {name!r}{did_you_mean(name, fields)}")
+    for name, field in fields.items():
+        optional = field.default is not dataclasses.MISSING
+        if name not in data and not optional and field.default_factory is dataclasses.MISSING:
+            raise ArtefactError(f"{where}: field {name!r} is missing")
+    return cls(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in data})
+
+
+def _expect(holds: bool, data: Any, kind: Any, where: str) -> Any:
+    if not holds:
+        name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+        if isinstance(kind, type) and issubclass(kind, enum.Enum):
+            name = "one of " + ", ".join(str(m.value) for m in kind)
+        shown = repr(data) if len(repr(data)) < 80 else repr(data)[:77] + "..."
+        raise ArtefactError(f"{where}: found {shown}, expected {name}")
+    return data

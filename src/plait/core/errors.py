@@ -1,0 +1,38 @@
+"""The errors that a person sees. Each says what was found, what was expected and what to try."""
+
+from __future__ import annotations
+
+
+class PlaitError(Exception):
+    """Plait cannot go on, and the message says why in the user's words.
+
+    `exit_status` is what the command line ends with: 1 for a run that failed.
+    """
+
+    exit_status = 1
+
+
+class InputError(PlaitError):
+    """What the user gave cannot be used as it is; nothing was started."""
+
+    exit_status = 2
+
+
+class JobError(InputError):
+    """A job file, or a value set over it, is wrong."""
+
+
+class DataError(InputError):
+    """A data set's file is missing, broken or of another format."""
+
+
+class ArtefactError(InputError):
+    """A saved profile, plan or other artefact cannot be read."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is incomplete, damaged, or belongs to another model."""
+
+
+class LaunchError(PlaitError):
+    """The workers could not be started, or ended before the job did."""

@@ -1,0 +1,101 @@
+"""Typed events: what a run measured, one JSON object a line.
+
+Each line holds `t` (seconds since the epoch), `rank`, `kind`, and the fields of that kind of event.
+An event class is a frozen dataclass derived from `Event`; its kind is its name in lower case. Rooms
+declare the events they record. docs/events.md is the schema in words.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, ClassVar
+
+from plait.core.codec import decode, encode
+from plait.core.errors import ArtefactError
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events; a subclass is known to `read` as soon as it is defined."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Event.kinds[cls.kind()] = cls
+
+    @classmethod
+    def kind(cls) -> str:
+        name = cls.__name__
+        return "".join("-" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An event with the time and the worker it came from."""
+
+    t: float
+    rank: int
+    event: Event
+
+
+class EventLog:
+    """Appends the events of one worker to a file.
+
+    Lines are buffered and reach the file at `flush_s` intervals and on close. Opening a file that a killed
+    run left behind first drops the half line at its end.
+    """
+
+    def __init__(self, path: Path, rank: int, flush_s: float = 1.0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_half_line(path)
+        self._file: TextIOWrapper = path.open("a", buffering=1 << 16)
+        self._rank = rank
+        self._flush_s = flush_s
+        self._flushed = time.monotonic()
+
+    def record(self, event: Event) -> None:
+        line = {"t": round(time.time(), 6), "rank": self._rank, "kind": event.kind(), **encode(event)}
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        if time.monotonic() - self._flushed >= self._flush_s:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _drop_half_line(path: Path) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole != len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def read(path: Path) -> Iterator[Recorded]:
+    """The events in `path`, oldest first; a half-written last line is left out."""
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith("\n"):
+                yield _parse(line, f"{path}:{number}")
+
+
+def _parse(line: str, where: str) -> Recorded:
+    try:
+        data: dict[str, Any] = json.loads(line)
+        t, rank, kind = float(data.pop("t")), int(data.pop("rank")), str(data.pop("kind"))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ArtefactError(f"{where}: found {line.strip()[:60]!r}, expected an event") from None
+    if kind not in Event.kinds:
+        raise ArtefactError(f"{where}: unknown kind of event {kind!r}; known: {', '.join(sorted(Event.kinds))}")
+    return Recorded(t, rank, decode(Event.kinds[kind], data, where))

@@ -1,0 +1,46 @@
+"""Quantities as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from plait.core.errors import InputError
+
+_SCALE = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(text: str, key: str) -> int:
+    """`16GB`, `512MiB`, `1e9` as a number of bytes; `key` is where it was written."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    try:
+        number = float(match[1]) if match else None
+    except ValueError:
+        number = None
+    if match is None or number is None or (match[3] and not match[2]):
+        raise InputError(f"{key}: found {text!r}, expected a size such as 16GB, 512MiB or 1e9")
+    prefix = match[2].upper()
+    return int(number * (_BINARY[prefix] if match[3] else _SCALE[prefix]))
+
+
+def show_bytes(count: float) -> str:
+    """`1.5 GB`, as PipeDream's and our tables print it (powers of ten)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def show_seconds(seconds: float) -> str:
+    """`340 µs`, `12.4 ms`, `3.2 s`, `4 min 05 s`, `2 h 10 min`, whichever reads best."""
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
