@@ -37,7 +37,7 @@ def encode(value: Any) -> Any:
 
 def decode(cls: type[T], data: Any, where: str = "") -> T:
     """A `cls` made from what `encode` returned; `where` leads the path that an error names."""
-    return cast(T, _decode(cls, data, where or cls.__name__))
+    return cast("T", _decode(cls, data, where or cls.__name__))
 
 
 @cache
@@ -54,7 +54,7 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin is typing.Literal:
         return _expect(data in typing.get_args(kind), data, kind, where)
     if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(cast(type, kind), data, where)
+        return _decode_dataclass(cast("type", kind), data, where)
     if origin is tuple:
         return _decode_tuple(typing.get_args(kind), data, where)
     if origin is list:

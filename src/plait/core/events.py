@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError
+from plait.core.names import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -97,5 +98,5 @@ def _parse(line: str, where: str) -> Recorded:
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ArtefactError(f"{where}: found {line.strip()[:60]!r}, expected an event") from None
     if kind not in Event.kinds:
-        raise ArtefactError(f"{where}: unknown kind of event {kind!r}; known: {', '.join(sorted(Event.kinds))}")
+        raise ArtefactError(f"{where}: unknown kind of event {kind!r}{did_you_mean(kind, Event.kinds)}")
     return Recorded(t, rank, decode(Event.kinds[kind], data, where))
