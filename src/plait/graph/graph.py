@@ -1,0 +1,205 @@
+"""A model as a directed acyclic graph of operations with measured costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from plait.core import artefact
+from plait.core.errors import InputError
+from plait.core.names import did_you_mean
+
+KIND, VERSION = "graph", 1
+
+
+class GraphError(InputError):
+    """A graph that cannot be: unknown or doubled names, negative costs, a cycle."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation (or layer) of the model, with what it costs for one microbatch.
+
+    `output_bytes` counts all tensors it returns, `activation_bytes` what autograd keeps until the
+    backward pass (0 where nobody measured it).
+    """
+
+    id: str
+    description: str
+    forward_s: float
+    backward_s: float
+    output_bytes: float
+    parameter_bytes: float
+    buffer_bytes: float = 0.0
+    activation_bytes: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor that goes from `source` to `target`.
+
+    Edges of one source with the same `tensor` name carry the same tensor: however many consumers lie
+    beyond a cut, it crosses once. The default name stands for the whole output of the source.
+    """
+
+    source: str
+    target: str
+    bytes: float
+    tensor: str = ""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes and edges, checked when made: names are unique and known, costs finite, and no cycle."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        _check_nodes(self.nodes)
+        _check_edges(self.edges, self.node_by_id)
+        if len(self.order) < len(self.nodes):
+            cycle = _find_cycle(self)
+            raise GraphError(
+                f"the graph has a cycle: {' -> '.join(cycle)}; expected operations in an order of execution"
+            )
+
+    @cached_property
+    def node_by_id(self) -> dict[str, Node]:
+        return {node.id: node for node in self.nodes}
+
+    @cached_property
+    def predecessors(self) -> dict[str, tuple[str, ...]]:
+        """Direct predecessors of each node, each once, in the order of the edges."""
+        return _neighbours(self.nodes, ((edge.target, edge.source) for edge in self.edges))
+
+    @cached_property
+    def successors(self) -> dict[str, tuple[str, ...]]:
+        """Direct successors of each node, each once, in the order of the edges."""
+        return _neighbours(self.nodes, ((edge.source, edge.target) for edge in self.edges))
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Node ids so that each comes after its predecessors.
+
+        Depth first from the sources in the order they are written, so that a branch stays together and
+        the same graph always has the same order.
+        """
+        waiting = {node.id: len(self.predecessors[node.id]) for node in self.nodes}
+        ready = [node.id for node in reversed(self.nodes) if waiting[node.id] == 0]
+        order: list[str] = []
+        while ready:
+            current = ready.pop()
+            order.append(current)
+            for successor in reversed(self.successors[current]):
+                waiting[successor] -= 1
+                if waiting[successor] == 0:
+                    ready.append(successor)
+        return tuple(order)
+
+    def compute_s(self, ids: Iterable[str] | None = None) -> float:
+        """Forward and backward seconds of the nodes named, or of all."""
+        return math.fsum(node.compute_s for node in self._chosen(ids))
+
+    def parameter_bytes(self, ids: Iterable[str] | None = None) -> float:
+        """Parameter bytes of the nodes named, or of all."""
+        return math.fsum(node.parameter_bytes for node in self._chosen(ids))
+
+    def crossing_bytes(self, before: Iterable[str]) -> float:
+        """Bytes that go from the nodes in `before` to the others; each tensor counts once."""
+        inside = set(before)
+        tensors = {
+            (edge.source, edge.tensor): edge.bytes
+            for edge in self.edges
+            if edge.source in inside and edge.target not in inside
+        }
+        return math.fsum(tensors.values())
+
+    def without(self, ids: Iterable[str]) -> Graph:
+        """The graph without the nodes named and the edges that touch them."""
+        gone = set(ids)
+        return Graph(
+            tuple(node for node in self.nodes if node.id not in gone),
+            tuple(edge for edge in self.edges if edge.source not in gone and edge.target not in gone),
+        )
+
+    def _chosen(self, ids: Iterable[str] | None) -> Iterable[Node]:
+        return self.nodes if ids is None else (self.node_by_id[i] for i in ids)
+
+
+def save_graph(graph: Graph, path: Path) -> None:
+    """Write `graph` as a versioned JSON file."""
+    artefact.save(graph, path, KIND, VERSION)
+
+
+def load_graph(path: Path) -> Graph:
+    """The graph saved at `path`."""
+    return artefact.load(Graph, path, KIND, VERSION)
+
+
+def _neighbours(nodes: Iterable[Node], pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, None]] = {node.id: {} for node in nodes}
+    for node, neighbour in pairs:
+        found[node][neighbour] = None
+    return {node: tuple(neighbours) for node, neighbours in found.items()}
+
+
+def _check_nodes(nodes: Iterable[Node]) -> None:
+    seen: set[str] = set()
+    for node in nodes:
+        if node.id in seen:
+            raise GraphError(f"node {node.id!r} occurs twice; expected each id once")
+        seen.add(node.id)
+        for field in (
+            "forward_s",
+            "backward_s",
+            "output_bytes",
+            "parameter_bytes",
+            "buffer_bytes",
+            "activation_bytes",
+        ):
+            _check_amount(getattr(node, field), f"node {node.id!r}: {field}")
+
+
+def _check_edges(edges: Iterable[Edge], nodes: dict[str, Node]) -> None:
+    seen: set[tuple[str, str, str]] = set()
+    tensor_bytes: dict[tuple[str, str], float] = {}
+    for edge in edges:
+        name = f"edge {edge.source!r} -> {edge.target!r}"
+        for end in (edge.source, edge.target):
+            if end not in nodes:
+                raise GraphError(f"{name}: there is no node {end!r}{did_you_mean(end, nodes)}")
+        if (edge.source, edge.target, edge.tensor) in seen:
+            raise GraphError(f"{name} occurs twice; expected each edge once")
+        seen.add((edge.source, edge.target, edge.tensor))
+        _check_amount(edge.bytes, f"{name}: bytes")
+        first = tensor_bytes.setdefault((edge.source, edge.tensor), edge.bytes)
+        if first != edge.bytes:
+            raise GraphError(
+                f"{name}: tensor {edge.tensor!r} has {edge.bytes:g} bytes here, {first:g} on another edge; "
+                f"expected one size, or another tensor name"
+            )
+
+
+def _check_amount(amount: float, name: str) -> None:
+    if not (math.isfinite(amount) and amount >= 0):
+        raise GraphError(f"{name}: found {amount!r}, expected a finite number that is not negative")
+
+
+def _find_cycle(graph: Graph) -> list[str]:
+    """The nodes of one cycle, first node repeated at the end."""
+    stuck = {node.id for node in graph.nodes} - set(graph.order)
+    current = next(node.id for node in graph.nodes if node.id in stuck)
+    path: list[str] = []
+    # Each node that is stuck has a predecessor that is stuck, so walking backward must close a cycle.
+    while current not in path:
+        path.append(current)
+        current = next(p for p in graph.predecessors[current] if p in stuck)
+    return [current, *reversed(path[path.index(current) :])]

@@ -1,0 +1,215 @@
+"""PipeDream's text format: profiles and partitions as its tools wrote them.
+
+One node a line, then one edge a line:
+
+    node3 -- Linear(9, 9) -- forward_compute_time=1.000, backward_compute_time=2.000, \
+activation_size=[36.0; 4.0], parameter_size=324.000 -- stage_id=0
+    <tab>node2 -- node3
+
+Times are milliseconds, sizes bytes; `-- stage_id=k` is there once a graph has been partitioned. A
+`Document` keeps every number as it was written, so that a file comes back byte for byte.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from plait.core.files import write_atomic
+from plait.graph.graph import Edge, Graph, GraphError, Node
+
+_NODE = re.compile(
+    r"(?P<id>\S+) -- (?P<description>.*) -- forward_compute_time=(?P<forward_ms>[^,]*), "
+    r"backward_compute_time=(?P<backward_ms>[^,]*), activation_size=(?P<outputs>[^,]*), "
+    r"parameter_size=(?P<parameters>[^, ]*)(?: -- stage_id=(?P<stage>\d+))?"
+)
+_EDGE = re.compile(r"\t(?P<source>\S+) -- (?P<target>\S+)")
+_NODE_FORM = (
+    "'id -- description -- forward_compute_time=ms, backward_compute_time=ms, "
+    "activation_size=bytes, parameter_size=bytes'"
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One node as it is written; the numbers are text."""
+
+    id: str
+    description: str
+    forward_ms: str
+    backward_ms: str
+    outputs: str
+    parameters: str
+    stage: str | None = None
+
+    def __str__(self) -> str:
+        line = (
+            f"{self.id} -- {self.description} -- forward_compute_time={self.forward_ms}, "
+            f"backward_compute_time={self.backward_ms}, activation_size={self.outputs}, "
+            f"parameter_size={self.parameters}"
+        )
+        return line if self.stage is None else f"{line} -- stage_id={self.stage}"
+
+    @property
+    def output_sizes(self) -> tuple[str, ...]:
+        """The bytes of each output tensor; most operations have one."""
+        if self.outputs.startswith("[") and self.outputs.endswith("]"):
+            return tuple(self.outputs[1:-1].split("; "))
+        return (self.outputs,)
+
+    def node(self) -> Node:
+        return Node(
+            id=self.id,
+            description=self.description,
+            forward_s=float(self.forward_ms) / 1000,
+            backward_s=float(self.backward_ms) / 1000,
+            output_bytes=math.fsum(float(size) for size in self.output_sizes),
+            parameter_bytes=float(self.parameters),
+        )
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole file: `str(document)` is its text, `graph()` what it means."""
+
+    records: tuple[Record, ...]
+    edges: tuple[tuple[str, str], ...]
+    ends_with_newline: bool = False
+
+    def __str__(self) -> str:
+        lines = [str(record) for record in self.records]
+        lines += [f"\t{source} -- {target}" for source, target in self.edges]
+        return "\n".join(lines) + ("\n" if self.ends_with_newline else "")
+
+    def graph(self) -> Graph:
+        """The costed graph; every edge carries the whole output of its source, as PipeDream counts."""
+        nodes = tuple(record.node() for record in self.records)
+        output_bytes = {node.id: node.output_bytes for node in nodes}
+        return Graph(nodes, tuple(Edge(s, t, output_bytes[s]) for s, t in self.edges))
+
+    def stages(self) -> dict[str, int]:
+        """The stage of each node that has one."""
+        return {record.id: int(record.stage) for record in self.records if record.stage is not None}
+
+    def with_stages(self, stage_by_id: Mapping[str, int]) -> Document:
+        """The same document, partitioned: nodes that are not named have no stage."""
+        records = (
+            replace(record, stage=str(stage_by_id[record.id]) if record.id in stage_by_id else None)
+            for record in self.records
+        )
+        return replace(self, records=tuple(records))
+
+
+def from_graph(graph: Graph, stage_by_id: Mapping[str, int] | None = None) -> Document:
+    """`graph` in PipeDream's words; buffers, saved activations and tensor names have no place there."""
+    records = (
+        Record(
+            id=node.id,
+            # A line is one node, so a description that was printed over several lines becomes one.
+            description=" ".join(node.description.split()),
+            forward_ms=_number(node.forward_s * 1000),
+            backward_ms=_number(node.backward_s * 1000),
+            outputs=_number(node.output_bytes),
+            parameters=_number(node.parameter_bytes),
+        )
+        for node in graph.nodes
+    )
+    pairs = dict.fromkeys((edge.source, edge.target) for edge in graph.edges)
+    return Document(tuple(records), tuple(pairs)).with_stages(stage_by_id or {})
+
+
+def read(path: Path) -> Document:
+    """The document in the file `path`."""
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise GraphError(f"{path}: no such file; expected a graph in PipeDream's text format") from None
+    except OSError as failure:
+        raise GraphError(f"{path}: cannot be read: {failure.strerror}") from None
+    except UnicodeDecodeError:
+        raise GraphError(f"{path}: not a text file; expected a graph in PipeDream's text format") from None
+    return parse(text, str(path))
+
+
+def write(document: Document, path: Path) -> None:
+    """Write `document` to the file `path`."""
+    write_atomic(path, str(document))
+
+
+def parse(text: str, name: str = "graph") -> Document:
+    """The document that `text` spells; errors give `name`, the line, what was found and expected."""
+    ends_with_newline = text.endswith("\n")
+    lines = text.removesuffix("\n").split("\n") if text else []
+    records: dict[str, Record] = {}
+    edges: dict[tuple[str, str], int] = {}
+    for number, line in enumerate(lines, 1):
+        where = f"{name}:{number}"
+        if line.startswith("\t"):
+            edge = _parse_edge(line, where, records)
+            if edge in edges:
+                raise GraphError(f"{where}: edge {line.strip()!r} stands on line {edges[edge]} already")
+            edges[edge] = number
+        elif edges:
+            raise GraphError(f"{where}: found {_show(line)}, expected an edge (nodes come before edges)")
+        else:
+            record = _parse_node(line, where)
+            if record.id in records:
+                raise GraphError(f"{where}: node {record.id!r} occurs twice; expected each id once")
+            records[record.id] = record
+    document = Document(tuple(records.values()), tuple(edges), ends_with_newline)
+    _check_for_cycles(document, name)
+    return document
+
+
+def _parse_node(line: str, where: str) -> Record:
+    match = _NODE.fullmatch(line)
+    if match is None:
+        raise GraphError(f"{where}: found {_show(line)}, expected {_NODE_FORM}")
+    record = Record(**match.groupdict())
+    amounts = {
+        "forward_compute_time": (record.forward_ms,),
+        "backward_compute_time": (record.backward_ms,),
+        "activation_size": record.output_sizes,
+        "parameter_size": (record.parameters,),
+    }
+    for field, numbers in amounts.items():
+        for number in numbers:
+            if not re.fullmatch(r"\d+(\.\d*)?([eE][+-]?\d+)?", number):
+                raise GraphError(
+                    f"{where}: {field}: found {number!r}, expected a number that is not negative"
+                )
+    return record
+
+
+def _parse_edge(line: str, where: str, records: Mapping[str, Record]) -> tuple[str, str]:
+    match = _EDGE.fullmatch(line)
+    if match is None:
+        raise GraphError(f"{where}: found {_show(line)}, expected '<tab>from -- to'")
+    for end in (match["source"], match["target"]):
+        if end not in records:
+            raise GraphError(
+                f"{where}: there is no node {end!r} above; expected the id of one of {len(records)}"
+            )
+    return match["source"], match["target"]
+
+
+def _check_for_cycles(document: Document, name: str) -> None:
+    try:
+        document.graph()
+    except GraphError as failure:
+        raise GraphError(f"{name}: {failure}") from None
+
+
+def _show(line: str) -> str:
+    if not line:
+        return "an empty line"
+    return repr(line if len(line) <= 80 else line[:77] + "...")
+
+
+def _number(value: float) -> str:
+    """Three decimals as PipeDream writes them, or all that the value needs."""
+    short = f"{value:.3f}"
+    return short if float(short) == value else repr(value)
