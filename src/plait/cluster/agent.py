@@ -1,0 +1,79 @@
+"""The agent of one host: started through the host's shell, it runs torch's elastic agent over the workers.
+
+It speaks JSON lines with the supervisor over its standard streams:
+
+    in   the order (one line), then {"go": [address, port]}, then possibly {"stop": true};
+         the end of the stream means that the supervisor is gone, and ends everything here
+    out  {"ready": [address, port]}, {"refused": message}, {"workers": {rank: pid}}, {"progress": ...},
+         {"lost": seconds}, and last {"done": {rank: result}} or {"failed": [failure, ...]}
+
+What workers print goes to the agent's standard error, each line with its host and rank.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from multiprocessing import forkserver
+from typing import Any, TextIO
+
+
+def main() -> None:
+    """Serve one supervisor, then end; a broken pipe on either side ends it too."""
+    order = json.loads(sys.stdin.readline())
+    os.chdir(order["cwd"])
+    sys.path.insert(0, order["cwd"])
+    os.environ.update(order["environment"])
+    os.environ["PYTHONPATH"] = os.pathsep.join([order["cwd"], *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Workers are forked from a server that imports torch while this process does.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["plait.cluster.worker", order["entry"].partition(":")[0]])
+    forkserver.ensure_running()
+    from plait.cluster.elastic import serve
+
+    talk = Talk()
+    status = serve(order, talk)
+    sys.stderr.flush()
+    # The elastic agent and the store leave threads behind that would hold up an ordinary exit.
+    os._exit(status)
+
+
+class Talk:
+    """The supervisor's end of the line: say a message, hear the next, watch for stop and hang-up."""
+
+    def __init__(self) -> None:
+        # Only messages go to the real standard output; anything printed here goes to standard error.
+        self._out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+
+    def say(self, **message: Any) -> None:
+        with self._lock:
+            self._out.write(json.dumps(message) + "\n")
+
+    def hear(self) -> dict[str, Any]:
+        """The supervisor's next message; a supervisor that is gone ends this process."""
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(1)
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def watch(self, on_stop: Any) -> None:
+        """From now on call `on_stop` when the supervisor asks, and end this process when it hangs up."""
+        threading.Thread(target=self._watch, args=(on_stop,), daemon=True).start()
+
+    def _watch(self, on_stop: Any) -> None:
+        for line in sys.stdin:
+            if "stop" in json.loads(line):
+                on_stop()
+        # Torch's agent answers SIGTERM by ending the workers and then itself.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Torch's elastic agent over the workers of this host, with our logs, pids and failure reports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from plait.cluster.agent import Talk
+from plait.cluster.hosts import address_of, interface_of
+from plait.cluster.worker import PROGRESS_KEY, Failure, Place, enter
+from plait.core.errors import InputError
+from plait.core.names import resolve
+
+END_WORKERS_S = 3
+PROGRESS_S = 0.1
+
+
+class RankLogs(LogsSpecs):
+    """Each worker's output in `rankN.out` and `rankN.err` of the run's log folder, and shown as it comes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        folder = Path(self.root_log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        outs = {i: str(folder / f"rank{env['RANK']}.out") for i, env in envs.items()}
+        errs = {i: str(folder / f"rank{env['RANK']}.err") for i, env in envs.items()}
+        for path in [*outs.values(), *errs.values()]:
+            Path(path).touch()
+        no_files = dict.fromkeys(envs, os.devnull)
+        return LogsDest(outs, errs, outs, errs, no_files, os.devnull, os.devnull)
+
+
+class HostAgent(LocalElasticAgent):
+    """Torch's agent, which tells the supervisor whom it started and afterwards how each of them ended."""
+
+    def __init__(self, talk: Talk, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._talk = talk
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        ranks = {w.local_rank: w.global_rank for w in worker_group.workers}
+        self._talk.say(workers={ranks[local]: pid for local, pid in pids.items()})
+        return pids
+
+    def killed(self) -> dict[int, int]:
+        """The signal that ended each rank which left no word, where it was not this agent's own."""
+        context = getattr(self._pcontext, "_pc", None)
+        if context is None:
+            return {}
+        codes = {w.global_rank: context.processes[w.local_rank].exitcode for w in self._worker_group.workers}
+        return {rank: -code for rank, code in codes.items() if code is not None and code < 0 and code != -15}
+
+
+def serve(order: dict[str, Any], talk: Talk) -> int:
+    """Check the order, meet the other hosts, run the workers to their end; the process's exit status."""
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    folder = tempfile.mkdtemp(prefix="plait-agent-")
+    try:
+        address = address_of(order["nic"], order["host"])
+        if order["check"]:
+            resolve(order["check"], "check")(order["settings"])
+        # The first host's agent holds the job's store, on a port that the system chooses.
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    except InputError as failure:
+        talk.say(refused=str(failure))
+        return failure.exit_status
+    talk.say(ready=[address, store.port])
+    head_address, head_port = talk.hear()["go"]
+    talk.watch(Path(folder, "stop").touch)
+    if order["index"] == 0:
+        _start(_pass_on_progress, store, talk)
+    else:
+        _start(_watch_link, head_address, head_port, order["link_timeout_s"], talk)
+    try:
+        return _run_workers(order, talk, folder, head_address, head_port)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(function: Any, *args: Any) -> None:
+    threading.Thread(target=function, args=args, daemon=True).start()
+
+
+def _run_workers(order: dict[str, Any], talk: Talk, folder: str, address: str, port: int) -> int:
+    _choose_interface(order["nic"], order["host"])
+    threads = order["threads"] or max(1, len(os.sched_getaffinity(0)) // order["slots"])
+    # Read by OpenMP when a worker starts; torch.set_num_threads alone would leave idle threads spinning.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    place = Place(order["host"], address, port, folder, threads, order["timeout_s"])
+    agent = HostAgent(
+        talk,
+        spec=_worker_spec(order, place),
+        logs_specs=RankLogs(Path(order["logs"])),
+        start_method="forkserver",
+        exit_barrier_timeout=order["timeout_s"],
+        log_line_prefix_template=f"[{order['host']} ${{rank}}] ",
+        shutdown_timeout=END_WORKERS_S,
+    )
+    try:
+        result = agent.run()
+    except SignalException:
+        return 1
+    # The workers are gone: from here on a supervisor that hangs up has nothing left to end.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if result.is_failed():
+        failed = [f.local_rank for f in result.failures.values()]
+        talk.say(failed=[asdict(f) for f in _failures(agent, order, folder, failed)])
+        return 1
+    talk.say(done={str(rank): value for rank, value in result.return_values.items()})
+    return 0
+
+
+def _worker_spec(order: dict[str, Any], place: Place) -> WorkerSpec:
+    rendezvous = RendezvousParameters(
+        backend="static",
+        endpoint=f"{place.address}:{place.port}",
+        run_id="plait",
+        min_nodes=order["hosts"],
+        max_nodes=order["hosts"],
+        rank=order["index"],
+        timeout=int(order["timeout_s"]),
+    )
+    return WorkerSpec(
+        role="plait",
+        local_world_size=order["slots"],
+        entrypoint=enter,
+        args=(order["entry"], order["settings"], asdict(place)),
+        rdzv_handler=get_rendezvous_handler(rendezvous),
+        max_restarts=0,
+        monitor_interval=0.05,
+        master_addr=place.address,
+        master_port=place.port,
+    )
+
+
+def _choose_interface(nic: str | None, host: str) -> None:
+    """Have gloo and NCCL use the interface that the other hosts know; gloo's own guess may not resolve."""
+    chosen = nic or interface_of(address_of(nic, host))
+    if chosen is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", chosen)
+
+
+def _failures(agent: HostAgent, order: dict[str, Any], folder: str, local_ranks: list[int]) -> list[Failure]:
+    """How workers of this host failed: what they reported, and who was killed without a word."""
+    reports = [Failure(**json.loads(p.read_text())) for p in sorted(Path(folder).glob("failure-*.json"))]
+    told = {report.rank for report in reports}
+    for rank, number in agent.killed().items():
+        if rank not in told:
+            name = signal.Signals(number).name
+            reports.append(Failure(rank, order["host"], time.time(), f"ended by {name}", "", False, 1))
+    if not reports:
+        words = f"local worker {local_ranks} ended without a word"
+        reports.append(Failure(-1, order["host"], time.time(), words, "", False, 1))
+    return reports
+
+
+def _pass_on_progress(store: dist.TCPStore, talk: Talk) -> None:
+    told = b""
+    while True:
+        time.sleep(PROGRESS_S)
+        if store.check([PROGRESS_KEY]):
+            progress = store.get(PROGRESS_KEY)
+            if progress != told:
+                told = progress
+                talk.say(progress=json.loads(progress))
+
+
+def _watch_link(address: str, port: int, timeout_s: float, talk: Talk) -> None:
+    """Tell the supervisor when the first host has not been reachable for `timeout_s`."""
+    reached = time.monotonic()
+    while time.monotonic() - reached < timeout_s:
+        started = time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=1.0).close()
+            reached = time.monotonic()
+        except OSError:
+            pass
+        time.sleep(max(0.0, 1.0 - (time.monotonic() - started)))
+    talk.say(lost=timeout_s, address=f"{address}:{port}")

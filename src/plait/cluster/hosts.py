@@ -1,0 +1,71 @@
+"""The machines of a job, as the user names them, and the addresses they answer at."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from plait.core.errors import InputError
+from plait.core.names import did_you_mean
+
+LOCAL = "localhost"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and how many workers it holds."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(entries: Sequence[str], key: str) -> tuple[Host, ...]:
+    """`["w0:2", "w1:2"]` as hosts; a name alone holds one worker. `key` is where they were written."""
+    hosts: list[Host] = []
+    for entry in entries:
+        name, colon, slots = entry.strip().partition(":")
+        if not name or (colon and not slots.isdecimal()) or slots == "0":
+            raise InputError(f"{key}: found {entry!r}, expected 'host' or 'host:workers', such as w0:2")
+        if name in (h.name for h in hosts):
+            raise InputError(f"{key}: {name!r} is named twice; give it once with all its workers, {name}:N")
+        hosts.append(Host(name, int(slots or 1)))
+    if not hosts:
+        raise InputError(f"{key}: found no host, expected at least one, such as w0:2")
+    return tuple(hosts)
+
+
+def address_of(nic: str | None, host: str) -> str:
+    """The address at which this machine can be reached by the job's other hosts.
+
+    With `nic` it is that interface's; else what `host`, the name the user gave this machine, resolves to.
+    """
+    if nic is None:
+        return "127.0.0.1" if host == LOCAL else _resolved(host)
+    interfaces = psutil.net_if_addrs()
+    if nic not in interfaces:
+        raise InputError(f"--nic: {host} has no interface {nic!r}{did_you_mean(nic, interfaces)}")
+    for address in interfaces[nic]:
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    raise InputError(f"--nic: interface {nic!r} of {host} has no IPv4 address")
+
+
+def _resolved(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        raise InputError(
+            f"-H: the name {host!r} does not resolve on that host; "
+            f"name the interface to use with --nic, or give addresses instead of names"
+        ) from None
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that carries `address`, or None when none does."""
+    for nic, addresses in psutil.net_if_addrs().items():
+        if any(a.address == address for a in addresses):
+            return nic
+    return None
