@@ -1,0 +1,18 @@
+"""How weights begin, where several families share it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def he_normal(model: nn.Module) -> None:
+    """Draw the weights of convolutions and linear layers as He et al. (2015) do, and zero their biases.
+
+    The standard deviation is sqrt(2 / fan-in); the fan-in of a grouped convolution counts one group.
+    Normalisation layers keep PyTorch's ones and zeros.
+    """
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,0 +1,67 @@
+"""Losses by name. Each returns the mean over the batch's samples, or over its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.core.errors import JobError
+from plait.core.names import did_you_mean, resolve
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def build_loss(kind: str) -> Loss:
+    """The loss called `kind`: one of `KINDS`, or a user's `package.module:name`.
+
+    A user's name is a function of (output, target), or a class such as `torch.nn:L1Loss` whose instances
+    are; it must return the mean over the batch.
+    """
+    if ":" not in kind:
+        if kind not in KINDS:
+            raise JobError(
+                f"loss: unknown loss {kind!r}{did_you_mean(kind, KINDS)}; "
+                f"a loss of your own is written 'package.module:name'"
+            )
+        return KINDS[kind]
+    loss = resolve(kind, "loss", JobError)
+    if isinstance(loss, type):
+        loss = _instance(loss, kind)
+    if not callable(loss):
+        raise JobError(f"loss: {kind} is {loss!r}, expected a function of (output, target)")
+    return cast("Loss", loss)
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """The mean cross entropy of logits (batch, classes) or (batch, time, vocabulary); classes come last."""
+    if output.shape[:-1] != target.shape:
+        raise JobError(
+            f"loss: cross-entropy found an output of shape {tuple(output.shape)} and a target of shape "
+            f"{tuple(target.shape)}; expected the target to have the output's shape without its last axis, "
+            f"the classes"
+        )
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """The mean of the squared differences."""
+    if output.shape != target.shape:
+        # Torch would broadcast the two, and train towards something nobody asked for.
+        raise JobError(
+            f"loss: mse found an output of shape {tuple(output.shape)} and a target of shape "
+            f"{tuple(target.shape)}; expected the same shape"
+        )
+    return F.mse_loss(output, target)
+
+
+KINDS: Mapping[str, Loss] = {"cross-entropy": cross_entropy, "mse": mean_squared_error}
+
+
+def _instance(loss: type, kind: str) -> object:
+    try:
+        return loss()
+    except TypeError as failure:
+        raise JobError(f"loss: {kind} cannot be made without arguments: {failure}") from failure

@@ -1,0 +1,59 @@
+"""Losses and metrics by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plait.core.errors import JobError
+from plait.workloads.losses import build_loss
+from plait.workloads.metrics import accuracy
+
+
+def test_cross_entropy_is_the_mean_surprise_over_samples():
+    output = torch.randn(6, 4)
+    target = torch.tensor([0, 3, 1, 2, 2, 0])
+    surprise = [-output[i].log_softmax(0)[t] for i, t in enumerate(target)]
+    torch.testing.assert_close(build_loss("cross-entropy")(output, target), torch.stack(surprise).mean())
+
+
+def test_cross_entropy_is_the_mean_surprise_over_tokens():
+    output = torch.randn(2, 3, 5)
+    target = torch.randint(5, (2, 3))
+    surprise = [-output[b, t].log_softmax(0)[target[b, t]] for b in range(2) for t in range(3)]
+    torch.testing.assert_close(build_loss("cross-entropy")(output, target), torch.stack(surprise).mean())
+
+
+def test_mse_is_the_mean_squared_difference():
+    output, target = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 5.0]])
+    assert build_loss("mse")(output, target).item() == (4 + 9) / 2
+
+
+@pytest.mark.parametrize("kind", ["cross-entropy", "mse"])
+def test_shapes_that_do_not_fit_are_refused_with_both_shapes(kind):
+    with pytest.raises(JobError, match=r"\(4, 1\).*\(2,\)"):
+        build_loss(kind)(torch.randn(4, 1), torch.zeros(2, dtype=torch.long))
+
+
+def test_a_misspelt_loss_is_answered_with_the_nearest():
+    with pytest.raises(JobError, match="'cros-entropy'; did you mean 'cross-entropy'"):
+        build_loss("cros-entropy")
+
+
+def test_a_loss_may_be_any_importable_function_or_class():
+    assert build_loss("torch.nn.functional:l1_loss") is nn.functional.l1_loss
+    assert isinstance(build_loss("torch.nn:L1Loss"), nn.L1Loss)
+
+
+def test_something_that_is_no_function_is_refused_as_a_loss():
+    with pytest.raises(JobError, match="expected a function"):
+        build_loss("math:pi")
+    with pytest.raises(JobError, match="without arguments"):
+        build_loss("torch.nn:Linear")
+
+
+def test_accuracy_counts_samples_and_tokens():
+    logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    assert accuracy(logits, torch.tensor([1, 1, 1])) == (2, 3)
+    assert accuracy(logits.expand(2, 3, 2), torch.tensor([[1, 0, 1], [0, 1, 0]])) == (3, 6)
