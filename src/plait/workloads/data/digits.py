@@ -1,0 +1,46 @@
+"""The handwritten digits that come with scikit-learn: 1,797 images of 8x8."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plait.core.errors import DataError
+from plait.workloads.data.stored import Images, Split
+
+# Inside scikit-learn's package.
+DIGITS_FILE = "datasets/data/digits.csv.gz"
+
+
+def digits(split: Split) -> Images:
+    """1x8x8 images in ten classes: 1,442 to train with and 355 to test with.
+
+    Every fifth image of each class is a test image, so both parts are balanced and never change.
+    """
+    rows = torch.from_numpy(_rows())
+    pixels, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1]
+    is_test = torch.zeros(len(labels), dtype=torch.bool)
+    for digit in range(10):
+        is_test[(labels == digit).nonzero().flatten()[4::5]] = True
+    chosen = is_test if split == "test" else ~is_test
+    return Images(pixels[chosen], labels[chosen], classes=10, mean=[0.3053], std=[0.3760], white=16)
+
+
+def _rows() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    """One row an image: 64 pixels, then the label."""
+    found = find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise DataError(
+            "data.kind: digits come with scikit-learn, which is missing; pip install scikit-learn"
+        )
+    # The file itself takes milliseconds; importing scikit-learn takes each worker more than a second.
+    file = Path(found.origin).parent / DIGITS_FILE
+    if file.exists():
+        return np.loadtxt(file, delimiter=",", dtype=np.uint8)
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    return np.column_stack([loaded.data, loaded.target]).astype(np.uint8)

@@ -1,0 +1,86 @@
+"""Data sets by name, their options checked before anything is read."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from plait.core.codec import decode, encode
+from plait.core.errors import ArtefactError, DataError
+from plait.core.names import check_arguments, did_you_mean, resolve
+from plait.workloads.data.cifar import cifar
+from plait.workloads.data.digits import digits
+from plait.workloads.data.fashion_mnist import fashion_mnist
+from plait.workloads.data.image_folder import image_folder
+from plait.workloads.data.stored import MapDataset, Split
+from plait.workloads.data.synthetic import synthetic
+from plait.workloads.data.text import text
+
+KINDS: Mapping[str, Callable[..., MapDataset]] = {
+    "cifar": cifar,
+    "digits": digits,
+    "fashion-mnist": fashion_mnist,
+    "image-folder": image_folder,
+    "synthetic": synthetic,
+    "text": text,
+}
+
+
+def build(kind: str, split: Split, **options: Any) -> MapDataset:
+    """The data set of that kind: one of `KINDS`, or a user's `package.module:name`.
+
+    A user's function or class is called with the split and the options as they are. Our own kinds take
+    options as a job file spells them: paths as text, shapes as lists.
+    """
+    factory, values = check(kind, options)
+    dataset = factory(split, **values)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"data.kind: {kind} returned a {type(dataset).__name__}, expected a map-style data set "
+            f"with __len__ and __getitem__"
+        )
+    if len(dataset) == 0:
+        raise DataError(f"data.kind: {kind} returned an empty data set for {split!r}")
+    return dataset
+
+
+def check(kind: str, options: Mapping[str, Any]) -> tuple[Callable[..., MapDataset], dict[str, Any]]:
+    """What makes sets of that kind, and the options as it takes them; reads nothing, refuses wrong ones."""
+    factory = _factory(kind)
+    check_arguments(factory, options, "data", DataError, positional=1)
+    return factory, _converted(factory, options) if factory in KINDS.values() else dict(options)
+
+
+def _factory(kind: str) -> Callable[..., MapDataset]:
+    if kind in KINDS:
+        return KINDS[kind]
+    if ":" not in kind:
+        raise DataError(
+            f"data.kind: unknown kind {kind!r}{did_you_mean(kind, KINDS)}; "
+            f"a data set of your own is written 'package.module:name'"
+        )
+    factory = resolve(kind, "data.kind", DataError)
+    if not callable(factory):
+        raise DataError(
+            f"data.kind: {kind} is {factory!r}, expected a function or class that takes the split"
+        )
+    return cast("Callable[..., MapDataset]", factory)
+
+
+def _converted(factory: Callable[..., MapDataset], options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` as the values that the factory's annotations name, or an error that names the option."""
+    hints = typing.get_type_hints(factory)
+    return {name: _convert(hints[name], value, f"data.{name}") for name, value in options.items()}
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
+    if choices is not None and value not in choices:
+        raise DataError(f"{key}: found {value!r}, expected one of {', '.join(str(c) for c in choices)}")
+    try:
+        converted = decode(hint, encode(value), key)
+    except ArtefactError as failure:
+        raise DataError(str(failure)) from None
+    return converted.expanduser() if isinstance(converted, Path) else converted
