@@ -1,0 +1,55 @@
+"""The command line: verbs that read what people type, call the rooms and print what comes back.
+
+Exit status: 0 success, 1 a failed run, 2 bad input with one clear message, 130 stopped before its end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import typer
+
+from plait.cli.demo import demo
+from plait.cli.runs import evaluate, status, stop
+from plait.cli.train import train
+from plait.core.errors import PlaitError
+
+app = typer.Typer(
+    name="plait",
+    help="Train PyTorch models on whatever devices there are.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for verb in (demo, train, evaluate, status, stop):
+    app.command()(verb)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: bool = typer.Option(False, "--version", help="Print Plait's version and end."),
+) -> None:
+    """Train PyTorch models on whatever devices there are."""
+    if version:
+        from plait import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the verb that the arguments name; a person's mistake or a failed run ends with one message."""
+    try:
+        app()
+    except PlaitError as failure:
+        if story := getattr(failure, "traceback", ""):
+            print(story.rstrip(), file=sys.stderr)
+        print(f"plait: {failure}", file=sys.stderr)
+        if "--json" in sys.argv:
+            print(json.dumps({"error": str(failure)}))
+        sys.exit(failure.exit_status)
+    except KeyboardInterrupt:
+        print("plait: interrupted; all workers were ended at once", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,117 @@
+"""How a run looks to a person: a live line on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from plait.cluster.supervisor import WorkerState
+from plait.core.units import show_seconds
+from plait.runtime.folder import RunFolder
+
+PLAIN_LINE_S = 5.0
+
+
+class RunDisplay:
+    """Shows a run's progress on standard error; what workers print goes there too, above the live line."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live = self._console.is_terminal and not quiet
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[numbers]}"),
+            console=self._console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._said = 0.0
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None:
+        hosts = sorted({worker.host for worker in workers})
+        count = f"{len(workers)} worker{'s' if len(workers) > 1 else ''}"
+        self._say(f"{folder.path}: {count} on {', '.join(hosts)}")
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        if self._quiet:
+            return
+        text = describe(progress)
+        if self._live:
+            if self._task is None:
+                self._task = self._progress.add_task("training", total=progress["steps"], numbers=text)
+            self._progress.update(self._task, completed=progress["step"], numbers=text)
+        elif time.monotonic() - self._said > PLAIN_LINE_S:
+            self._say(text)
+
+    def printed(self, line: str) -> None:
+        if not self._quiet:
+            self._console.print(line, markup=False)
+
+    def stopping(self) -> None:
+        self._say("stopping: finishing the step and writing a checkpoint (again to end at once)")
+
+    def _say(self, text: str) -> None:
+        self._said = time.monotonic()
+        if not self._quiet:
+            self._console.print(text, markup=False)
+
+
+def describe(progress: Mapping[str, Any]) -> str:
+    """`step 40/120  loss 0.41  accuracy 93.1%  5120 samples/s  2.1 s left`"""
+    parts = [f"step {progress['step']}/{progress['steps']}"]
+    if "loss" in progress:
+        parts.append(f"loss {progress['loss']:.4g}")
+    if "test_accuracy" in progress:
+        parts.append(f"test accuracy {progress['test_accuracy']:.1%}")
+    if "samples_per_s" in progress:
+        parts.append(f"{progress['samples_per_s']:,.0f} samples/s")
+        parts.append(f"{show_seconds(progress['left_s'])} left")
+    return "  ".join(parts)
+
+
+def show_metric(name: str, value: float) -> str:
+    return f"{value:.1%}" if name == "accuracy" else f"{value:.4g}"
+
+
+def result_table(result: Mapping[str, Any]) -> Table:
+    """What a run came to, as a table."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("steps", f"{result['step']} of {result['steps']}")
+    if result["train_loss"] is not None:
+        table.add_row("training loss", f"{result['train_loss']:.4g}")
+    for name, value in result["test"].items():
+        table.add_row(f"test {name}", show_metric(name, value))
+    if result["best"]:
+        best = {k: v for k, v in result["best"].items() if k != "step"}
+        words = ", ".join(f"{k} {show_metric(k, v)}" for k, v in best.items())
+        table.add_row("best", f"step {result['best']['step']}: {words}")
+    table.add_row(
+        "throughput", f"{result['samples_per_s']:,.0f} samples/s on {result['workers']} x {result['device']}"
+    )
+    table.add_row("time", show_seconds(result["seconds"]))
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Print to standard output, as wide as the text needs when that is no terminal."""
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, highlight=False).print(table)

@@ -1,0 +1,96 @@
+"""`plait train`: run a job on its workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from plait.core.errors import JobError
+from plait.runtime.folder import RunFolder, find_run, latest_run, new_run
+
+STOPPED = 130
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
+    workers: Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")] = None,
+    hosts: Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")] = None,
+    nic: Annotated[str | None, typer.Option(help="Network interface that the hosts share.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key: optimizer.lr=0.1 (repeatable).")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the last run's newest checkpoint.")] = False,
+    run: Annotated[
+        str | None, typer.Option(help="The run folder to use or, with --resume, go on in.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no worker output.")] = False,
+    json_: JsonFlag = False,
+) -> None:
+    """Train a job.
+
+    Example: plait train examples/digits.yaml -np 2 --set optimizer.lr=0.05
+    """
+    from plait.config import read_job
+
+    asked = read_job(job, [*(set_ or []), *_placed(workers, hosts, nic)])
+    folder = choose_folder(Path(asked.run_dir), asked.name, resume, run)
+    result = run_job(asked, folder, resume=resume, quiet=quiet or json_)
+    if json_:
+        print(json.dumps({**result, "run": str(folder.path)}))
+    else:
+        show_result(result, folder)
+    if result["reason"] == "stopped":
+        raise typer.Exit(STOPPED)
+
+
+def _placed(workers: int | None, hosts: str | None, nic: str | None) -> list[str]:
+    """What the placement flags set in the job."""
+    if workers is not None and hosts is not None:
+        raise JobError("-np and -H: found both; -H already says how many workers each host holds")
+    overrides = []
+    if workers is not None:
+        overrides += [f"parallel.workers={workers}", "cluster.hosts=[]"]
+    if hosts is not None:
+        overrides += [f"cluster.hosts={json.dumps(hosts.split(','))}", "parallel.workers=null"]
+    if nic is not None:
+        overrides.append(f"cluster.nic={json.dumps(nic)}")
+    return overrides
+
+
+def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None) -> RunFolder:
+    """The run's folder: a new one, the one named, or on resume the latest of this job."""
+    if run is not None:
+        return find_run(run, run_dir) if resume else RunFolder(Path(run))
+    latest = latest_run(run_dir, name) if resume else None
+    if resume and latest is None:
+        raise JobError(f"--resume: there is no run of {name!r} below {run_dir}/; start one without --resume")
+    return latest or new_run(run_dir, name)
+
+
+def run_job(asked: Any, folder: RunFolder, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Run the job with its progress shown."""
+    from plait.cli.show import RunDisplay
+    from plait.runtime.launch import launch
+
+    with RunDisplay(quiet) as display:
+        return launch(
+            asked.settings(), asked.placement(), folder, display, resume=resume, job_text=asked.text()
+        )
+
+
+def show_result(result: dict[str, Any], folder: RunFolder) -> None:
+    """The result table, and where to look next."""
+    from plait.cli.show import print_table, result_table
+
+    print_table(result_table(result))
+    if result["reason"] == "stopped":
+        print(f"stopped; go on with: plait train {folder.job} --resume --run {folder.path}")
+        return
+    if result["reason"] == "early-stop":
+        print("ended early: the watched metric stopped improving")
+    print(f"wrote {folder.path}; next: plait evaluate {folder.path}")

@@ -1,0 +1,151 @@
+"""What a run consists of, built from its settings: model, data, loss, optimizer, device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.core.errors import JobError
+from plait.core.names import check_arguments, resolve
+from plait.runtime.evaluate import Metric, find_metric
+from plait.runtime.optim import LrFactor, build_lr_factor, build_optimizer, find_optimizer
+from plait.runtime.sampling import mix, steps_per_epoch
+from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
+from plait.workloads import data
+from plait.workloads.losses import Loss, build_loss
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The pieces of one worker's run, ready to train."""
+
+    model: torch.nn.Module
+    names: Mapping[Tensor, str]
+    loss: Loss
+    metric: tuple[str, Metric] | None
+    optimizer: torch.optim.Optimizer
+    base_lrs: tuple[float, ...]
+    lr_factor: LrFactor
+    scaler: torch.amp.GradScaler
+    train_set: Any
+    test_set: Any
+    steps: int
+    device: torch.device
+    dtype: torch.dtype | None
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+
+def check(settings: TrainSettings) -> None:
+    """Refuse settings that name what does not exist or takes other arguments; builds and reads nothing."""
+    find_model(settings.model)
+    data.check(settings.data.kind, settings.data.options)
+    build_loss(settings.loss)
+    metric = find_metric(settings.evaluate.metric, settings.loss)
+    known = ["loss", metric[0]] if metric is not None else ["loss"]
+    for key, name in (
+        ("checkpoint.keep_best", settings.checkpoint.keep_best),
+        ("early_stop.metric", settings.early_stop.metric if settings.early_stop else None),
+    ):
+        if name is not None and name not in known:
+            raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
+    find_optimizer(settings.optimizer)
+    build_lr_factor(settings.lr_schedule, 1)(0)
+
+
+def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
+    factory: Callable[..., torch.nn.Module] = resolve(settings.factory, "model", JobError)
+    if not callable(factory):
+        raise JobError(
+            f"model: {settings.factory} is {factory!r}, expected a function or class that makes a model"
+        )
+    check_arguments(factory, settings.args, "model_args", JobError)
+    return factory
+
+
+def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
+    """The model with its initial weights, which depend on `seed` alone."""
+    factory = find_model(settings)
+    torch.manual_seed(mix(seed))
+    model = factory(**settings.args)
+    if not isinstance(model, torch.nn.Module):
+        raise JobError(
+            f"model: {settings.factory} returned {type(model).__name__}, expected a torch.nn.Module"
+        )
+    return model
+
+
+def build_data(settings: DataSettings, split: data.Split) -> Any:
+    """The data set's `train` or `test` split."""
+    return data.build(settings.kind, split, **settings.options)
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this worker; workers of one host take its GPUs in turn."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise JobError("device: found 'cuda', but torch sees no GPU here; use device: cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def choose_backend(device: torch.device) -> str:
+    """NCCL where every worker of this host has a GPU to itself, else gloo, which goes through the host."""
+    workers_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cuda" and workers_here <= torch.cuda.device_count():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def build(settings: TrainSettings, device: torch.device) -> Parts:
+    """All parts of a run on `device`, the same on every worker."""
+    train_set = build_data(settings.data, "train")
+    steps = count_steps(settings, len(train_set))
+    model = build_model(settings.model, settings.seed)
+    model.to(device, torch.float64 if settings.precision == "float64" else None)
+    optimizer = build_optimizer(settings.optimizer, [p for p in model.parameters() if p.requires_grad])
+    return Parts(
+        model=model,
+        names={parameter: name for name, parameter in model.named_parameters()},
+        loss=build_loss(settings.loss),
+        metric=find_metric(settings.evaluate.metric, settings.loss),
+        optimizer=optimizer,
+        base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
+        lr_factor=build_lr_factor(settings.lr_schedule, steps),
+        # A loss scale keeps small gradients alive in fp16; the other types need none.
+        scaler=torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16"),
+        train_set=train_set,
+        test_set=build_data(settings.data, "test"),
+        steps=steps,
+        device=device,
+        dtype=torch.float64 if settings.precision == "float64" else None,
+        autocast=_autocast(settings.precision, device),
+    )
+
+
+def count_steps(settings: TrainSettings, samples: int) -> int:
+    """How many steps the run has; an epoch that yields no batch at all is refused."""
+    rule = settings.data
+    per_epoch = steps_per_epoch(samples, rule.batch_size, rule.last_batch == "keep")
+    if per_epoch == 0:
+        raise JobError(
+            f"data.batch_size: found {rule.batch_size}, but there are only {samples} samples and "
+            f"data.last_batch is 'drop', so no batch is left; use a smaller batch or last_batch: keep"
+        )
+    if settings.steps is not None:
+        return settings.steps
+    return (settings.epochs or 1) * per_epoch
+
+
+def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    if precision not in AUTOCAST:
+        return contextlib.nullcontext
+    return lambda: torch.autocast(device.type, AUTOCAST[precision])

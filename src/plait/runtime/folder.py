@@ -1,0 +1,88 @@
+"""The run folder: where a run keeps its events, logs, checkpoints and state, and how one finds it again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from typing import IO
+
+from plait.core.errors import InputError
+from plait.core.names import nearest
+
+
+class RunFolder:
+    """The paths of one run below `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.tensorboard = path / "tensorboard"
+        self.settings = path / "settings.json"
+        self.job = path / "job.yaml"
+        self.status = path / "status.json"
+        self.result = path / "result.json"
+
+    def events(self, rank: int = 0) -> Path:
+        return self.path / "events" / f"rank{rank}.jsonl"
+
+    def lock(self) -> IO[str]:
+        """Hold this folder for one supervisor; the system lets go when the process ends, however it ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise InputError(
+                f"{self.path}: this run is going on already; see: plait status {self.path}"
+            ) from None
+        return file
+
+    def is_locked(self) -> bool:
+        """Whether a supervisor holds this folder now."""
+        try:
+            self.lock().close()
+        except InputError:
+            return True
+        return False
+
+
+def new_run(run_dir: Path, name: str) -> RunFolder:
+    """A fresh folder `run_dir/name-NNN`, numbered after the last one."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    numbers = [number for number, _ in _runs(run_dir, name)]
+    number = max(numbers, default=0) + 1
+    while True:
+        try:
+            path = run_dir / f"{name}-{number:03d}"
+            path.mkdir()
+            return RunFolder(path)
+        except FileExistsError:  # another job of this name was quicker
+            number += 1
+
+
+def latest_run(run_dir: Path, name: str) -> RunFolder | None:
+    runs = _runs(run_dir, name)
+    return RunFolder(max(runs)[1]) if runs else None
+
+
+def _runs(run_dir: Path, name: str) -> list[tuple[int, Path]]:
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    found = [(pattern.fullmatch(p.name), p) for p in run_dir.iterdir()] if run_dir.is_dir() else []
+    return [(int(match[1]), path) for match, path in found if match]
+
+
+def find_run(text: str, run_dir: Path = Path("runs")) -> RunFolder:
+    """The run that `text` means: a folder, a name below `run_dir`, or a job's name (its latest run)."""
+    for path in (Path(text), run_dir / text):
+        if (path / "status.json").exists() or (path / "settings.json").exists():
+            return RunFolder(path)
+    if (latest := latest_run(run_dir, text)) is not None:
+        return latest
+    known = [p.name for p in run_dir.iterdir()] if run_dir.is_dir() else []
+    close = nearest(os.path.basename(text), known)
+    hint = f"; did you mean {close!r}?" if close else f"; there is no such run below {run_dir}/"
+    raise InputError(f"RUN: found {text!r}, expected a run's folder or name{hint}")

@@ -1,0 +1,147 @@
+"""Launching a run: its folder, its state for `status` and `stop`, and its result. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from plait.cluster.hosts import LOCAL, Host
+from plait.cluster.supervisor import Launch, Supervisor, WorkerState
+from plait.core.codec import encode
+from plait.core.files import write_atomic
+from plait.runtime.folder import RunFolder
+from plait.runtime.settings import TrainSettings
+
+STATUS_S = 0.5
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where workers run and how their hosts are reached."""
+
+    hosts: tuple[Host, ...] = (Host(LOCAL, 1),)
+    shell: str = "ssh {host}"
+    python: str = sys.executable
+    nic: str | None = None
+    threads: int | None = None
+    timeout_s: float = 300.0
+    link_timeout_s: float = 10.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Display(Protocol):
+    """Who shows a run to a person."""
+
+    def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None: ...
+    def progressed(self, progress: Mapping[str, Any]) -> None: ...
+    def printed(self, line: str) -> None: ...
+    def stopping(self) -> None: ...
+
+
+class _Status:
+    """Keeps the run's status file up to date and passes everything on to the display."""
+
+    def __init__(self, folder: RunFolder, display: Display) -> None:
+        self._folder = folder
+        self._display = display
+        self._written = 0.0
+        self._content: dict[str, Any] = {
+            "state": "starting",
+            "pid": os.getpid(),
+            "started": time.time(),
+            "workers": [],
+            "progress": {},
+        }
+
+    def write(self, **changes: Any) -> None:
+        self._content |= {"updated": time.time(), **changes}
+        write_atomic(self._folder.status, json.dumps(self._content))
+        self._written = time.monotonic()
+
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        self.write(state="running", workers=encode(workers))
+        self._display.started(self._folder, workers)
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        self._content["progress"] = dict(progress)
+        if time.monotonic() - self._written >= STATUS_S:
+            self.write()
+        self._display.progressed(progress)
+
+    def printed(self, line: str) -> None:
+        self._display.printed(line)
+
+    def stopping(self) -> None:
+        if self._content["workers"]:
+            self.write(state="stopping")
+        self._display.stopping()
+
+
+def launch(
+    settings: TrainSettings,
+    placement: Placement,
+    folder: RunFolder,
+    display: Display,
+    *,
+    resume: bool = False,
+    job_text: str = "",
+) -> dict[str, Any]:
+    """Run `settings` to its end on the workers of `placement`; rank 0's result.
+
+    The folder is held while the run goes on, and left as it was when the settings are refused.
+    """
+    existed = folder.path.exists() and any(folder.path.iterdir())
+    lock = folder.lock()
+    status = _Status(folder, display)
+
+    def prepare() -> None:
+        write_atomic(folder.settings, json.dumps(encode(settings), indent=1))
+        if job_text:
+            write_atomic(folder.job, job_text)
+        status.write()
+
+    order = {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume}
+    supervisor = Supervisor(_launch(order, placement, folder.logs.absolute()), status)
+    try:
+        result: dict[str, Any] = supervisor.run(prepare)[0]
+    except BaseException:
+        if folder.status.exists():
+            status.write(state="failed")
+        elif not existed:
+            _remove_empty(folder.path)
+        raise
+    finally:
+        lock.close()
+    write_atomic(folder.result, json.dumps(result, indent=1))
+    status.write(state=result["reason"])
+    return result
+
+
+def _launch(order: dict[str, Any], placement: Placement, logs: Path) -> Launch:
+    return Launch(
+        hosts=placement.hosts,
+        entry="plait.runtime.worker:train",
+        check="plait.runtime.worker:check_order",
+        settings=order,
+        logs=logs,
+        shell=placement.shell,
+        python=placement.python,
+        nic=placement.nic,
+        threads=placement.threads,
+        timeout_s=placement.timeout_s,
+        link_timeout_s=placement.link_timeout_s,
+        environment=placement.environment,
+    )
+
+
+def _remove_empty(path: Path) -> None:
+    (path / ".lock").unlink(missing_ok=True)
+    for folder in (path, path.parent):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()

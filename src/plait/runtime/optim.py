@@ -1,0 +1,107 @@
+"""Optimizers by name, and learning rates as a pure function of the step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from plait.core.errors import JobError
+from plait.core.names import check_arguments, did_you_mean, resolve
+from plait.runtime.settings import LrScheduleSettings, OptimizerSettings
+
+LrFactor = Callable[[int], float]
+
+
+def optimizer_kinds() -> dict[str, type[torch.optim.Optimizer]]:
+    """Every optimizer of torch.optim under its name in lower case."""
+    classes = [c for _, c in inspect.getmembers(torch.optim, inspect.isclass)]
+    return {
+        c.__name__.lower(): c
+        for c in classes
+        if issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer
+    }
+
+
+def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Optimizer]:
+    """The optimizer's class, with its options checked against its signature."""
+    kind = settings.kind
+    if ":" in kind:
+        factory: Callable[..., torch.optim.Optimizer] = resolve(kind, "optimizer.kind", JobError)
+    elif kind in (kinds := optimizer_kinds()):
+        factory = kinds[kind]
+    else:
+        raise JobError(
+            f"optimizer.kind: found {kind!r}, expected an optimizer of torch.optim in lower case "
+            f"or 'package.module:name'{did_you_mean(kind, kinds)}"
+        )
+    check_arguments(factory, settings.options, "optimizer", JobError, positional=1)
+    return factory
+
+
+def build_optimizer(
+    settings: OptimizerSettings, parameters: Iterable[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    factory = find_optimizer(settings)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.options.items()}
+    try:
+        return factory(list(parameters), **options)
+    except (ValueError, TypeError) as failure:
+        raise JobError(f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}") from None
+
+
+def constant(step: int, total: int) -> float:
+    """The same factor throughout."""
+    return 1.0
+
+
+def step(step: int, total: int, every_steps: int = 1, gamma: float = 0.1) -> float:
+    """`gamma` times smaller after every `every_steps` steps."""
+    return float(gamma ** (step // every_steps))
+
+
+def polynomial(step: int, total: int, power: float = 1.0, end_factor: float = 0.0) -> float:
+    """From 1 down to `end_factor` at the last step, along (1 - progress) ** power."""
+    left = 1.0 - min(step / max(total, 1), 1.0)
+    return float(end_factor + (1.0 - end_factor) * left**power)
+
+
+def cosine(step: int, total: int, end_factor: float = 0.0) -> float:
+    """From 1 down to `end_factor` at the last step, along half a cosine."""
+    progress = min(step / max(total, 1), 1.0)
+    return end_factor + (1.0 - end_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+LR_SCHEDULES: Mapping[str, Callable[..., float]] = {
+    "constant": constant,
+    "step": step,
+    "polynomial": polynomial,
+    "cosine": cosine,
+}
+
+
+def build_lr_factor(settings: LrScheduleSettings, total_steps: int) -> LrFactor:
+    """The factor on the learning rate at each step: a linear warm-up, then the schedule over what is left.
+
+    A function of the step alone, so a resumed run needs no schedule state.
+    """
+    kind, warmup = settings.kind, settings.warmup_steps
+    if ":" in kind:
+        shape = resolve(kind, "lr_schedule.kind", JobError)
+    elif kind in LR_SCHEDULES:
+        shape = LR_SCHEDULES[kind]
+    else:
+        hint = did_you_mean(kind, LR_SCHEDULES)
+        raise JobError(f"lr_schedule.kind: found {kind!r}, expected a schedule's name{hint}")
+    check_arguments(shape, settings.options, "lr_schedule", JobError, positional=2)
+    options: dict[str, Any] = dict(settings.options)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return float(shape(step - warmup, total_steps - warmup, **options))
+
+    return factor

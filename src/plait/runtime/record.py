@@ -1,0 +1,158 @@
+"""What rank 0 writes down while it trains: events, TensorBoard scalars, and progress for whoever watches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.cluster.worker import Worker
+from plait.core.events import Event, EventLog
+from plait.runtime import events
+from plait.runtime.build import Parts
+from plait.runtime.folder import RunFolder
+from plait.runtime.settings import TrainSettings
+
+LOG_S = 0.1
+REPORT_S = 0.2
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Keeps the record of a run on rank 0; on other ranks it does nothing.
+
+    A step costs an addition and a look at the clock. Unless `log_every_steps` asks otherwise, steps of the
+    same tenth of a second share one event.
+    """
+
+    def __init__(self, worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder) -> None:
+        self._active = worker.rank == 0
+        self._worker = worker
+        self._settings = settings
+        self._parts = parts
+        self._log = EventLog(folder.events(), worker.rank) if self._active else None
+        self._board = _open_board(folder.tensorboard) if self._active and settings.tensorboard else None
+        self._started = self._mark = self._reported = time.perf_counter()
+        self._loss: torch.Tensor | float = 0.0
+        self._steps = self._samples = self._all_samples = 0
+        self._rate = 0.0
+        self._training_s = 0.0
+        self._progress: dict[str, Any] = {}
+
+    def start(self, step: int) -> None:
+        settings, parts = self._settings, self._parts
+        self._record(
+            events.RunStarted(
+                name=settings.name,
+                model=settings.model.factory,
+                parameters=sum(p.numel() for p in parts.model.parameters()),
+                workers=self._worker.world_size,
+                device=str(parts.device),
+                precision=settings.precision,
+                samples=len(parts.train_set),
+                batch_size=settings.data.batch_size,
+                steps=parts.steps,
+                step=step,
+                seed=settings.seed,
+                torch=torch.__version__,
+            )
+        )
+        self._progress = {"step": step, "steps": parts.steps}
+        self._report(force=True)
+        self._mark = time.perf_counter()
+
+    def step(self, step: int, epoch: int, loss: torch.Tensor, lr: float, samples: int) -> None:
+        """Note one step; `loss` may still be on its way on the device."""
+        if not self._active:
+            return
+        self._loss = self._loss + loss
+        self._steps += 1
+        self._samples += samples
+        every = self._settings.log_every_steps
+        now = time.perf_counter()
+        if step % every == 0 if every else now - self._mark >= LOG_S or step == self._parts.steps:
+            self._log_steps(step, epoch, lr, now)
+
+    def _log_steps(self, step: int, epoch: int, lr: float, now: float) -> None:
+        seconds, loss = now - self._mark, float(self._loss) / self._steps
+        self._record(events.Step(step, epoch, loss, lr, self._samples, round(seconds, 6)))
+        if self._board is not None:
+            self._board.add_scalar("train/loss", loss, step)
+            self._board.add_scalar("train/lr", lr, step)
+            self._board.add_scalar("train/samples_per_s", self._samples / seconds, step)
+        self._training_s += seconds
+        self._all_samples += self._samples
+        # A running mean that forgets within a few seconds: time left should follow a change of speed.
+        weight = min(1.0, max(seconds / 3.0, self._samples / max(self._all_samples, 1)))
+        self._rate += weight * (self._samples / seconds - self._rate)
+        left = (self._parts.steps - step) * self._settings.data.batch_size / max(self._rate, 1e-9)
+        self._progress |= {
+            "step": step,
+            "epoch": epoch,
+            "loss": loss,
+            "samples_per_s": round(self._rate, 1),
+            "left_s": round(left, 1),
+        }
+        self._report(force=step == self._parts.steps)
+        self._loss, self._steps, self._samples, self._mark = 0.0, 0, 0, now
+
+    def evaluated(self, step: int, metrics: dict[str, float], samples: int, seconds: float) -> None:
+        self._record(events.Evaluated(step, metrics, samples, round(seconds, 6)))
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(f"test/{name}", value, step)
+        self._progress |= {f"test_{name}": value for name, value in metrics.items()}
+        self._report(force=True)
+        self._mark += seconds
+
+    def saved(self, step: int, seconds: float, best: bool) -> None:
+        self._record(events.CheckpointSaved(step, round(seconds, 6), best))
+        self._mark += seconds
+
+    def refused(self, path: Path, reason: str) -> None:
+        self._record(events.CheckpointRefused(str(path), reason))
+        if self._active:
+            log.warning("checkpoint refused, trying the one before it: %s", reason)
+
+    def end(
+        self, step: int, reason: str, metrics: dict[str, float], best: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Close the record; what the run came to, as the result file and the command line show it."""
+        seconds = time.perf_counter() - self._started
+        rate = self._all_samples / self._training_s if self._training_s else 0.0
+        self._record(events.RunEnded(step, reason, round(seconds, 3), round(rate, 1)))
+        if self._log is not None:
+            self._log.close()
+        if self._board is not None:
+            self._board.close()
+        return {
+            "reason": reason,
+            "step": step,
+            "steps": self._parts.steps,
+            "train_loss": self._progress.get("loss"),
+            "test": metrics,
+            "best": best,
+            "samples_per_s": round(rate, 1),
+            "seconds": round(seconds, 3),
+            "workers": self._worker.world_size,
+            "device": str(self._parts.device),
+        }
+
+    def _record(self, event: Event) -> None:
+        if self._log is not None:
+            self._log.record(event)
+
+    def _report(self, force: bool = False) -> None:
+        now = time.perf_counter()
+        if self._active and (force or now - self._reported >= REPORT_S):
+            self._reported = now
+            self._worker.report(self._progress)
+
+
+def _open_board(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))

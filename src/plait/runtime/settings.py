@@ -1,0 +1,97 @@
+"""What a training run is told, as plain values: read once at the edge, sent to every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["float32", "float64", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The factory of the model, as `package.module:name`, and its arguments."""
+
+    factory: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The data set and how batches are drawn from it; `batch_size` counts samples over all workers."""
+
+    kind: str
+    batch_size: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    shuffle: bool = True
+    last_batch: Literal["keep", "drop"] = "keep"
+    loaders: int = 0
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """`kind` is any optimizer of torch.optim in lower case, or `package.module:name`."""
+
+    kind: str = "sgd"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LrScheduleSettings:
+    """How the learning rate changes: a factor on the optimizer's, as a function of the step."""
+
+    kind: str = "constant"
+    warmup_steps: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """When to evaluate on the test split, and by which metric beside the loss."""
+
+    every_steps: int | None = None
+    metric: str = "auto"
+    batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class EarlyStopSettings:
+    """End when `metric` has not improved by `min_change` for `patience` evaluations."""
+
+    patience: int
+    metric: str = "loss"
+    min_change: float = 0.0
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """When to write checkpoints and which to keep; `keep_best` names the metric of the best one."""
+
+    every_steps: int = 1000
+    keep_last: int = 2
+    keep_best: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """One training run."""
+
+    name: str
+    model: ModelSettings
+    data: DataSettings
+    loss: str = "cross-entropy"
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    lr_schedule: LrScheduleSettings = field(default_factory=LrScheduleSettings)
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    precision: Precision = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    clip_norm: float | None = None
+    accumulate: int = 1
+    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+    early_stop: EarlyStopSettings | None = None
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    tensorboard: bool = False
+    log_every_steps: int | None = None
