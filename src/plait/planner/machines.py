@@ -1,0 +1,119 @@
+"""The machines a plan is made for: levels of bandwidth, and devices that may differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from plait.planner.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the cluster: `count` units joined by links of `bytes_per_s`."""
+
+    count: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that differs from the profiled one: `speed` 0.5 takes twice the seconds."""
+
+    speed: float = 1.0
+    memory_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Levels from the innermost out (devices in a host, hosts in a cluster), and the devices' memory.
+
+    `devices` is empty where all are like the profiled one; else it names each, in the order of placement.
+    `latency_s` is what each transfer costs before its first byte arrives.
+    """
+
+    levels: tuple[Level, ...]
+    memory_bytes: float | None = None
+    devices: tuple[Device, ...] = ()
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def count(self) -> int:
+        """Devices in all."""
+        return math.prod(level.count for level in self.levels)
+
+    @property
+    def slowest_bytes_per_s(self) -> float:
+        return min(level.bytes_per_s for level in self.levels)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the devices differ from one another or from the profiled one."""
+        return any(device.speed != 1.0 for device in self.devices) or len(self._memories()) > 1
+
+    @property
+    def smallest_memory_bytes(self) -> float:
+        """What every device has; infinite where no limit was given."""
+        limits = self._memories() or {self.memory_bytes}
+        return min(math.inf if limit is None else limit for limit in limits)
+
+    def device(self, index: int) -> Device:
+        own = self.devices[index] if self.devices else Device()
+        return own if own.memory_bytes is not None else Device(own.speed, self.memory_bytes)
+
+    def _memories(self) -> set[float | None]:
+        return {self.device(i).memory_bytes for i in range(len(self.devices))}
+
+
+def machines(
+    counts: tuple[int, ...] | int,
+    bytes_per_s: tuple[float, ...] | float,
+    memory_bytes: float | None = None,
+    devices: tuple[Device, ...] = (),
+    latency_s: float = 0.0,
+) -> Machines:
+    """`machines(4, 1e9)`, or `machines((4, 4), (10e9, 1.25e9))` with the innermost level first."""
+    counts = (counts,) if isinstance(counts, int) else counts
+    rates = (bytes_per_s,) if isinstance(bytes_per_s, (int, float)) else bytes_per_s
+    if len(counts) != len(rates):
+        raise PlanError(
+            f"found {len(counts)} levels of devices ({'x'.join(map(str, counts))}) and {len(rates)} bandwidths; "
+            f"expected one bandwidth for each level, the innermost first"
+        )
+    levels = tuple(Level(count, float(rate)) for count, rate in zip(counts, rates))
+    return Machines(levels, memory_bytes, devices, latency_s)
+
+
+def _check(value: Machines) -> None:
+    if not value.levels:
+        raise PlanError("found no level of devices; expected at least one, such as 4 devices at 1e9 bytes/s")
+    for number, level in enumerate(value.levels, 1):
+        if level.count < 1:
+            raise PlanError(f"level {number}: found {level.count} devices, expected at least 1")
+        if not (level.bytes_per_s > 0 and math.isfinite(level.bytes_per_s)):
+            raise PlanError(
+                f"level {number}: found a bandwidth of {level.bytes_per_s:g} bytes/s, expected more than 0"
+            )
+    if value.memory_bytes is not None and not value.memory_bytes > 0:
+        raise PlanError(f"found a memory of {value.memory_bytes:g} bytes per device, expected more than 0")
+    if not (value.latency_s >= 0 and math.isfinite(value.latency_s)):
+        raise PlanError(f"found a latency of {value.latency_s:g} s, expected 0 or more")
+    _check_devices(value)
+
+
+def _check_devices(value: Machines) -> None:
+    if value.devices and len(value.devices) != value.count:
+        raise PlanError(
+            f"found {len(value.devices)} devices described for {value.count} devices in "
+            f"{'x'.join(str(level.count) for level in value.levels)}; expected one each"
+        )
+    for index, device in enumerate(value.devices):
+        if not (device.speed > 0 and math.isfinite(device.speed)):
+            raise PlanError(f"device {index}: found speed {device.speed:g}, expected more than 0")
+        if device.memory_bytes is not None and not device.memory_bytes > 0:
+            raise PlanError(
+                f"device {index}: found {device.memory_bytes:g} bytes of memory, expected more than 0"
+            )

@@ -1,0 +1,152 @@
+"""Schedules: pure functions from a layout and a number of microbatches to each worker's operations.
+
+| schedule | order | versions | in flight on a replica of stage s |
+| --- | --- | --- | --- |
+| stash | 1F1B, an update after every round of backwards | as many as in flight | depth(s) |
+| 2bw | 1F1B, an update after every batch of `depth` rounds | 2 | depth(s) |
+| flush | 1F1B, one update at the end | 1 | depth(s) |
+| gpipe | all forwards, then all backwards, one update | 1 | all |
+| interleaved | 1F1B over several stages a worker, one update | 1 | see `interleaved_depth` |
+| zero-bubble | backwards split; weight gradients fill the gaps | 1 | depth of the whole pipeline |
+| none | one microbatch at a time | 1 | 1 |
+
+depth(s) is the number of devices from stage s on, divided by the replicas of s, rounded up: what keeps
+every device busy (PipeDream's NOAM, stage by stage). Sends and receives are implied by the layout:
+`operations.peer_before` and `peer_behind` name the other end, and since every worker takes its microbatches
+in rising order, both ends of each channel agree on the order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from plait.planner import greedy
+from plait.planner.depth import Schedule, in_flight
+from plait.planner.errors import PlanError
+from plait.planner.operations import Backward, Forward, Layout, Op, Operations, Update
+
+
+def operations(
+    schedule: Schedule,
+    layout: Layout,
+    microbatches: int,
+    depths: Mapping[int, int] | None = None,
+) -> Operations:
+    """What each worker does, in order, to take `microbatches` through the pipeline.
+
+    Synchronous schedules end with one update: the microbatches are one batch. The others update as they
+    go. `depths` overrides how many microbatches the replicas of a stage keep in flight.
+    """
+    _check(schedule, layout, microbatches, depths or {})
+    if schedule is Schedule.ZERO_BUBBLE:
+        return greedy.zero_bubble(layout, microbatches, depths or {})
+    if schedule is Schedule.INTERLEAVED:
+        return greedy.interleaved(layout, microbatches, depths or {})
+    lists: Operations = {}
+    for stage, workers in enumerate(layout.stages):
+        depth = in_flight(schedule, layout, stage, microbatches, depths)
+        for replica, worker in enumerate(workers):
+            own = range(replica, microbatches, len(workers))
+            rounds = math.ceil(microbatches / len(workers))
+            lists[worker] = tuple(_one_stage(schedule, layout, stage, own, depth, rounds))
+    return lists
+
+
+def rounds_per_batch(layout: Layout, stage: int) -> int:
+    """How many backwards of a replica make one batch under 2bw.
+
+    Batches are of one size for the whole pipeline, `depth(0) * replicas(0)` microbatches rounded up so that
+    every stage can keep its depth with two versions.
+    """
+    return math.ceil(batch_of_two_buffers(layout) / layout.replicas(stage))
+
+
+def batch_of_two_buffers(layout: Layout) -> int:
+    """Microbatches between two updates under 2bw: enough that no stage spans three batches."""
+    most = max(
+        math.ceil(layout.devices_from(s) / layout.replicas(s)) * layout.replicas(s)
+        for s in range(len(layout.stages))
+    )
+    common = math.lcm(*(layout.replicas(s) for s in range(len(layout.stages))))
+    return math.ceil(most / common) * common
+
+
+def _one_stage(
+    schedule: Schedule, layout: Layout, stage: int, own: range, depth: int, rounds: int
+) -> list[Op]:
+    """The work of one replica: fill the pipe, alternate, drain it, updating as the schedule says."""
+    ops: list[Op] = []
+    backwards = 0
+    every = _rounds_between_updates(schedule, layout, stage, rounds)
+    versions: dict[int, int] = {}
+    done_updates = 0
+    for step in range(len(own) + depth - 1):
+        if step < len(own):
+            versions[step] = _version(schedule, step, every, done_updates)
+            ops.append(Forward(stage, own[step], versions[step]))
+        if step >= depth - 1:
+            ops.append(Backward(stage, own[backwards], versions[backwards]))
+            backwards += 1
+            if backwards % every == 0:
+                done_updates += 1
+                ops.append(Update(stage, done_updates))
+    while done_updates * every < rounds:
+        done_updates += 1
+        ops.append(Update(stage, done_updates))
+    return ops
+
+
+def _rounds_between_updates(schedule: Schedule, layout: Layout, stage: int, rounds: int) -> int:
+    if schedule is Schedule.STASH:
+        return 1
+    if schedule is Schedule.TWO_BUFFERED:
+        return rounds_per_batch(layout, stage)
+    return rounds
+
+
+def _version(schedule: Schedule, step: int, every: int, done_updates: int) -> int:
+    """The weights that a replica's forward number `step` uses."""
+    if schedule is Schedule.STASH:
+        return done_updates
+    if schedule is Schedule.TWO_BUFFERED:
+        # One batch behind, in every stage alike: the batch before may still be on its way.
+        return max(0, step // every - 1)
+    return 0
+
+
+def _check(schedule: Schedule, layout: Layout, microbatches: int, depths: Mapping[int, int]) -> None:
+    if microbatches < 1:
+        raise PlanError(f"found {microbatches} microbatches, expected at least 1")
+    for stage, depth in depths.items():
+        if not (0 <= stage < len(layout.stages)) or depth < 1:
+            raise PlanError(
+                f"found depth {depth} for stage {stage}, expected at least 1 for a stage below {len(layout.stages)}"
+            )
+    shared = len(layout.workers) < sum(len(workers) for workers in layout.stages)
+    if shared and schedule is not Schedule.INTERLEAVED:
+        raise PlanError(
+            f"schedule {schedule.value}: a worker holds several stages ({layout.stages}); expected one stage "
+            f"a worker, or schedule interleaved"
+        )
+    if schedule not in (Schedule.INTERLEAVED, Schedule.GPIPE):
+        _check_depths(schedule, layout, microbatches, depths)
+
+
+def _check_depths(schedule: Schedule, layout: Layout, microbatches: int, depths: Mapping[int, int]) -> None:
+    """Refuse depths under which a stage would wait for one that waits for it.
+
+    Before its backward of b, a replica behind has taken b + R'(d' - 1) forward, and the stage before, R
+    replicas with d in flight, sends that one only once its backward of b + R'(d' - 1) - R d is done.
+    """
+    for stage in range(len(layout.stages) - 1):
+        here, behind = layout.replicas(stage), layout.replicas(stage + 1)
+        depth = in_flight(schedule, layout, stage, microbatches, depths)
+        deeper = in_flight(schedule, layout, stage + 1, microbatches, depths)
+        whole = math.ceil(microbatches / here) <= depth
+        if not whole and behind * (deeper - 1) >= here * depth:
+            needed = behind * (deeper - 1) // here + 1
+            raise PlanError(
+                f"stage {stage} keeps {depth} microbatches in flight on {here} replicas, but stage {stage + 1} "
+                f"keeps {deeper} on {behind} and would wait for ever; give stage {stage} at least {needed}"
+            )
