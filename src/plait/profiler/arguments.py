@@ -1,0 +1,96 @@
+"""Arguments of recorded calls: what is kept of a tensor, a size, a device, a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sympy import Expr  # type: ignore[import-untyped]
+from torch import Tensor, fx
+
+from plait.profiler.failures import current_line, refusal
+
+PLAIN = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+@dataclass(frozen=True)
+class SizeArgument:
+    """Stands in a call's arguments for a size that follows the inputs."""
+
+    expression: Expr
+
+
+@dataclass(frozen=True)
+class DeviceArgument:
+    """Stands in a call's arguments for the device that the layer runs on."""
+
+
+@dataclass(frozen=True)
+class TrainingArgument:
+    """Stands in a call's arguments for the module's own `training` flag."""
+
+
+def lower(item: Any, node_of: Callable[[Tensor], fx.Node], meta: dict[str, Any]) -> Any:
+    """`item` with nodes for tensors and stand-ins for what is known only when the layer runs.
+
+    Notes in `meta` the `symbols` that its sizes are made of, and whether it names a `device`.
+    """
+    if isinstance(item, Tensor):
+        return node_of(item)
+    if isinstance(item, (torch.SymInt, torch.SymFloat)):
+        return _lower_size(item, meta)
+    if isinstance(item, torch.SymBool):
+        return bool(item)
+    if isinstance(item, torch.device):
+        meta["device"] = True
+        return DeviceArgument()
+    if isinstance(item, (tuple, list)) and not hasattr(item, "_fields"):
+        parts = [lower(part, node_of, meta) for part in item]
+        return parts if isinstance(item, list) else tuple(parts)
+    if isinstance(item, dict):
+        return {key: lower(part, node_of, meta) for key, part in item.items()}
+    if isinstance(item, slice):
+        return slice(*(lower(part, node_of, meta) for part in (item.start, item.stop, item.step)))
+    if isinstance(item, np.generic):
+        return item.item()
+    if isinstance(item, PLAIN):
+        return item
+    raise refusal(
+        f"this passes a {type(item).__name__} to a torch call",
+        "pass tensors, numbers, strings, and tuples, lists or dicts of them",
+        current_line(),
+    )
+
+
+def _lower_size(size: torch.SymInt | torch.SymFloat, meta: dict[str, Any]) -> Any:
+    expression = size.node.expr
+    if expression.is_number:
+        return int(expression) if isinstance(size, torch.SymInt) else float(expression)
+    meta["symbols"] = meta.get("symbols", frozenset()) | expression.free_symbols
+    return SizeArgument(expression)
+
+
+def leaves(item: Any) -> Iterator[Any]:
+    """What `item` holds, through tuples, lists and dicts."""
+    if isinstance(item, (tuple, list)):
+        for part in item:
+            yield from leaves(part)
+    elif isinstance(item, dict):
+        yield from leaves(list(item.values()))
+    else:
+        yield item

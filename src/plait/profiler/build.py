@@ -1,0 +1,101 @@
+"""Building: layers of a traced model as a module that runs."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.profiler.source import Source, indent, write_source
+from plait.profiler.traced import Boundary, Layer, TracedModel
+
+
+class LayersModule(nn.Module):
+    """Some layers of a model: takes the values that enter them, returns a tuple of those that leave.
+
+    Its parameters, buffers and modules are the original's own objects, under their original names.
+    """
+
+    def __init__(self, source: Source, attributes: Iterable[tuple[str, Any, bool]], name: str) -> None:
+        super().__init__()
+        attributes = list(attributes)
+        numbered = {path.rpartition(".")[0] for path in _paths(attributes) if _is_number(path)}
+        for path, item, persistent in attributes:
+            _attach(self, path, item, persistent, numbered)
+        self._compute = _compile(source, name)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = self._compute(self, *inputs)
+        return result
+
+
+def build(
+    traced: TracedModel, layers: tuple[Layer, ...], boundary: Boundary, own_inputs: bool
+) -> LayersModule:
+    """`layers` as one module over the model's own parameters; see `write_source` for `own_inputs`."""
+    source = write_source(traced, layers, boundary, own_inputs)
+    name = layers[0].id if len(layers) == 1 else f"{layers[0].id} to {layers[-1].id}"
+    module = LayersModule(source, attributes_of(traced, layers), name)
+    return module.train(traced.model.training)
+
+
+def attributes_of(traced: TracedModel, layers: Iterable[Layer]) -> Iterator[tuple[str, Any, bool]]:
+    """The modules, then the parameters, buffers and constants that `layers` use by themselves.
+
+    Each with its path, and whether it belongs to the model's state_dict.
+    """
+    nodes = [node for layer in layers for node in layer.nodes]
+    modules = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
+    for path in modules:
+        yield path, traced.model.get_submodule(path), True
+    for path in dict.fromkeys(str(node.target) for node in nodes if node.op == "get_attr"):
+        owner, _, name = path.rpartition(".")
+        if path in traced.constants:
+            yield path, traced.constants[path], False
+        elif not any(path.startswith(f"{module}.") for module in modules):
+            holder = traced.model.get_submodule(owner)
+            yield path, getattr(holder, name), name not in holder._non_persistent_buffers_set
+
+
+def _paths(attributes: list[tuple[str, Any, bool]]) -> Iterator[str]:
+    """The paths of all modules, containers included."""
+    for path, item, _ in attributes:
+        parts = path.split(".")
+        depth = len(parts) if isinstance(item, nn.Module) else len(parts) - 1
+        for i in range(1, depth + 1):
+            yield ".".join(parts[:i])
+
+
+def _is_number(path: str) -> bool:
+    return not path.rpartition(".")[2].isidentifier()
+
+
+def _attach(root: nn.Module, path: str, item: Any, persistent: bool, numbered: set[str]) -> None:
+    *containers, name = path.split(".")
+    owner = root
+    for i, part in enumerate(containers):
+        if part not in owner._modules:
+            has_numbers = ".".join(containers[: i + 1]) in numbered
+            owner.add_module(part, nn.ModuleDict() if has_numbers else nn.Module())
+        owner = owner.get_submodule(part)
+    if isinstance(item, nn.Module):
+        owner.add_module(name, item)
+    elif isinstance(item, nn.Parameter):
+        owner.register_parameter(name, item)
+    else:
+        owner.register_buffer(name, item, persistent)
+
+
+def _compile(source: Source, name: str) -> Any:
+    head = f"def compute({', '.join(['self', *source.inputs])}):\n"
+    text = head + indent(source.lines, 4) + "\n"
+    file = f"<layers {name}>"
+    names: dict[str, Any] = {"torch": torch, "F": F, **source.objects}
+    exec(compile(text, file, "exec"), names)
+    # Tracebacks show the line of the stage that failed.
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    return names["compute"]

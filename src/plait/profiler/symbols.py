@@ -1,0 +1,141 @@
+"""Inputs without values: tensors whose batch (and sequence) sizes are symbols while a model is traced.
+
+A size read from such a tensor is an expression of symbols, so a trace holds `4 * batch` where the model's
+own code computed it, and serves every batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from sympy import Expr, Symbol
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._sympy import functions as sizes
+
+from plait.profiler.failures import SourceLine, current_line
+
+# Sizes of dimensions as a trace knows them: a number, or an expression of symbols.
+Shape = tuple[int | Expr, ...]
+
+
+class Sizes(ShapeEnv):
+    """The symbols of one trace; remembers the user's line that made a symbol a fixed number."""
+
+    def __init__(self) -> None:
+        # A value read from a tensor (`item()`) must fail at its own line rather than at a later use.
+        super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
+        self.fixed: dict[Symbol, tuple[int, SourceLine | None]] = {}
+
+    def _set_replacement(self, a: Symbol, tgt: Expr, *args: Any, **kwargs: Any) -> None:
+        if tgt.is_number and a not in self.fixed:
+            self.fixed[a] = (int(tgt), current_line())
+        super()._set_replacement(a, tgt, *args, **kwargs)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def fake_inputs(mode: FakeTensorMode, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A value-free copy of each tensor, symbols in its free dimensions; equal sizes share a symbol."""
+    batch = tensors[0].shape[0] if tensors and tensors[0].dim() else None
+    stand_in = _unlike(size for tensor in tensors for size in tensor.shape)
+    return [_fake_input(mode, tensor, batch, stand_in, f"input{i}") for i, tensor in enumerate(tensors)]
+
+
+def _unlike(sizes: Iterable[int]) -> int:
+    """A batch size for tracing that no other size equals, so that no size is taken for another."""
+    taken = set(sizes)
+    return next(prime for prime in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41) if prime not in taken)
+
+
+def _fake_input(mode: FakeTensorMode, tensor: Tensor, batch: int | None, stand_in: int, name: str) -> Tensor:
+    from torch._dynamo.source import ConstantSource  # slow to import, and only a trace needs it
+
+    sizes = [stand_in if dim == 0 and size == batch else size for dim, size in enumerate(tensor.shape)]
+    example = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
+    example.requires_grad_(tensor.requires_grad)
+    context: Any = StatelessSymbolicContext(
+        dynamic_sizes=[
+            # Equal sizes of at least two become one symbol ("duck" sizing).
+            DimDynamic.DUCK if size > 1 and _is_free(tensor, dim) else DimDynamic.STATIC
+            for dim, size in enumerate(sizes)
+        ]
+    )
+    return mode.from_tensor(example, symbolic_context=context, source=ConstantSource(name))
+
+
+def _is_free(tensor: Tensor, dim: int) -> bool:
+    """Whether a size may change from batch to batch: the first, and of token or mask tensors the second."""
+    return dim == 0 or (dim == 1 and not tensor.is_floating_point())
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    sizes: list[Any] = list(tensor.shape)  # a SymInt is declared as no int, which it stands for
+    return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+
+
+def recurrent_shapes(module: nn.RNNBase | nn.RNNCellBase, input: Tensor, hx: object = None) -> Any:
+    """What `module` returns for tensors without values: torch's fused kernels take no symbolic sizes."""
+    if isinstance(module, nn.RNNCellBase):
+        anchor = module.weight_hh.flatten()[0]
+        states = [input.new_zeros((*input.shape[:-1], module.hidden_size)) + anchor for _ in range(2)]
+        return tuple(states) if isinstance(module, nn.LSTMCell) else states[0]
+    directions = 2 if module.bidirectional else 1
+    # Batch and time keep their places; a single sequence has no batch.
+    batch = () if input.dim() == 2 else (input.shape[0 if module.batch_first else 1],)
+    hidden = module.proj_size or module.hidden_size
+    # Ties the result to the parameters for autograd.
+    anchor = cast("Tensor", module.weight_hh_l0).flatten()[0]
+    stack = (directions * module.num_layers, *batch)
+    output = input.new_zeros((*input.shape[:-1], directions * hidden)) + anchor
+    state = input.new_zeros((*stack, hidden)) + anchor
+    if module.mode != "LSTM":
+        return output, state
+    return output, (state, input.new_zeros((*stack, module.hidden_size)) + anchor)
+
+
+def write_size(expression: Expr, symbol: Callable[[Symbol], str]) -> str | None:
+    """`expression` as Python source; `symbol` writes each symbol. None for what cannot be written."""
+    if isinstance(expression, sympy.Integer):
+        return str(int(expression))
+    if isinstance(expression, (sympy.Float, sympy.Rational)):
+        return repr(float(expression))
+    if isinstance(expression, Symbol):
+        return symbol(expression)
+    operator = _OPERATORS.get(type(expression))
+    if operator is None:
+        return None
+    parts = [write_size(argument, symbol) for argument in expression.args]
+    if any(part is None for part in parts):
+        return None
+    return operator([part for part in parts if part is not None])
+
+
+def _infix(sign: str) -> Callable[[list[str]], str]:
+    return lambda parts: "(" + f" {sign} ".join(parts) + ")"
+
+
+def _call(name: str) -> Callable[[list[str]], str]:
+    return lambda parts: f"{name}({', '.join(parts)})"
+
+
+_OPERATORS: dict[type, Callable[[list[str]], str]] = {
+    sympy.Add: _infix("+"),
+    sympy.Mul: _infix("*"),
+    sympy.Pow: _infix("**"),
+    sympy.Max: _call("max"),
+    sympy.Min: _call("min"),
+    sizes.Max: _call("max"),
+    sizes.Min: _call("min"),
+    sizes.FloorDiv: _infix("//"),
+    sizes.CleanDiv: _infix("//"),
+    sizes.Mod: _infix("%"),
+    sizes.PythonMod: _infix("%"),
+    sizes.IntTrueDiv: _infix("/"),
+    sizes.FloatTrueDiv: _infix("/"),
+    sizes.FloatPow: _infix("**"),
+    sizes.ToFloat: _call("float"),
+    sizes.OpaqueUnaryFn_sqrt: lambda parts: f"{parts[0]} ** 0.5",
+}

@@ -1,0 +1,231 @@
+"""Tracing: an unmodified model and example inputs in, its layers out."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from plait.profiler.arguments import PLAIN, SizeArgument
+from plait.profiler.failures import TraceError, explain, refusal
+from plait.profiler.record import Recorder, operation_name
+from plait.profiler.symbols import Sizes, fake_inputs
+from plait.profiler.traced import Layer, TracedModel
+
+Inputs = Sequence[Any] | Mapping[str, Any]
+
+# Functions that only rearrange; a layer is named for another of its functions where it has one.
+_MINOR = frozenset(
+    (
+        *("getitem", "pick", "after", "get_attr", "to", "type_as", "contiguous", "expand"),
+        *("view", "reshape", "flatten", "transpose", "t", "T", "permute", "unsqueeze", "squeeze"),
+    )
+)
+
+
+def trace(model: nn.Module, inputs: Inputs) -> TracedModel:
+    """The layers of `model`, as it computes on `inputs` in the mode (train or eval) it is in.
+
+    `inputs` are the arguments of its forward: a sequence, or a mapping for keywords. Their first sizes
+    (and the second of integer and boolean tensors) stay free, so the trace serves any batch. The model is
+    run once on tensors without values; nothing of it changes. Trace under the autocast you train under.
+    Raises TraceError with the line of the model's source that stands in the way.
+    """
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise TraceError(f"found no tensor among the inputs of {type(model).__name__}; expected at least one")
+    sizes = Sizes()
+    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+    recorder = Recorder(model)
+    fakes = fake_inputs(mode, tensors)
+    nodes = [recorder.add_input(n, f) for n, f in zip(_input_names(model, args, kwargs), fakes)]
+    remaining = iter(fakes)
+    stand_ins = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(stand_ins, spec)
+    output_leaves, output_spec = _run(model, args, kwargs, mode, recorder)
+    _check_batch_is_free(fakes[0], sizes)
+    outputs = tuple(dict.fromkeys(leaf.name for leaf in output_leaves if isinstance(leaf, fx.Node)))
+    _prune(recorder.graph, set(outputs))
+    _settle_sizes(recorder.graph, sizes)
+    return TracedModel(
+        model,
+        recorder.graph,
+        _layers(model, recorder.graph),
+        tuple(node.name for node in nodes),
+        outputs,
+        tuple(output_leaves),
+        output_spec,
+        recorder.constants,
+    )
+
+
+def _run(
+    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, recorder: Recorder
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """Record one forward pass; the parts of what it returned, nodes in place of tensors."""
+    try:
+        with _unchanged(model):
+            recorder.replace_buffers(model, mode)
+            with mode, recorder.watching():
+                result = model(*args, **kwargs)
+                leaves, spec = pytree.tree_flatten(result)
+                return [_output_leaf(recorder, leaf) for leaf in leaves], spec
+    except Exception as failure:  # a user's forward may fail in any way
+        raise explain(failure) from failure
+
+
+def _output_leaf(recorder: Recorder, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return recorder.node_of(leaf)
+    return leaf if isinstance(leaf, PLAIN) else None
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back what the forward pass assigns to its modules, and the random state."""
+    holders = [
+        holder
+        for module in model.modules()
+        for holder in (module.__dict__, module._parameters, module._buffers, module._modules)
+    ]
+    before = [dict(holder) for holder in holders]
+    try:
+        with torch.random.fork_rng(enabled=True):
+            yield
+    finally:
+        for holder, kept in zip(holders, before):
+            holder.clear()
+            holder.update(kept)
+
+
+def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """A name for each input tensor: that of the parameter of forward that it comes in by."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional += [f"input_{i}" for i in range(len(positional), len(args))]
+    names: list[str] = []
+    for name, item in [*zip(positional, args), *kwargs.items()]:
+        count = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(item))
+        names += [name] if count == 1 else [f"{name}_{i}" for i in range(count)]
+    return names
+
+
+def _check_batch_is_free(first: Tensor, sizes: Sizes) -> None:
+    symbol: Any = first.shape[0] if first.dim() else 0
+    if not isinstance(symbol, torch.SymInt):
+        return
+    number, line = sizes.fixed.get(symbol.node._expr, (None, None))
+    if number is not None:
+        raise refusal(
+            "this fixes the batch size (a loop over the batch, len() or int() of a size)",
+            "compute on the whole batch at once, and read its size as x.shape[0]",
+            line,
+        )
+
+
+def _prune(graph: fx.Graph, outputs: set[str]) -> None:
+    """Drop what nobody uses; a module's call and a write in place stay for what they do besides."""
+    for node in reversed(list(graph.nodes)):
+        has_effect = node.op in ("placeholder", "call_module") or "writes" in node.meta
+        if not node.users and not has_effect and node.name not in outputs:
+            graph.erase_node(node)
+
+
+def _settle_sizes(graph: fx.Graph, sizes: Sizes) -> None:
+    """Write all sizes in the symbols that are left when the trace has ended."""
+
+    def settled(size: Any) -> Any:
+        if isinstance(size, int):
+            return size
+        expression = sizes.replace(size)
+        return int(expression) if expression.is_Integer else expression
+
+    def settled_argument(item: Any) -> Any:
+        if not isinstance(item, SizeArgument):
+            return item
+        size = settled(item.expression)
+        return size if isinstance(size, int) else SizeArgument(size)
+
+    for node in graph.nodes:
+        if "shape" in node.meta:
+            node.meta["shape"] = tuple(settled(size) for size in node.meta["shape"])
+        if "symbols" in node.meta:
+            node.args = fx.node.map_aggregate(node.args, settled_argument)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, settled_argument)
+            free = {s for old in node.meta["symbols"] for s in getattr(settled(old), "free_symbols", ())}
+            node.meta["symbols"] = tuple(sorted(free, key=str))
+
+
+def _layers(model: nn.Module, graph: fx.Graph) -> tuple[Layer, ...]:
+    groups: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            groups.setdefault(node.meta["group"], []).append(node)
+    parameters = dict(_first_names(model.named_parameters(remove_duplicate=False)))
+    buffers = dict(_first_names(model.named_buffers(remove_duplicate=False)))
+    seen: Counter[str] = Counter()
+    layers = []
+    for nodes in groups.values():
+        name = _layer_name(nodes)
+        seen[name] += 1
+        used = {id(tensor) for node in nodes for tensor in _tensors_of(model, node)}
+        layers.append(
+            Layer(
+                name if seen[name] == 1 else f"{name}@{seen[name]}",
+                _description(model, nodes),
+                tuple(nodes),
+                tuple(name for key, name in parameters.items() if key in used),
+                tuple(name for key, name in buffers.items() if key in used),
+            )
+        )
+    return tuple(layers)
+
+
+def _first_names(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[int, str]]:
+    seen: set[int] = set()
+    for name, tensor in named:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield id(tensor), name
+
+
+def _tensors_of(model: nn.Module, node: fx.Node) -> Iterator[Tensor]:
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        yield from module.parameters()
+        yield from module.buffers()
+    elif node.op == "get_attr" and not str(node.target).startswith("constant_"):
+        owner, _, name = str(node.target).rpartition(".")
+        yield getattr(model.get_submodule(owner), name)
+
+
+def _operation(node: fx.Node) -> str:
+    if node.op == "get_attr":
+        return "get_attr"
+    return str(node.args[1]) if node.target is getattr else operation_name(node.target)
+
+
+def _layer_name(nodes: list[fx.Node]) -> str:
+    for node in nodes:
+        if node.op == "call_module":
+            return str(node.target)
+    names = [_operation(node) for node in nodes]
+    chosen = next((name for name in names if name not in _MINOR), names[0])
+    path = nodes[-1].meta["path"]
+    return f"{path}.{chosen}" if path else chosen
+
+
+def _description(model: nn.Module, nodes: list[fx.Node]) -> str:
+    for node in nodes:
+        if node.op == "call_module":
+            return " ".join(repr(model.get_submodule(str(node.target))).split())
+    return ", ".join(_operation(node) for node in nodes if node.op != "get_attr")

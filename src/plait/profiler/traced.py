@@ -1,0 +1,146 @@
+"""A traced model: its operations in order, grouped into layers, and the values that pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from sympy import Expr, Symbol  # type: ignore[import-untyped]
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from plait.core.errors import InputError
+from plait.core.names import did_you_mean
+from plait.profiler.symbols import Shape
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that passes between layers. A size that follows the batch is an expression of symbols."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Operations that stay together: one call of a torch.nn module, or the run of functions between two.
+
+    `id` is the module's path; a second call of the same module is `path@2`. `parameters` and `buffers`
+    are the names of the original model; of a tied parameter, the name that comes first there.
+    """
+
+    id: str
+    description: str
+    nodes: tuple[fx.Node, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What enters and what leaves a set of layers, by the names of values, in the order they are made."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TracedModel:
+    """Layers in the order of execution, over the parameters of `model`.
+
+    The nodes name modules, parameters and buffers of `model` by their path; `constants` holds the
+    tensors that are neither. `inputs` and `outputs` are names of values; `output_spec` rebuilds what the
+    model returns from its outputs (what is neither a tensor nor a plain value comes back as None).
+    `parameter_names` gives each parameter's name by identity: tied parameters have one.
+    """
+
+    model: nn.Module
+    graph: fx.Graph
+    layers: tuple[Layer, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_leaves: tuple[Any, ...]
+    output_spec: pytree.TreeSpec
+    constants: dict[str, torch.Tensor]
+
+    @cached_property
+    def layer_by_id(self) -> dict[str, Layer]:
+        return {layer.id: layer for layer in self.layers}
+
+    @cached_property
+    def node_by_name(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.nodes}
+
+    @cached_property
+    def layer_of(self) -> dict[str, str]:
+        """The layer that makes each value; the model's inputs have none."""
+        return {node.name: layer.id for layer in self.layers for node in layer.nodes}
+
+    def value(self, name: str) -> Value:
+        meta = self.node_by_name[name].meta
+        return Value(name, meta["shape"], meta["dtype"], meta["requires_grad"])
+
+    def select(self, ids: Iterable[str]) -> tuple[Layer, ...]:
+        """The layers named, in the order of execution."""
+        chosen = set(ids)
+        unknown = chosen - self.layer_by_id.keys()
+        if unknown:
+            name = min(unknown)
+            raise InputError(f"there is no layer {name!r}{did_you_mean(name, self.layer_by_id)}")
+        return tuple(layer for layer in self.layers if layer.id in chosen)
+
+    def boundary(self, layers: Sequence[Layer]) -> Boundary:
+        """The values that `layers`, run together, need from outside and give to the outside."""
+        inside = {node: None for layer in layers for node in layer.nodes}
+        needed = {arg: None for node in inside for arg in node.all_input_nodes if arg not in inside}
+        for extra in self._size_givers(inside, needed):
+            needed[extra] = None
+        final = set(self.outputs)
+        given = [n for n in inside if n.name in final or any(user not in inside for user in n.users)]
+        position = {node: i for i, node in enumerate(self.graph.nodes)}
+        return Boundary(
+            tuple(node.name for node in sorted(needed, key=position.__getitem__)),
+            tuple(node.name for node in given),
+        )
+
+    def _size_givers(self, inside: dict[fx.Node, None], needed: dict[fx.Node, None]) -> list[fx.Node]:
+        """Values from outside that are needed only because a size is read from them."""
+        extra: list[fx.Node] = []
+        known = list(needed)
+        for node in inside:
+            for symbol in node.meta.get("symbols", ()):
+                if not any(size_source(symbol, [value]) for value in known):
+                    giver = next(n for n in self.graph.nodes if size_source(symbol, [n]) or n is node)
+                    assert giver is not node, f"no tensor has the size {symbol}"
+                    extra.append(giver)
+                    known.append(giver)
+            if node.meta.get("device") and not any("shape" in value.meta for value in known):
+                giver = next(iter(self.graph.nodes))
+                extra.append(giver)
+                known.append(giver)
+            if "shape" in node.meta:
+                known.append(node)
+        return extra
+
+    def rebuild_output(self, values: Sequence[Any]) -> Any:
+        """What the model would return, from the values named by `outputs`."""
+        given = dict(zip(self.outputs, values, strict=True))
+        leaves = [given[leaf.name] if isinstance(leaf, fx.Node) else leaf for leaf in self.output_leaves]
+        return pytree.tree_unflatten(leaves, self.output_spec)
+
+
+def size_source(symbol: Symbol, nodes: Iterable[fx.Node]) -> tuple[fx.Node, int, int] | None:
+    """The first node that has `symbol`, or a whole multiple of it, among its sizes: node, dim, multiple."""
+    for node in nodes:
+        for dim, size in enumerate(node.meta.get("shape", ())):
+            if isinstance(size, Expr) and symbol in size.free_symbols:
+                multiple = size / symbol
+                if multiple.is_Integer:
+                    return node, dim, int(multiple)
+    return None

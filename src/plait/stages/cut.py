@@ -1,0 +1,82 @@
+"""Cutting: a traced model and the layers of each stage in, runnable stages out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from plait.core.errors import InputError
+from plait.profiler.build import LayersModule, build
+from plait.profiler.traced import TracedModel, Value
+
+
+class StageError(InputError):
+    """Layers that cannot be the stages of one pipeline."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A slice of a model that runs by itself.
+
+    `module(*inputs)` returns a tuple, in the order of `outputs`. Values of the same name in two stages are
+    the same tensor: what one stage gives, any later one may take (skips reach over stages between), and an
+    input named like an argument of the model's forward is that argument. Inputs are never written into.
+    The parameters are the model's own objects under their original names; `first_names` maps each to the
+    first name the model has for it, equal for tied parameters wherever they are.
+    """
+
+    layers: tuple[str, ...]
+    module: LayersModule
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    first_names: dict[str, str]
+
+
+def cut(traced: TracedModel, layer_ids: Iterable[str]) -> Stage:
+    """The stage that consists of the layers named, whatever their order; they run in the model's order."""
+    layers = traced.select(layer_ids)
+    if not layers:
+        raise StageError("found a stage without layers; expected at least one")
+    boundary = traced.boundary(layers)
+    module = build(traced, layers, boundary, own_inputs=True)
+    first: dict[int, str] = {}
+    for name, parameter in traced.model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+    return Stage(
+        tuple(layer.id for layer in layers),
+        module,
+        tuple(traced.value(name) for name in boundary.inputs),
+        tuple(traced.value(name) for name in boundary.outputs),
+        {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)},
+    )
+
+
+def cut_all(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
+    """All stages, checked: every layer is in exactly one, and values flow only to later stages."""
+    check_stages(traced, stages)
+    return tuple(cut(traced, ids) for ids in stages)
+
+
+def check_stages(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
+    """Refuse stages that leave a layer out, hold one twice, or need a value from a later stage."""
+    stage_of: dict[str, int] = {}
+    for index, ids in enumerate(stages):
+        for layer in traced.select(ids):
+            if layer.id in stage_of:
+                raise StageError(
+                    f"layer {layer.id!r} is in stages {stage_of[layer.id]} and {index}; expected one"
+                )
+            stage_of[layer.id] = index
+    missing = [layer.id for layer in traced.layers if layer.id not in stage_of]
+    if missing:
+        raise StageError(
+            f"{len(missing)} layers are in no stage, the first is {missing[0]!r}; add them to one"
+        )
+    for layer in traced.layers:
+        for name in traced.boundary([layer]).inputs:
+            source = traced.layer_of.get(name)
+            if source is not None and stage_of[source] > stage_of[layer.id]:
+                raise StageError(
+                    f"layer {layer.id!r} of stage {stage_of[layer.id]} needs {name!r} from layer {source!r} "
+                    f"of stage {stage_of[source]}; expected values to flow to later stages only"
+                )
