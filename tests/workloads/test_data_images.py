@@ -84,6 +84,17 @@ def test_training_images_vary_as_torchs_seed_says_and_test_images_never(tmp_path
     assert not hasattr(train, "__getitems__")
 
 
+def test_half_of_the_training_images_are_flipped(tmp_path):
+    write_folder(tmp_path)
+    pixels = np.zeros((40, 40, 3), dtype=np.uint8)
+    pixels[:] = np.arange(40, dtype=np.uint8)[None, :, None] * 6
+    Image.fromarray(pixels).save(tmp_path / "train" / "n02" / "z.png")
+    train = build("image-folder", "train", path=tmp_path, size=16)
+    torch.manual_seed(0)
+    flipped = [bool(image[0, 0, 0] > image[0, 0, -1]) for image in (train[3][0] for _ in range(60))]
+    assert 15 < sum(flipped) < 45
+
+
 @pytest.mark.parametrize(("width", "height"), [(40, 30), (7, 500), (500, 7), (1, 1)])
 def test_a_random_part_lies_within_the_image_and_has_the_published_shape(width, height):
     torch.manual_seed(0)

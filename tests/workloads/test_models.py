@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from plait.core.errors import InputError
 from plait.workloads.alexnet import alexnet, alexnet_tiny
@@ -16,6 +18,7 @@ from plait.workloads.losses import cross_entropy
 from plait.workloads.lstm import lstm, lstm_large, lstm_tiny
 from plait.workloads.mlp import mlp, mlp_tiny
 from plait.workloads.mobilenet import (
+    Skip,
     mobilenet_v2,
     mobilenet_v2_tiny,
     mobilenet_v3_large,
@@ -62,6 +65,19 @@ TINY_LANGUAGE_MODELS: list[Factory] = [transformer_tiny, lstm_tiny]
 TINY_MODELS = TINY_IMAGE_MODELS + TINY_LANGUAGE_MODELS
 
 
+# Billions of multiply-adds for one image, as torchvision's table and He et al. round them.
+MULTIPLY_ADDS: list[tuple[Factory, float, int]] = [
+    (alexnet, 0.71, 224),
+    (vgg16, 15.47, 224),
+    (resnet18, 1.81, 224),
+    (resnet50, 4.09, 224),
+    (resnet56, 0.125, 32),
+    (mobilenet_v2, 0.30, 224),
+    (mobilenet_v3_small, 0.06, 224),
+    (mobilenet_v3_large, 0.22, 224),
+]
+
+
 def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
@@ -79,6 +95,23 @@ def test_an_image_model_has_the_published_size_and_takes_the_published_images(fa
         model = factory()
         assert parameters(model) == count
         assert model(torch.empty(2, 3, pixels, pixels)).shape == (2, 10 if factory is resnet56 else 1000)
+
+
+@pytest.mark.parametrize(("factory", "billions", "pixels"), MULTIPLY_ADDS)
+def test_an_image_model_does_the_published_amount_of_work(factory, billions, pixels):
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        factory()(torch.empty(1, 3, pixels, pixels))
+    assert counter.get_total_flops() / 2e9 == pytest.approx(billions, abs=0.0051 if billions > 0.2 else 0.004)
+
+
+@pytest.mark.parametrize(
+    ("factory", "skips"), [(mobilenet_v2, 10), (mobilenet_v3_large, 10), (mobilenet_v3_small, 6)]
+)
+def test_a_mobilenet_skips_where_a_block_keeps_its_shape(factory, skips):
+    with torch.device("meta"):
+        assert sum(isinstance(module, Skip) for module in factory().modules()) == skips
+    x = torch.randn(2, 3)
+    assert torch.equal(Skip(nn.ReLU())(x), x + x.relu())
 
 
 def test_the_perceptron_has_the_size_of_lenet_300_100():
@@ -108,6 +141,32 @@ def test_the_same_seed_gives_the_same_weights(factory):
     other = factory().state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("factory", TINY_IMAGE_MODELS)
+def test_an_image_model_begins_with_he_weights_and_no_biases(factory):
+    torch.manual_seed(0)
+    layers = [m for m in factory().modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    scaled = [m.weight.flatten() * math.sqrt(m.weight[0].numel() / 2) for m in layers]
+    assert torch.cat(scaled).std().item() == pytest.approx(1, abs=0.05)
+    assert all(m.bias is None or not m.bias.any() for m in layers)
+
+
+def test_a_transformer_begins_as_gpt2_does():
+    torch.manual_seed(0)
+    weights = dict(transformer(vocabulary=100, context=50, layers=8, heads=2, width=64).named_parameters())
+    stds = {name: w.std().item() for name, w in weights.items() if w.dim() == 2}
+    for name, std in stds.items():
+        into_residual = name.endswith("project.weight")
+        assert std == pytest.approx(0.02 / (4 if into_residual else 1), rel=0.1), name
+    assert sum(name.endswith("project.weight") for name in stds) == 16
+    assert not any(w.any() for name, w in weights.items() if name.endswith("bias"))
+
+
+def test_an_lstm_begins_uniform_in_its_range():
+    weights = torch.cat([w.flatten() for w in lstm(vocabulary=50, width=40, initial_range=0.05).parameters()])
+    assert 0.049 < weights.max() <= 0.05
+    assert -0.05 <= weights.min() < -0.049
 
 
 @pytest.mark.parametrize("factory", TINY_MODELS)
@@ -181,6 +240,21 @@ def test_attention_equals_the_formula_written_out_for_each_head():
         heads.append(F.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ value[..., h])
     expected = attention.project(torch.cat(heads, dim=-1))
     torch.testing.assert_close(attention(x_btc), expected)
+
+
+def test_a_transformer_computes_what_gpt2_computes():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    ours = transformer(vocabulary=40, context=16, layers=2, heads=3, width=12).eval()
+    # Both list their weights in the order of use; GPT-2 keeps its linear weights transposed.
+    pairs = list(zip(ours.parameters(), theirs.parameters(), strict=True))
+    with torch.no_grad():
+        for mine, other in pairs:
+            other.normal_(std=0.3)
+            mine.copy_(other if mine.shape == other.shape and mine.shape != (12, 12) else other.T)
+    tokens = torch.randint(40, (2, 10))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-4)
 
 
 def test_attention_drops_out_while_training_only():
