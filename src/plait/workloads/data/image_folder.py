@@ -74,21 +74,25 @@ class ImageFolder:
 
 
 def _class_names(folder: Path) -> list[str]:
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    except OSError as failure:
-        raise DataError(f"{folder}: cannot be read ({failure.strerror}); {_LAYOUT}") from None
+    names = sorted(entry.name for entry in _entries(folder) if entry.is_dir())
     if not names:
         raise DataError(f"{folder}: found no class folders; {_LAYOUT}")
     return names
 
 
 def _images_in(folder: Path) -> list[str]:
-    # Plain strings: a million paths would take several times the memory.
-    files = sorted(entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(_SUFFIXES))
+    # Text, because a million Path objects take several times the memory.
+    files = sorted(entry.path for entry in _entries(folder) if entry.name.lower().endswith(_SUFFIXES))
     if not files:
         raise DataError(f"{folder}: found no images ({', '.join(_SUFFIXES)}); add some or remove the folder")
     return files
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(folder))
+    except OSError as failure:
+        raise DataError(f"{folder}: cannot be read ({failure.strerror}); {_LAYOUT}") from None
 
 
 def _decode(file: str) -> Image:
