@@ -152,6 +152,15 @@ def test_an_image_model_begins_with_he_weights_and_no_biases(factory):
     assert all(m.bias is None or not m.bias.any() for m in layers)
 
 
+@pytest.mark.parametrize(("factory", "classes"), [(resnet56, 10), (mobilenet_v3_small, 1000)])
+def test_a_published_image_model_begins_near_the_loss_of_guessing(factory, classes):
+    torch.manual_seed(0)
+    model = factory()
+    assert list(model.children())[-1].weight.std().item() == pytest.approx(0.01, rel=0.1)
+    loss = cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4))
+    assert loss.item() == pytest.approx(math.log(classes), rel=0.1)
+
+
 def test_a_transformer_begins_as_gpt2_does():
     torch.manual_seed(0)
     weights = dict(transformer(vocabulary=100, context=50, layers=8, heads=2, width=64).named_parameters())

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from plait.workloads.initial import he_normal
+from plait.workloads.initial import he_normal, small_linears
 
 
 def alexnet(classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> nn.Sequential:
     """AlexNet with one tower and no response normalisation: 61,100,840 parameters, as in torchvision.
 
-    Takes images of 224x224, or any of at least 63x63. He initialised: the published N(0, 0.01) was
-    tuned together with the response normalisation that is absent here.
+    Takes images of 224x224, or any of at least 63x63. Linear layers begin with the published
+    N(0, 0.01), convolutions with He's weights: theirs were tuned together with the response normalisation
+    that is absent here.
     """
     stem = nn.Conv2d(channels, 64, kernel_size=11, stride=4, padding=2)
-    return _alexnet(stem, (192, 384, 256, 256), 6, 4096, classes, dropout, ceil_mode=False)
+    return small_linears(_alexnet(stem, (192, 384, 256, 256), 6, 4096, classes, dropout, ceil_mode=False))
 
 
 def alexnet_tiny(classes: int = 10, channels: int = 1, dropout: float = 0.0) -> nn.Sequential:

@@ -1,4 +1,7 @@
-"""MobileNetV2 (Sandler et al., 2018) and MobileNetV3 (Howard et al., 2019)."""
+"""MobileNetV2 (Sandler et al., 2018) and MobileNetV3 (Howard et al., 2019).
+
+Convolutions begin with He's weights, linear layers of the published sizes with N(0, 0.01).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from plait.workloads.initial import he_normal
+from plait.workloads.initial import he_normal, small_linears
 
 Activation = Callable[[], nn.Module]
 Norm = Callable[[int], nn.Module]
@@ -97,9 +100,9 @@ _V3_TINY_NORM: Norm = partial(nn.BatchNorm2d, eps=1e-3)
 
 
 def mobilenet_v2(classes: int = 1000, channels: int = 3, dropout: float = 0.2) -> nn.Sequential:
-    """MobileNetV2 of width 1.0 for 224x224 images, He initialised: 3,504,872 parameters."""
+    """MobileNetV2 of width 1.0 for 224x224 images: 3,504,872 parameters."""
     stem = _unit(channels, 32, nn.BatchNorm2d, nn.ReLU6, kernel=3, stride=2)
-    return _mobilenet_v2(stem, 32, _V2, 1280, classes, dropout)
+    return small_linears(_mobilenet_v2(stem, 32, _V2, 1280, classes, dropout))
 
 
 def mobilenet_v2_tiny(classes: int = 10, channels: int = 1, dropout: float = 0.0) -> nn.Sequential:
@@ -109,15 +112,15 @@ def mobilenet_v2_tiny(classes: int = 10, channels: int = 1, dropout: float = 0.0
 
 
 def mobilenet_v3_small(classes: int = 1000, channels: int = 3, dropout: float = 0.2) -> nn.Sequential:
-    """MobileNetV3-Small of width 1.0 for 224x224 images, He initialised: 2,542,856 parameters."""
+    """MobileNetV3-Small of width 1.0 for 224x224 images: 2,542,856 parameters."""
     shape = _V3Shape(stem=16, stem_stride=2, rows=_V3_SMALL, last=576, hidden=1024, norm=_V3_NORM)
-    return _mobilenet_v3(shape, classes, channels, dropout)
+    return small_linears(_mobilenet_v3(shape, classes, channels, dropout))
 
 
 def mobilenet_v3_large(classes: int = 1000, channels: int = 3, dropout: float = 0.2) -> nn.Sequential:
-    """MobileNetV3-Large of width 1.0 for 224x224 images, He initialised: 5,483,032 parameters."""
+    """MobileNetV3-Large of width 1.0 for 224x224 images: 5,483,032 parameters."""
     shape = _V3Shape(stem=16, stem_stride=2, rows=_V3_LARGE, last=960, hidden=1280, norm=_V3_NORM)
-    return _mobilenet_v3(shape, classes, channels, dropout)
+    return small_linears(_mobilenet_v3(shape, classes, channels, dropout))
 
 
 def mobilenet_v3_small_tiny(classes: int = 10, channels: int = 1, dropout: float = 0.0) -> nn.Sequential:

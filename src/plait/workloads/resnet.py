@@ -1,4 +1,7 @@
-"""Residual networks (He et al., 2015), for ImageNet and for CIFAR."""
+"""Residual networks (He et al., 2015), for ImageNet and for CIFAR.
+
+Convolutions begin with He's weights, the head of the published sizes with N(0, 0.01).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.workloads.initial import he_normal
+from plait.workloads.initial import he_normal, small_linears
 
 # (input channels, width, stride) -> a block; its output has `width * expansion` channels.
 Block = Callable[[int, int, int], nn.Module]
@@ -18,7 +21,7 @@ def resnet18(classes: int = 1000, channels: int = 3) -> nn.Sequential:
     """ResNet-18 for 224x224 images, projection shortcuts (option B): 11,689,512 parameters."""
     layers = _imagenet_stem(channels)
     _add_stages(layers, _basic, 64, (2, 2, 2, 2), (64, 128, 256, 512), (1, 2, 2, 2))
-    return _with_head(layers, 512, classes)
+    return small_linears(_with_head(layers, 512, classes))
 
 
 def resnet50(classes: int = 1000, channels: int = 3) -> nn.Sequential:
@@ -29,7 +32,7 @@ def resnet50(classes: int = 1000, channels: int = 3) -> nn.Sequential:
     """
     layers = _imagenet_stem(channels)
     _add_stages(layers, _bottleneck, 64, (3, 4, 6, 3), (64, 128, 256, 512), (1, 2, 2, 2), expansion=4)
-    return _with_head(layers, 2048, classes)
+    return small_linears(_with_head(layers, 2048, classes))
 
 
 def resnet56(classes: int = 10, channels: int = 3) -> nn.Sequential:
@@ -40,7 +43,7 @@ def resnet56(classes: int = 10, channels: int = 3) -> nn.Sequential:
     """
     layers = _cifar_stem(channels, 16)
     _add_stages(layers, _basic_without_projection, 16, (9, 9, 9), (16, 32, 64), (1, 2, 2))
-    return _with_head(layers, 64, classes)
+    return small_linears(_with_head(layers, 64, classes))
 
 
 def resnet18_tiny(classes: int = 10, channels: int = 1) -> nn.Sequential:

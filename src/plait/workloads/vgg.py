@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from plait.workloads.initial import he_normal
+from plait.workloads.initial import he_normal, small_linears
 
 _VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 # An 8x8 image is down to 1x1 after three pools.
@@ -18,9 +18,10 @@ def vgg16(classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> nn.Se
     """VGG-16, configuration D, without batch normalisation: 138,357,544 parameters.
 
     Takes images of 224x224; those of other sizes, from 32x32, are averaged to 7x7 before the linear layers.
-    He initialised, so that it trains from scratch without the paper's shallower nets.
+    Convolutions begin with He's weights, so that it trains without the paper's shallower nets, linear layers
+    with the paper's N(0, 0.01).
     """
-    return _vgg(_VGG16, 7, 4096, classes, channels, dropout)
+    return small_linears(_vgg(_VGG16, 7, 4096, classes, channels, dropout))
 
 
 def vgg16_tiny(classes: int = 10, channels: int = 1, dropout: float = 0.0) -> nn.Sequential:
