@@ -26,12 +26,14 @@ def main() -> None:
     """Serve one supervisor, then end; a broken pipe on either side ends it too."""
     order = json.loads(sys.stdin.readline())
     os.chdir(order["cwd"])
-    sys.path.insert(0, order["cwd"])
     os.environ.update(order["environment"])
-    os.environ["PYTHONPATH"] = os.pathsep.join([order["cwd"], *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Workers are forked from a server that imports torch while this process does.
+    places = [order["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:0] = places
+    os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    # Workers are forked from a server that imports, while this process does, what each of them would import
+    # by itself; torch's optimizers load torch._dynamo, which takes longer than torch.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["plait.cluster.worker", order["entry"].partition(":")[0]])
+    context.set_forkserver_preload([order["entry"].partition(":")[0], "torch._dynamo"])
     forkserver.ensure_running()
     from plait.cluster.elastic import serve
 
@@ -56,10 +58,10 @@ class Talk:
             self._out.write(json.dumps(message) + "\n")
 
     def hear(self) -> dict[str, Any]:
-        """The supervisor's next message; a supervisor that is gone ends this process."""
+        """The supervisor's next message; EOFError when it has hung up."""
         line = sys.stdin.readline()
         if not line:
-            os._exit(1)
+            raise EOFError
         message: dict[str, Any] = json.loads(line)
         return message
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -24,7 +23,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from plait.cluster.agent import Talk
 from plait.cluster.hosts import address_of, interface_of
-from plait.cluster.worker import PROGRESS_KEY, Failure, Place, enter
+from plait.cluster.worker import PROGRESS_KEY, Failure, Place, enter, lifeline
 from plait.core.errors import InputError
 from plait.core.names import resolve
 
@@ -79,27 +78,33 @@ def serve(order: dict[str, Any], talk: Talk) -> int:
     """Check the order, meet the other hosts, run the workers to their end; the process's exit status."""
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    folder = tempfile.mkdtemp(prefix="plait-agent-")
-    try:
-        address = address_of(order["nic"], order["host"])
-        if order["check"]:
-            resolve(order["check"], "check")(order["settings"])
-        # The first host's agent holds the job's store, on a port that the system chooses.
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    except InputError as failure:
-        talk.say(refused=str(failure))
-        return failure.exit_status
-    talk.say(ready=[address, store.port])
-    head_address, head_port = talk.hear()["go"]
-    talk.watch(Path(folder, "stop").touch)
-    if order["index"] == 0:
-        _start(_pass_on_progress, store, talk)
-    else:
-        _start(_watch_link, head_address, head_port, order["link_timeout_s"], talk)
-    try:
-        return _run_workers(order, talk, folder, head_address, head_port)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="plait-agent-") as folder:
+        os.mkfifo(lifeline(folder))
+        # Held open until this process ends, however it ends; never written to.
+        os.open(lifeline(folder), os.O_RDWR)
+        try:
+            store = _open_store(order)
+            talk.say(ready=[store.host, store.port])
+            address, port = talk.hear()["go"]
+        except InputError as failure:
+            talk.say(refused=str(failure))
+            return failure.exit_status
+        except EOFError:
+            return 1
+        talk.watch(Path(folder, "stop").touch)
+        if order["index"] == 0:
+            _start(_pass_on_progress, store, talk)
+        else:
+            _start(_watch_link, address, port, order["link_timeout_s"], talk)
+        return _run_workers(order, talk, folder, address, port)
+
+
+def _open_store(order: dict[str, Any]) -> dist.TCPStore:
+    """The job's store, should this be the first host, on a port that the system chooses."""
+    address = address_of(order["nic"], order["host"])
+    if order["check"]:
+        resolve(order["check"], "check")(order["settings"])
+    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def _start(function: Any, *args: Any) -> None:
@@ -107,11 +112,9 @@ def _start(function: Any, *args: Any) -> None:
 
 
 def _run_workers(order: dict[str, Any], talk: Talk, folder: str, address: str, port: int) -> int:
-    _choose_interface(order["nic"], order["host"])
+    nic = order["nic"] or interface_of(address_of(None, order["host"]))
     threads = order["threads"] or max(1, len(os.sched_getaffinity(0)) // order["slots"])
-    # Read by OpenMP when a worker starts; torch.set_num_threads alone would leave idle threads spinning.
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    place = Place(order["host"], address, port, folder, threads, order["timeout_s"])
+    place = Place(order["host"], address, port, nic, folder, threads, order["timeout_s"])
     agent = HostAgent(
         talk,
         spec=_worker_spec(order, place),
@@ -156,14 +159,6 @@ def _worker_spec(order: dict[str, Any], place: Place) -> WorkerSpec:
         master_addr=place.address,
         master_port=place.port,
     )
-
-
-def _choose_interface(nic: str | None, host: str) -> None:
-    """Have gloo and NCCL use the interface that the other hosts know; gloo's own guess may not resolve."""
-    chosen = nic or interface_of(address_of(nic, host))
-    if chosen is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", chosen)
 
 
 def _failures(agent: HostAgent, order: dict[str, Any], folder: str, local_ranks: list[int]) -> list[Failure]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -37,6 +39,7 @@ class Place:
     host: str
     address: str
     port: int
+    nic: str | None
     folder: str  # of this agent, on this host: the stop request comes and failure reports go there
     threads: int
     timeout_s: float
@@ -89,12 +92,16 @@ class Worker:
 
 def enter(entry: str, settings: dict[str, Any], place: dict[str, Any]) -> Any:
     """Be one worker: run `entry(worker, settings)`. Torch's agent calls it in a fresh process."""
-    die_with_parent()
+    here = Place(**place)
+    _die_with_agent(here)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    here = Place(**place)
     rank = int(os.environ["RANK"])
     try:
+        if here.nic is not None:
+            # The interface that the other hosts know; the libraries' own guess may be another.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", here.nic)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", here.nic)
         torch.set_num_threads(here.threads)
         worker = Worker(here, rank, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
         return resolve(entry, "entry")(worker, settings)
@@ -133,6 +140,31 @@ def _is_peer_lost(failure: BaseException) -> bool:
     )
     words = str(failure)
     return isinstance(failure, (RuntimeError, dist.DistError)) and any(sign in words for sign in signs)
+
+
+def _die_with_agent(place: Place) -> None:
+    """End this process when its host's agent is gone: the agent holds a pipe open that then closes.
+
+    The kernel's own notice of a parent's death does not help: the parent is the server that forks workers,
+    and that lives as long as they do.
+    """
+
+    def wait() -> None:
+        # Opened without blocking: an agent that is gone already would never open its end.
+        pipe = os.open(lifeline(place.folder), os.O_RDONLY | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            os.read(pipe, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.set_blocking(pipe, True)
+        os.read(pipe, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def lifeline(folder: str) -> str:
+    """The named pipe that an agent holds open while it lives."""
+    return os.path.join(folder, "lifeline")
 
 
 def die_with_parent() -> None:

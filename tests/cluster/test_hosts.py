@@ -1,0 +1,58 @@
+"""Several hosts, for real: network namespaces joined by a bridge."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from plait.cluster.hosts import Host
+from plait.core.errors import LaunchError
+from support.hosts import Hosts
+from support.launching import Memory, launch_entry
+
+TWO = (Host("w0", 2), Host("w1", 2))
+
+
+def test_one_job_runs_and_stops_over_two_hosts_with_two_workers_each(hosts: Hosts, tmp_path: Path):
+    hosts.make("w0", "w1")
+    memory = Memory(lambda m: m.supervisor.request_stop())
+    results = launch_entry("work_until_stopped", tmp_path, memory, hosts=TWO, shell=hosts.shell, nic="eth0")
+    assert all(results[rank]["stopped"] for rank in range(4))
+    assert [worker.host for worker in memory.workers] == ["w0", "w0", "w1", "w1"]
+    assert "[w1 2] worker 2 starts" in memory.lines
+    assert hosts.processes() == []
+
+
+def test_a_link_that_goes_down_ends_the_job_with_a_clear_message_in_bounded_time(
+    hosts: Hosts, tmp_path: Path
+):
+    hosts.make("w0", "w1")
+    cut: list[float] = []
+
+    def cut_link(_: Memory) -> None:
+        hosts.cut("w1")
+        cut.append(time.monotonic())
+
+    with pytest.raises(LaunchError, match=r"w1 could not reach w0 at 10\.77\.0\.1:\d+ for 3 s"):
+        launch_entry(
+            "work_until_stopped",
+            tmp_path,
+            Memory(cut_link),
+            hosts=TWO,
+            shell=hosts.shell,
+            nic="eth0",
+            link_timeout_s=3.0,
+        )
+    assert time.monotonic() - cut[0] < 20
+    assert hosts.processes() == []
+
+
+def test_a_worker_that_fails_on_one_host_ends_the_workers_of_the_other(hosts: Hosts, tmp_path: Path):
+    hosts.make("w0", "w1")
+    with pytest.raises(LaunchError, match="worker 1 on w0 failed: ZeroDivisionError"):
+        launch_entry(
+            "fail", tmp_path, Memory(), settings={"how": "raise"}, hosts=TWO, shell=hosts.shell, nic="eth0"
+        )
+    assert hosts.processes() == []

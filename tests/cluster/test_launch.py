@@ -1,0 +1,141 @@
+"""Workers start, speak, fail, stop and end as the supervisor says, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from plait.cluster.hosts import Host, address_of, parse_hosts
+from plait.cluster.supervisor import WorkerError
+from plait.core.errors import InputError, LaunchError
+from support.launching import Memory, descendants, launch_entry
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    yield
+    assert descendants() == []
+
+
+def test_workers_return_their_results_and_their_output_carries_host_and_rank(tmp_path: Path):
+    memory = Memory()
+    results = launch_entry("add_ranks", tmp_path, memory)
+    assert [results[rank]["sum"] for rank in (0, 1)] == [1.0, 1.0]
+    assert [worker.pid for worker in memory.workers] == [results[rank]["pid"] for rank in (0, 1)]
+    for rank in (0, 1):
+        assert f"[localhost {rank}] out of {rank}" in memory.lines
+        assert f"[localhost {rank}] err of {rank}" in memory.lines
+        assert (tmp_path / "logs" / f"rank{rank}.out").read_text() == f"out of {rank}\n"
+        assert (tmp_path / "logs" / f"rank{rank}.err").read_text() == f"err of {rank}\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "status"),
+    [
+        ("raise", "worker 1 on localhost failed: ZeroDivisionError: a fault of the model's", 1),
+        ("kill", "worker 1 on localhost failed: ended by SIGKILL", 1),
+        ("input", "data.path: found nothing, expected a folder", 2),
+    ],
+)
+def test_one_workers_failure_ends_all_within_seconds_and_names_the_cause(
+    how, message, status, tmp_path: Path
+):
+    begun: list[float] = []
+    memory = Memory(lambda _: begun.append(time.monotonic()))
+    with pytest.raises(WorkerError) as caught:
+        launch_entry("fail", tmp_path, memory, settings={"how": how})
+    assert time.monotonic() - begun[0] < 10
+    assert str(caught.value).splitlines()[0] == message
+    assert (caught.value.rank, caught.value.exit_status) == (1, status)
+    assert caught.value.traceback.count("Traceback") == (1 if how == "raise" else 0)
+    assert not any("Traceback" in line for line in memory.lines)
+
+
+def test_a_request_to_stop_reaches_every_worker(tmp_path: Path):
+    memory = Memory(lambda m: m.supervisor.request_stop())
+    results = launch_entry("work_until_stopped", tmp_path, memory)
+    assert results[0] == results[1]
+    assert results[0]["stopped"]
+    assert memory.stops == 1
+
+
+def test_progress_reaches_the_watcher(tmp_path: Path):
+    memory = Memory()
+
+    def stop_on_progress(progress) -> None:
+        memory.progress.append(progress)
+        if progress["step"] >= 10 and memory.stops == 0:
+            memory.supervisor.request_stop()
+
+    memory.progressed = stop_on_progress
+    launch_entry("work_until_stopped", tmp_path, memory)
+    steps = [p["step"] for p in memory.progress]
+    assert steps == sorted(steps)
+    assert steps[-1] >= 10
+
+
+def test_settings_that_are_refused_start_no_worker(tmp_path: Path):
+    memory = Memory()
+    with pytest.raises(InputError, match="model: no such thing"):
+        launch_entry("add_ranks", tmp_path, memory, check="entries:refuse")
+    assert memory.workers == ()
+    assert not (tmp_path / "logs").exists()
+
+
+def test_when_the_agent_is_killed_its_workers_end_too(tmp_path: Path):
+    def kill_agent(memory: Memory) -> None:
+        agent = memory.supervisor._agents[0]
+        os.kill(agent.pid, signal.SIGKILL)
+
+    memory = Memory(kill_agent)
+    with pytest.raises(LaunchError, match="the agent on localhost ended with status -9"):
+        launch_entry("work_until_stopped", tmp_path, memory)
+    end = time.monotonic() + 10
+    while any(psutil.pid_exists(w.pid) for w in memory.workers) and time.monotonic() < end:
+        psutil.wait_procs(
+            [psutil.Process(w.pid) for w in memory.workers if psutil.pid_exists(w.pid)], timeout=1
+        )
+    assert not any(psutil.pid_exists(w.pid) for w in memory.workers)
+
+
+def test_two_jobs_on_one_host_have_ports_of_their_own(tmp_path: Path):
+    first = Memory()
+
+    def start_second(_: Memory) -> None:
+        second = Memory()
+        ports.append(launch_entry("add_ranks", tmp_path / "b", second)[0]["port"])
+        first.supervisor.request_stop()
+
+    ports: list[int] = []
+    first._on_start = start_second
+    results = launch_entry("work_until_stopped", tmp_path / "a", first)
+    assert results[0]["stopped"]
+    assert len(ports) == 1
+
+
+def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path):
+    with pytest.raises(
+        LaunchError, match=r"the agent on nowhere \(reached by sh -c 'exit 7'\) ended with status 7"
+    ):
+        launch_entry("add_ranks", tmp_path, Memory(), hosts=(Host("nowhere", 1),), shell="sh -c 'exit 7'")
+
+
+@pytest.mark.parametrize("text", ["w0:", "w0:x", ":2", "w0:0", "w0:1,w0:2", ""])
+def test_hosts_that_make_no_sense_are_refused(text: str):
+    with pytest.raises(InputError, match="-H: "):
+        parse_hosts(text.split(","), "-H")
+
+
+def test_hosts_are_read_as_written():
+    assert parse_hosts(["w0:2", "w1"], "-H") == (Host("w0", 2), Host("w1", 1))
+
+
+def test_an_interface_that_is_not_there_is_named():
+    with pytest.raises(InputError, match="--nic: w0 has no interface 'et0'"):
+        address_of("et0", "w0")
+    assert address_of("lo", "w0") == "127.0.0.1"

@@ -1,0 +1,29 @@
+"""For all rooms: hypothesis without deadlines on a noisy machine, and hosts in network namespaces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from support.hosts import Hosts, missing_for_hosts
+
+settings.register_profile("plait", deadline=None, print_blob=True)
+settings.load_profile("plait")
+
+# Worlds have one thread a rank; so has the process that compares them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Network namespaces joined by a bridge: `hosts.make("w0", "w1")`. Always cleaned up."""
+    if reason := missing_for_hosts():
+        pytest.skip(reason)
+    made = Hosts()
+    try:
+        yield made
+    finally:
+        made.remove()

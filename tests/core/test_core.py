@@ -1,0 +1,197 @@
+"""Artefacts, events, names, sizes: what goes out comes back, and what is wrong is named."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.core import artefact, events, files
+from plait.core.codec import decode, encode
+from plait.core.errors import ArtefactError, InputError, JobError
+from plait.core.names import check_arguments, did_you_mean, nearest, resolve
+from plait.core.units import parse_bytes, show_bytes, show_seconds
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    colour: Colour
+    mode: Literal["a", "b"]
+    ratio: float
+    maybe: int | None = None
+    table: Mapping[str, Inner] = field(default_factory=dict)
+
+
+inners = st.builds(Inner, st.integers(), st.lists(st.text(), max_size=3).map(tuple))
+outers = st.builds(
+    Outer,
+    inners,
+    st.sampled_from(Colour),
+    st.sampled_from(["a", "b"]),
+    st.floats(allow_nan=False),
+    st.none() | st.integers(),
+    st.dictionaries(st.text(), inners, max_size=2),
+)
+
+
+@given(outers)
+def test_any_value_survives_the_way_through_json(value: Outer):
+    assert decode(Outer, json.loads(json.dumps(encode(value)))) == value
+
+
+GOOD = encode(Outer(Inner(1), Colour.RED, "a", 0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"colour": "green"}, "colour: found 'green', expected one of red, blue"),
+        ({"mode": "c"}, "mode: found 'c'"),
+        ({"ratio": "x"}, "ratio: found 'x', expected float"),
+        ({"inner": {"size": True}}, "inner.size: found True, expected int"),
+        ({"inner": {}}, "inner: field 'size' is missing"),
+        ({"colours": "red"}, "unknown field 'colours'; did you mean 'colour'?"),
+        ({"table": {"x": {"size": "1"}}}, "table.x.size: found '1', expected int"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_was_found_and_expected(change: dict, message: str):
+    with pytest.raises(ArtefactError) as caught:
+        decode(Outer, {**GOOD, **change})
+    assert message in str(caught.value)
+
+
+def test_an_artefact_comes_back_and_another_kind_or_version_is_refused(tmp_path: Path):
+    path = tmp_path / "x.json"
+    value = Inner(3, ("a",))
+    artefact.save(value, path, "plan", 2)
+    assert artefact.load(Inner, path, "plan", 2) == value
+    with pytest.raises(ArtefactError, match="this is a plan file, expected a profile file"):
+        artefact.load(Inner, path, "profile", 2)
+    with pytest.raises(ArtefactError, match="version 2, but this Plait reads version 3"):
+        artefact.load(Inner, path, "plan", 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "x.json:1: not JSON"), ("[1]", "found a JSON list"), ("{}", "no file of Plait's")],
+)
+def test_a_file_that_is_no_artefact_says_so(tmp_path: Path, content: str, message: str):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(ArtefactError) as caught:
+        artefact.load(Inner, path, "plan", 1)
+    assert message in str(caught.value)
+    with pytest.raises(ArtefactError, match="no such file"):
+        artefact.load(Inner, tmp_path / "none.json", "plan", 1)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, monkeypatch):
+    path = tmp_path / "f"
+    files.write_atomic(path, "old")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        files.write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@dataclass(frozen=True)
+class TestHappened(events.Event):
+    __test__ = False
+    what: str
+    number: int
+
+
+def test_events_come_back_typed_and_a_half_written_line_is_dropped(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    log = events.EventLog(path, rank=3)
+    log.record(TestHappened("a", 1))
+    log.close()
+    with path.open("a") as file:
+        file.write('{"t": 1.0, "ra')
+    assert [r.event for r in events.read(path)] == [TestHappened("a", 1)]
+    log = events.EventLog(path, rank=3)
+    log.record(TestHappened("b", 2))
+    log.close()
+    assert [(r.rank, r.event) for r in events.read(path)] == [
+        (3, TestHappened("a", 1)),
+        (3, TestHappened("b", 2)),
+    ]
+
+
+def test_an_event_of_an_unknown_kind_names_its_line(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"t": 1.0, "rank": 0, "kind": "test-happend"}\n')
+    with pytest.raises(ArtefactError, match=r"events.jsonl:1: .*did you mean 'test-happened'"):
+        list(events.read(path))
+
+
+def test_names_resolve_and_misses_are_explained():
+    assert resolve("pathlib:Path", "model") is Path
+    for path, message in [
+        ("pathlib", "expected 'package.module:name'"),
+        ("pathlib:Pth", "pathlib has no 'Pth'; did you mean 'Path'?"),
+        ("no_such_module:x", "there is no module 'no_such_module'"),
+    ]:
+        with pytest.raises(JobError) as caught:
+            resolve(path, "model", JobError)
+        assert str(caught.value).startswith("model: ")
+        assert message in str(caught.value)
+
+
+def test_arguments_that_a_function_does_not_take_or_lacks_are_named():
+    def factory(split: str, size: int, colour: str = "red") -> None: ...
+
+    check_arguments(factory, {"size": 1}, "data", positional=1)
+    with pytest.raises(InputError, match=r"data.siz: factory takes no 'siz'; did you mean 'size'"):
+        check_arguments(factory, {"siz": 1}, "data", positional=1)
+    with pytest.raises(InputError, match=r"factory needs 'size'; add data.size"):
+        check_arguments(factory, {}, "data", positional=1)
+
+
+def test_the_nearest_name_is_offered_or_all_of_them():
+    assert nearest("adm", ["adam", "sgd"]) == "adam"
+    assert did_you_mean("zzz", ["adam", "sgd"]) == "; valid: adam, sgd"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("16GB", 16 * 10**9), ("512MiB", 512 * 2**20), ("1e9", 10**9), ("7", 7)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, count: int):
+    assert parse_bytes(text, "--memory") == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "1.2.3GB", "-5GB", "5iB", "much"])
+def test_a_size_that_is_none_is_refused(text: str):
+    with pytest.raises(InputError, match=r"--memory: found .*expected a size such as 16GB"):
+        parse_bytes(text, "--memory")
+
+
+def test_quantities_are_shown_short():
+    assert [show_bytes(x) for x in (12, 1500, 2.5e9)] == ["12 B", "1.5 kB", "2.5 GB"]
+    assert [show_seconds(x) for x in (3.4e-4, 0.0124, 3.2, 245, 7800)] == [
+        "340 µs",
+        "12.4 ms",
+        "3.2 s",
+        "4 min 05 s",
+        "2 h 10 min",
+    ]

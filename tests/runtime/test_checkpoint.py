@@ -1,0 +1,244 @@
+"""Checkpoints: whole or absent, by name, refused when damaged, and resumed to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.core import events as core_events
+from plait.core.errors import CheckpointError
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime import events
+from plait.runtime.checkpoint import Checkpoint
+from plait.runtime.settings import (
+    CheckpointSettings,
+    DataSettings,
+    EarlyStopSettings,
+    EvaluateSettings,
+    LrScheduleSettings,
+    ModelSettings,
+    OptimizerSettings,
+)
+from support.training import digits_job, largest_difference, train_here, train_rank
+from support.world import run_ranks
+
+# BatchNorm, dropout, Adam, a schedule, evaluations and shuffled data: all that a resume must restore.
+JOB = digits_job(
+    model=ModelSettings("support.training:norm_net"),
+    data=DataSettings("digits", 96),
+    optimizer=OptimizerSettings("adam", {"lr": 0.01}),
+    lr_schedule=LrScheduleSettings("cosine", warmup_steps=5),
+    evaluate=EvaluateSettings(every_steps=9),
+    checkpoint=CheckpointSettings(every_steps=7, keep_last=2),
+    precision="float32",
+    steps=60,
+)
+
+
+def some_state(step: int = 3) -> Checkpoint:
+    return Checkpoint(
+        step,
+        {"w": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0), "count": torch.tensor(4)},
+        {"w/exp_avg": torch.ones(2, 3, dtype=torch.bfloat16), "w/step": torch.tensor(3.0)},
+        {"position": {"epoch": 1, "sample": 2}},
+    )
+
+
+def test_a_checkpoint_comes_back_bit_for_bit_with_its_types(tmp_path: Path):
+    saved = some_state()
+    loaded = checkpoints.load(checkpoints.save(tmp_path, saved))
+    assert (loaded.step, loaded.progress) == (saved.step, saved.progress)
+    for ours, theirs in ((loaded.model, saved.model), (loaded.optimizer, saved.optimizer)):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[k], theirs[k]) and ours[k].dtype == theirs[k].dtype for k in ours)
+
+
+def test_tied_weights_are_stored_once_and_come_back_under_both_names(tmp_path: Path):
+    shared = torch.randn(50, 50)
+    path = checkpoints.save(tmp_path, dataclasses.replace(some_state(), model={"a": shared, "b": shared}))
+    assert (path / "model.safetensors").stat().st_size < 1.5 * shared.nbytes
+    loaded = checkpoints.load(path).model
+    assert torch.equal(loaded["a"], shared)
+    assert torch.equal(loaded["b"], shared)
+
+
+def damage_truncate(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def damage_flip(path: Path) -> None:
+    file = path / "optimizer.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+def damage_state(path: Path) -> None:
+    (path / "state.json").write_text('{"plait": "check')
+
+
+def damage_foreign(path: Path) -> None:
+    (path / "state.json").write_text('{"epoch": 3}')
+
+
+def damage_missing(path: Path) -> None:
+    (path / "optimizer.safetensors").unlink()
+
+
+DAMAGE = {
+    damage_truncate: "it is truncated",
+    damage_flip: "its checksum differs",
+    damage_state: r"state.json: cannot be read",
+    damage_foreign: "not a checkpoint of Plait's",
+    damage_missing: "optimizer.safetensors: missing",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
+def test_a_damaged_or_foreign_checkpoint_is_refused_with_its_reason(damage, tmp_path: Path):
+    path = checkpoints.save(tmp_path, some_state())
+    damage(path)
+    with pytest.raises(CheckpointError, match=DAMAGE[damage]):
+        checkpoints.load(path)
+
+
+def test_a_crash_while_writing_leaves_the_old_checkpoints_and_is_cleaned_up_later(
+    tmp_path: Path, monkeypatch
+):
+    checkpoints.save(tmp_path, some_state(1))
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "write_atomic", crash)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(tmp_path, some_state(2))
+    monkeypatch.undo()
+    assert [p.name for p in checkpoints.list_checkpoints(tmp_path)] == ["step-000000001"]
+    checkpoints.save(tmp_path, some_state(3))
+    checkpoints.prune(tmp_path, keep_last=1, best=None)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000003"]
+
+
+def test_the_last_k_and_the_best_are_kept(tmp_path: Path):
+    for step in range(1, 7):
+        checkpoints.save(tmp_path, some_state(step))
+        checkpoints.prune(tmp_path, keep_last=2, best=2 if step >= 2 else None)
+    assert [int(p.name[5:]) for p in checkpoints.list_checkpoints(tmp_path)] == [6, 5, 2]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_first_difference():
+    state = dict(torch.nn.Linear(3, 2).state_dict())
+    with pytest.raises(CheckpointError, match=r"'weight' has shape \(2, 3\) there and \(2, 4\) in the model"):
+        checkpoints.load_model_state(torch.nn.Linear(4, 2), state)
+    with pytest.raises(CheckpointError, match="it has no '0.weight', which the model has"):
+        checkpoints.load_model_state(torch.nn.Sequential(torch.nn.Linear(3, 2)), state)
+    with pytest.raises(CheckpointError, match="it has 'bias', which the model has not"):
+        checkpoints.load_model_state(torch.nn.Linear(3, 2, bias=False), state)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_random_points_and_resumed_a_run_ends_with_the_same_bits(workers: int, tmp_path: Path):
+    started = time.monotonic()
+    whole = run_ranks(workers, train_rank, JOB, tmp_path / "whole")
+    duration = time.monotonic() - started
+    luck = random.Random(11 * workers)
+    folder, kills = tmp_path / "killed", 0
+    for _ in range(5):
+        after = luck.uniform(0.2, 0.8) * duration
+        done = run_ranks(workers, train_rank, JOB, folder, True, kill_after_s=after)
+        kills += any(result is None for result in done)
+    done = run_ranks(workers, train_rank, JOB, folder, True)
+    assert kills > 0
+    for (_, weights), (_, expected) in zip(done, whole):
+        assert largest_difference(weights, expected) == 0.0
+
+
+def test_a_run_stopped_between_checkpoints_goes_on_where_it_was(tmp_path: Path):
+    whole, expected = train_here(JOB, tmp_path / "whole")
+    stop = tmp_path / "stop"
+    stop.touch()
+    result, _ = train_here(JOB, tmp_path / "part", stop_file=stop)
+    assert result["reason"] == "stopped"
+    assert 0 < result["step"] < 5
+    stop.unlink()
+    result, weights = train_here(JOB, tmp_path / "part", resume=True)
+    assert (result["reason"], result["step"]) == ("finished", 60)
+    assert result["test"] == whole["test"]
+    assert largest_difference(weights, expected) == 0.0
+
+
+def test_all_workers_stop_at_the_same_step(tmp_path: Path):
+    stop = tmp_path / "stop"
+    stop.touch()
+    results = run_ranks(3, train_rank, JOB, tmp_path / "run", False, stop)
+    assert len({(r["reason"], r["step"]) for r, _ in results}) == 1
+    assert results[0][0]["reason"] == "stopped"
+
+
+def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path):
+    _, expected = train_here(JOB, tmp_path / "whole")
+    train_here(dataclasses.replace(JOB, steps=60), tmp_path / "run")
+    newest, before = checkpoints.list_checkpoints(tmp_path / "run" / "checkpoints")
+    damage_truncate(newest)
+    _, weights = train_here(JOB, tmp_path / "run", resume=True)
+    assert largest_difference(weights, expected) == 0.0
+    log = [r.event for r in core_events.read(tmp_path / "run" / "events" / "rank0.jsonl")]
+    refused = [e for e in log if isinstance(e, events.CheckpointRefused)]
+    assert len(refused) == 1
+    assert "truncated" in refused[0].reason
+    started = [e.step for e in log if isinstance(e, events.RunStarted)]
+    assert started == [0, int(before.name[5:])]
+
+
+def test_when_no_checkpoint_can_be_used_the_run_says_so_instead_of_starting_over(tmp_path: Path):
+    job = dataclasses.replace(JOB, steps=7)
+    train_here(job, tmp_path)
+    other = dataclasses.replace(job, model=ModelSettings("support.training:small_net"))
+    with pytest.raises(CheckpointError, match="no checkpoint below .* can be used; the newest: "):
+        train_here(other, tmp_path, resume=True)
+
+
+def test_the_world_size_may_change_on_resume_without_repeating_or_skipping_samples(tmp_path: Path):
+    # float64 and no BatchNorm or dropout, so that any number of workers takes the same steps.
+    job = digits_job(steps=40, checkpoint=CheckpointSettings(every_steps=13))
+    _, expected = train_here(job, tmp_path / "whole")
+    run_ranks(2, train_rank, dataclasses.replace(job, steps=15), tmp_path / "run")
+    done = run_ranks(3, train_rank, job, tmp_path / "run", True)
+    assert largest_difference(done[0][1], expected) < 1e-10
+
+
+def test_workers_without_a_shared_folder_take_up_the_first_ones_checkpoint(tmp_path: Path):
+    job = digits_job(steps=20, checkpoint=CheckpointSettings(every_steps=5))
+    _, expected = train_here(job, tmp_path / "whole")
+    train_here(dataclasses.replace(job, steps=10), tmp_path / "0")
+    done = run_ranks(2, train_in_own_folder, job, tmp_path)
+    assert largest_difference(done[1][1], expected) < 1e-10
+
+
+def train_in_own_folder(rank: int, job, folder: Path):
+    return train_rank(rank, job, folder / str(rank), True)
+
+
+def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(tmp_path: Path):
+    job = digits_job(
+        optimizer=OptimizerSettings("sgd", {"lr": 0.0}),
+        evaluate=EvaluateSettings(every_steps=2),
+        early_stop=EarlyStopSettings(patience=3),
+        checkpoint=CheckpointSettings(every_steps=4, keep_last=1, keep_best="accuracy"),
+    )
+    result, _ = train_here(job, tmp_path)
+    # Nothing is learned: the first evaluation is the best, and three more without a gain end the run.
+    assert (result["reason"], result["step"]) == ("early-stop", 8)
+    assert result["best"]["step"] == 2
+    kept = [int(p.name[5:]) for p in checkpoints.list_checkpoints(tmp_path / "checkpoints")]
+    assert kept == [8, 2]
+    state = json.loads((tmp_path / "checkpoints" / "step-000000008" / "state.json").read_text())
+    assert state["progress"]["best"]["step"] == 2

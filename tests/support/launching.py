@@ -1,0 +1,69 @@
+"""Launching in tests: a watcher that remembers, and what is left of a process tree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from plait.cluster.hosts import LOCAL, Host
+from plait.cluster.supervisor import Launch, Supervisor, WorkerState
+
+
+class Memory:
+    """Remembers what a supervisor said; `on_start` is called with the supervisor when all workers run."""
+
+    def __init__(self, on_start: Callable[[Memory], None] | None = None) -> None:
+        self.lines: list[str] = []
+        self.progress: list[Mapping[str, Any]] = []
+        self.workers: tuple[WorkerState, ...] = ()
+        self.stops = 0
+        self.supervisor: Supervisor | None = None
+        self._on_start = on_start
+
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        self.workers = workers
+        if self._on_start is not None:
+            self._on_start(self)
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        self.progress.append(progress)
+
+    def printed(self, line: str) -> None:
+        self.lines.append(line)
+
+    def stopping(self) -> None:
+        self.stops += 1
+
+
+def launch_entry(
+    entry: str, folder: Path, memory: Memory, *, settings: Mapping[str, Any] | None = None, **changes: Any
+) -> dict[int, Any]:
+    """Run a function of tests/cluster/entries.py on two local workers, or where `changes` say."""
+    here = str(Path(__file__).parent.parent / "cluster")
+    values: dict[str, Any] = {
+        "hosts": (Host(LOCAL, 2),),
+        "timeout_s": 30.0,
+        "environment": {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])},
+    }
+    order = Launch(
+        entry=f"entries:{entry}", settings=settings or {}, logs=folder / "logs", **{**values, **changes}
+    )
+    memory.supervisor = Supervisor(order, memory)
+    return memory.supervisor.run()
+
+
+def descendants() -> list[str]:
+    """Command lines of living processes below this one that belong to a launch."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            line = " ".join(process.cmdline())
+            if "plait.cluster" in line and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(line)
+        except psutil.NoSuchProcess:
+            continue
+    return found

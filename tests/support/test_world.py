@@ -1,0 +1,58 @@
+"""The harness itself: worlds return, fail, fall silent and die, and each is told apart."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.world import WorldError, run_ranks
+
+
+def add_up(rank: int, extra: int) -> tuple[int, float]:
+    x = torch.tensor([float(rank + extra)])
+    dist.all_reduce(x)
+    return torch.get_num_threads(), x.item()
+
+
+def fail_on_one(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("rank one has had enough")
+    dist.barrier()
+
+
+def wait_on_two(rank: int) -> None:
+    if rank == 2:
+        threading.Event().wait()
+
+
+def die_on_zero(rank: int) -> str:
+    if rank == 0:
+        os._exit(3)
+    return "alive"
+
+
+def test_every_rank_returns_its_result_with_one_thread():
+    assert run_ranks(3, add_up, 10) == [(1, 33.0)] * 3
+
+
+def test_a_failing_rank_shows_its_traceback_without_waiting_for_the_others():
+    started = time.monotonic()
+    with pytest.raises(WorldError, match=r"(?s)rank 1 raised:.*rank one has had enough"):
+        run_ranks(2, fail_on_one)
+    assert time.monotonic() - started < 20
+
+
+def test_a_silent_rank_is_named_at_the_deadline():
+    with pytest.raises(WorldError, match=r"no answer from ranks \[2\] within 4"):
+        run_ranks(3, wait_on_two, deadline_s=4.0)
+
+
+def test_a_rank_that_dies_is_named_unless_it_may():
+    with pytest.raises(WorldError, match="rank 0 died with exit code 3"):
+        run_ranks(2, die_on_zero)
+    assert run_ranks(2, die_on_zero, may_die=(0,)) == [None, "alive"]

@@ -1,0 +1,121 @@
+"""Training runs inside test worlds: the real trainer with a worker that needs no launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.runtime import build
+from plait.runtime.folder import RunFolder
+from plait.runtime.settings import (
+    CheckpointSettings,
+    DataSettings,
+    ModelSettings,
+    OptimizerSettings,
+    TrainSettings,
+)
+from plait.runtime.trainer import Trainer
+
+
+class TestWorker:
+    """What the trainer asks of a worker, without processes around it."""
+
+    __test__ = False
+
+    def __init__(self, rank: int = 0, world_size: int = 1, stop_file: Path | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = rank
+        self.host = "localhost"
+        self.reports: list[dict[str, Any]] = []
+        self._stop_file = stop_file
+
+    def stop_requested(self) -> bool:
+        return self._stop_file is not None and self._stop_file.exists()
+
+    def report(self, progress: dict[str, Any]) -> None:
+        self.reports.append(dict(progress))
+
+
+def small_net(classes: int = 10, dropout: float = 0.0) -> nn.Module:
+    """A convolution without BatchNorm, so that N workers can equal one."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(256, classes),
+    )
+
+
+def norm_net(classes: int = 10) -> nn.Module:
+    """A convolution with BatchNorm and dropout: running statistics and random numbers to restore."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(256, classes),
+    )
+
+
+class HalfUsed(nn.Module):
+    """A model with a parameter that no forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(64, 10)
+        self.unused = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x.flatten(1))
+
+
+def digits_job(**changes: Any) -> TrainSettings:
+    values: dict[str, Any] = {
+        "name": "t",
+        "model": ModelSettings("support.training:small_net"),
+        "data": DataSettings("digits", 64),
+        "optimizer": OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
+        "steps": 50,
+        "precision": "float64",
+        "device": "cpu",
+        "log_every_steps": 1,
+        "checkpoint": CheckpointSettings(every_steps=10_000),
+    }
+    return TrainSettings(**{**values, **changes})
+
+
+def train_here(
+    settings: TrainSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The result and the weights of a run in this process, or of this rank of the world it is in."""
+    torch.set_num_threads(1)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    parts = build.build(settings, torch.device("cpu"))
+    trainer = Trainer(TestWorker(rank, size, stop_file), settings, parts, RunFolder(folder))  # type: ignore[arg-type]
+    result = trainer.run(resume)
+    return result, {name: value.clone() for name, value in parts.model.state_dict().items()}
+
+
+def train_rank(
+    rank: int, settings: TrainSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `train_here`, for `run_ranks`: weights as nested lists, which any process can read."""
+    result, weights = train_here(settings, folder, resume, stop_file)
+    return result, {name: value.tolist() for name, value in weights.items()}
+
+
+def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((_tensor(a[k]) - _tensor(b[k])).abs().max()) for k in a)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)
