@@ -88,6 +88,12 @@ class Ideals:
         return [self.graph.node_by_id[name] for name in self.graph.order]
 
 
+def trivial_ideals(graph: Graph) -> Ideals:
+    """The empty ideal and the whole graph: the graph uncut."""
+    nodes = len(graph.order)
+    return Ideals(graph, np.array([np.zeros(nodes, dtype=bool), np.ones(nodes, dtype=bool)]))
+
+
 def all_ideals(graph: Graph, at_most: int) -> Ideals:
     """Every ideal of `graph`, with any number of sources; `TooManyIdeals` when there are more."""
     return ideals_of_groups(graph, [[name] for name in graph.order], at_most)

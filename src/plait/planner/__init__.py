@@ -2,3 +2,37 @@
 
 Nothing here runs a model. A plan is data: print it, save it, compare it.
 """
+
+from plait.planner.depth import Schedule
+from plait.planner.errors import PlanError
+from plait.planner.machines import Device, Level, Machines, machines
+from plait.planner.make import Settings
+from plait.planner.memory import MemorySettings
+from plait.planner.plan import Plan, Stage, load_plan, save_plan, summary
+from plait.planner.planning import data_parallel_plan, make_plan, model_parallel_plan
+from plait.planner.predict import compare_schedules, predict
+from plait.planner.reasons import render_plan
+from plait.planner.timeline import draw_plan
+
+__all__ = [
+    "Device",
+    "Level",
+    "Machines",
+    "MemorySettings",
+    "Plan",
+    "PlanError",
+    "Schedule",
+    "Settings",
+    "Stage",
+    "compare_schedules",
+    "data_parallel_plan",
+    "draw_plan",
+    "load_plan",
+    "machines",
+    "make_plan",
+    "model_parallel_plan",
+    "predict",
+    "render_plan",
+    "save_plan",
+    "summary",
+]

@@ -46,7 +46,8 @@ class Problem:
     """Ideals 0..n in order with the cost of every pair; pairs that are not nested cost infinitely much.
 
     `after` counts the devices that follow the range (they deepen the pipeline), `unit` is what replica
-    counts are a multiple of (pipelines side by side), `straight` forbids more than one unit a stage.
+    counts are a multiple of (pipelines side by side), `straight` forbids more than one unit a stage, and
+    no stage has more than `most_replicas`, so that each gets work.
     """
 
     ideals: tuple[int, ...]
@@ -59,6 +60,7 @@ class Problem:
     after: int = 0
     unit: int = 1
     straight: bool = False
+    most_replicas: float = math.inf
 
     def cost(self, choice: Choice) -> float:
         """Seconds a microbatch of one stage, the bottleneck of a plan being its largest."""
@@ -220,9 +222,7 @@ class Need:
         wanted = problem.depth.fewest_replicas(most_in_flight, np.broadcast_to(devices, few.shape))
         several = np.maximum(self._several[starts], wanted)
         several = np.ceil(several / problem.unit) * problem.unit
-        if problem.straight:
-            several = np.where(several <= problem.unit, float(problem.unit), np.inf)
-        return np.where(wanted <= few, few, several)
+        return np.where(wanted <= few, few, _allowed(problem, several))
 
 
 def fewest_replicas(problem: Problem, bottleneck: float) -> tuple[Floats, Floats]:
@@ -242,9 +242,14 @@ def fewest_replicas(problem: Problem, bottleneck: float) -> tuple[Floats, Floats
         few = several = np.ceil(several / unit) * unit
     else:
         few = np.where(one, 1.0, several)
+    return _allowed(problem, few), several
+
+
+def _allowed(problem: Problem, replicas: Floats) -> Floats:
+    """Replica counts that the problem permits; those that it does not are infinite."""
     if problem.straight:
-        few = np.where(few <= unit, float(unit), np.inf)
-    return few, several
+        return np.where(replicas <= problem.unit, float(problem.unit), np.inf)
+    return np.where(replicas <= problem.most_replicas, replicas, np.inf)
 
 
 def _useful(problem: Problem, bottleneck: float, memory_bytes: float) -> list[int]:

@@ -80,8 +80,8 @@ def machines(
     rates = (bytes_per_s,) if isinstance(bytes_per_s, (int, float)) else bytes_per_s
     if len(counts) != len(rates):
         raise PlanError(
-            f"found {len(counts)} levels of devices ({'x'.join(map(str, counts))}) and {len(rates)} bandwidths; "
-            f"expected one bandwidth for each level, the innermost first"
+            f"found {len(counts)} levels of devices ({'x'.join(map(str, counts))}) and {len(rates)} "
+            f"bandwidths; expected one bandwidth for each level, the innermost first"
         )
     levels = tuple(Level(count, float(rate)) for count, rate in zip(counts, rates))
     return Machines(levels, memory_bytes, devices, latency_s)

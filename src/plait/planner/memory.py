@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.graph.ideals import Floats, Ideals
-from plait.planner.errors import PlanError
 from plait.planner.depth import Schedule
+from plait.planner.errors import PlanError
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,8 @@ def _check(schedule: Schedule, layout: Layout, microbatches: int, depths: Mappin
     for stage, depth in depths.items():
         if not (0 <= stage < len(layout.stages)) or depth < 1:
             raise PlanError(
-                f"found depth {depth} for stage {stage}, expected at least 1 for a stage below {len(layout.stages)}"
+                f"found depth {depth} for stage {stage}, expected at least 1 for a stage "
+                f"below {len(layout.stages)}"
             )
     shared = len(layout.workers) < sum(len(workers) for workers in layout.stages)
     if shared and schedule is not Schedule.INTERLEAVED:
@@ -147,6 +148,7 @@ def _check_depths(schedule: Schedule, layout: Layout, microbatches: int, depths:
         if not whole and behind * (deeper - 1) >= here * depth:
             needed = behind * (deeper - 1) // here + 1
             raise PlanError(
-                f"stage {stage} keeps {depth} microbatches in flight on {here} replicas, but stage {stage + 1} "
-                f"keeps {deeper} on {behind} and would wait for ever; give stage {stage} at least {needed}"
+                f"stage {stage} keeps {depth} microbatches in flight on {here} replicas, but stage "
+                f"{stage + 1} keeps {deeper} on {behind} and would wait for ever; give stage {stage} "
+                f"at least {needed}"
             )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from plait.graph.ideals import Floats, Ideals
+from plait.graph.ideals import Bools, Floats, Ideals
 from plait.planner.cover import CLOSE, Choice, Problem, partition, tidy
 from plait.planner.depth import Depth
 from plait.planner.machines import Level
@@ -27,6 +27,7 @@ class Limits:
     memory_bytes: float = math.inf
     pipelines: int = 1
     straight: bool = False
+    most_replicas: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def level_problem(
         ranges.depth,
         unit=limits.pipelines,
         straight=limits.straight,
+        most_replicas=limits.most_replicas,
     )
 
 
@@ -214,7 +216,8 @@ def _all_ranges(
             last[m] = np.where(fits, behind, np.inf).T
     for j in range(1, len(compute_s)):
         _extend(best, last, j, count, limits.straight)
-    return best[count].T
+    complete: Floats = best[count].T
+    return complete
 
 
 def _extend(best: Floats, last: Floats, j: int, count: int, straight: bool) -> None:
@@ -236,9 +239,9 @@ def _extend(best: Floats, last: Floats, j: int, count: int, straight: bool) -> N
     best[:, j, chosen] = ends
 
 
-def _fits(problem: Problem, replicas: int, devices: int, memory_bytes: float) -> Floats | bool:
+def _fits(problem: Problem, replicas: int, devices: int, memory_bytes: float) -> Bools | bool:
     if math.isinf(memory_bytes) or problem.memory is None or problem.depth is None:
         return True
     in_flight = problem.depth.in_flight(devices, replicas)
-    fits: Floats = problem.memory.fixed + in_flight * problem.memory.each <= memory_bytes
+    fits: Bools = problem.memory.fixed + in_flight * problem.memory.each <= memory_bytes
     return fits

@@ -1,0 +1,228 @@
+"""Intervals of ideals: all cuts of a graph in a few hundred pieces, with the cheapest cut of each.
+
+An interval holds the ideals that contain the nodes `inside` (a down-set) and none of the nodes `outside`
+(an up-set). Splitting at a free node v gives the ideals with v (and its ancestors) and those without (nor
+its descendants): together the same ideals, none twice. So any number of splits of the interval of all
+ideals covers every ideal exactly once, and a bound that holds for each interval holds for the graph.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from plait.graph.graph import Graph
+from plait.graph.ideals import Bools, Floats, Ideals
+
+
+@dataclass(frozen=True, eq=False)
+class Interval:
+    """Ideals between two bounds; the bounds follow `graph.order`."""
+
+    inside: Bools
+    outside: Bools
+
+    @property
+    def free(self) -> Bools:
+        return ~(self.inside | self.outside)
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The fewest bytes that any ideal of an interval lets cross, and its smallest and largest such ideal."""
+
+    crossing_bytes: float
+    smallest: Bools
+    largest: Bools
+
+
+@dataclass(frozen=True, eq=False)
+class Cover:
+    """Intervals that hold every ideal of a graph but the empty and the whole one, with their best cuts."""
+
+    graph: Graph
+    intervals: tuple[Interval, ...]
+    cuts: tuple[Cut, ...]
+
+    @cached_property
+    def ideals(self) -> Ideals:
+        """The cheapest ideals of all the intervals, with the empty and the whole one."""
+        nodes = len(self.graph.order)
+        rows = [np.zeros(nodes, dtype=bool), np.ones(nodes, dtype=bool)]
+        for cut in self.cuts:
+            rows += [cut.smallest, cut.largest]
+        return family(self.graph, np.array(rows))
+
+
+def family(graph: Graph, members: Bools) -> Ideals:
+    """Ideals given as rows in any order and number, each once, smaller ones first."""
+    rows = np.unique(members, axis=0)
+    return Ideals(graph, rows[np.argsort(rows.sum(axis=1), kind="stable")])
+
+
+def cover_ideals(graph: Graph, count: int) -> Cover:
+    """All ideals of `graph` in at most `count` intervals, the widest split first."""
+    ancestors = _ancestors(graph)
+    width = _share(graph, "compute_s") + _share(graph, "parameter_bytes")
+    nodes = len(graph.order)
+    whole = Interval(np.zeros(nodes, dtype=bool), np.zeros(nodes, dtype=bool))
+    heap = [(-float(width.sum()), 0, whole)]
+    finished: list[Interval] = []
+    while heap and len(heap) + len(finished) < count:
+        _, number, interval = heapq.heappop(heap)
+        if not interval.free.any():
+            finished.append(interval)
+            continue
+        for side, part in enumerate(_split(interval, ancestors, width)):
+            heapq.heappush(heap, (-float(width[part.free].sum()), 2 * number + side + 1, part))
+    intervals = [*finished, *(interval for _, _, interval in heap)]
+    # The empty ideal and the whole graph are no cuts: an interval that can hold them gives them up.
+    kept = [part for interval in intervals for part in _without_ends(interval, graph, ancestors)]
+    cuts = _Network(graph)
+    return Cover(graph, tuple(kept), tuple(cuts.cheapest(interval) for interval in kept))
+
+
+def _share(graph: Graph, field: str) -> Floats:
+    amounts = np.array([getattr(graph.node_by_id[name], field) for name in graph.order], dtype=float)
+    return amounts / max(float(amounts.sum()), 1e-300)
+
+
+def _ancestors(graph: Graph) -> Bools:
+    """`ancestors[u, v]`: u must have run before v has, or is v."""
+    position = {name: n for n, name in enumerate(graph.order)}
+    found = np.eye(len(graph.order), dtype=bool)
+    for name in graph.order:
+        for predecessor in graph.predecessors[name]:
+            found[:, position[name]] |= found[:, position[predecessor]]
+    return found
+
+
+def _split(interval: Interval, ancestors: Bools, width: Floats) -> tuple[Interval, Interval]:
+    """Two halves: split where the less fortunate of them still loses the most of its width."""
+    free = np.flatnonzero(interval.free)
+    among = ancestors[np.ix_(free, free)]
+    node = free[int(np.argmax(np.minimum(width[free] @ among, among @ width[free])))]
+    return (
+        Interval(interval.inside | ancestors[:, node], interval.outside),
+        Interval(interval.inside, interval.outside | ancestors[node]),
+    )
+
+
+def _without_ends(interval: Interval, graph: Graph, ancestors: Bools) -> list[Interval]:
+    """The interval without the empty and the whole ideal, in as many parts as that takes."""
+    if not interval.inside.any():
+        sources = [n for n, name in enumerate(graph.order) if not graph.predecessors[name]]
+        parts, outside = [], interval.outside
+        for source in sources:
+            if not outside[source]:
+                parts.append(Interval(ancestors[:, source], outside))
+            outside = outside | ancestors[source]
+        return [part for given in parts for part in _without_ends(given, graph, ancestors)]
+    if not interval.outside.any():
+        sinks = [n for n, name in enumerate(graph.order) if not graph.successors[name]]
+        parts, inside = [], interval.inside
+        for sink in sinks:
+            if not inside[sink]:
+                parts.append(Interval(inside, ancestors[sink]))
+            inside = inside | ancestors[:, sink]
+        return parts
+    return [interval]
+
+
+class _Network:
+    """Finds the ideal of an interval that fewest bytes leave, as a minimum cut.
+
+    A flow goes from the nodes inside, through each tensor up to its bytes, to the nodes outside. Arcs
+    without limit from a tensor to its consumers charge it once however many lie beyond the cut; arcs
+    without limit from a consumer back to its sources keep the cut an ideal.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        position = {name: n for n, name in enumerate(graph.order)}
+        tensors: dict[tuple[int, str], tuple[float, list[int]]] = {}
+        for edge in graph.edges:
+            key = position[edge.source], edge.tensor
+            tensors.setdefault(key, (edge.bytes, []))[1].append(position[edge.target])
+        self._tensors = [(source, size, targets) for (source, _), (size, targets) in tensors.items()]
+        self._nodes = len(graph.order)
+
+    def cheapest(self, interval: Interval) -> Cut:
+        arcs = self._arcs(interval)
+        flow = 0.0
+        while True:
+            amount = _augment(arcs, self._nodes, self._nodes + 1)
+            if not amount:
+                break
+            flow += amount
+        from_source = _reached(arcs, self._nodes, forward=True)
+        to_sink = _reached(arcs, self._nodes + 1, forward=False)
+        smallest, largest = interval.inside.copy(), ~interval.outside
+        for node in np.flatnonzero(interval.free).tolist():
+            smallest[node] = node in from_source
+            largest[node] = node not in to_sink
+        return Cut(flow, smallest, largest)
+
+    def _arcs(self, interval: Interval) -> dict[int, dict[int, float]]:
+        """Residual capacities; the source stands for all nodes inside, the sink for all outside."""
+        source, sink = self._nodes, self._nodes + 1
+        inside, outside = interval.inside.tolist(), interval.outside.tolist()
+        place = [source if i else sink if o else n for n, (i, o) in enumerate(zip(inside, outside))]
+        arcs: dict[int, dict[int, float]] = {source: {}, sink: {}}
+        for number, (producer, size, consumers) in enumerate(self._tensors, self._nodes + 2):
+            start = place[producer]
+            ends = {place[consumer] for consumer in consumers} - {source}
+            if start == sink or not ends or (size == 0 and start == source):
+                continue
+            _add(arcs, start, number, size)
+            for end in ends:
+                _add(arcs, number, end, np.inf)
+                if end != sink and start != source:
+                    _add(arcs, end, start, np.inf)
+        return arcs
+
+
+def _add(arcs: dict[int, dict[int, float]], start: int, end: int, capacity: float) -> None:
+    arcs.setdefault(start, {})
+    arcs[start][end] = arcs[start].get(end, 0.0) + capacity
+    arcs.setdefault(end, {}).setdefault(start, 0.0)
+
+
+def _augment(arcs: dict[int, dict[int, float]], source: int, sink: int) -> float:
+    """Send what one path takes, shortest path first; 0 when no path is left."""
+    parent = {source: source}
+    queue = [source]
+    for node in queue:
+        for end, capacity in arcs[node].items():
+            if capacity > 0 and end not in parent:
+                parent[end] = node
+                queue.append(end)
+        if sink in parent:
+            break
+    if sink not in parent:
+        return 0.0
+    path = [sink]
+    while path[-1] != source:
+        path.append(parent[path[-1]])
+    steps = [(start, end) for end, start in pairwise(path)]
+    amount = min(arcs[start][end] for start, end in steps)
+    for start, end in steps:
+        arcs[start][end] -= amount
+        arcs[end][start] += amount
+    return amount
+
+
+def _reached(arcs: dict[int, dict[int, float]], origin: int, forward: bool) -> set[int]:
+    """The vertices that `origin` reaches through arcs with capacity left, or that reach it."""
+    found, stack = {origin}, [origin]
+    while stack:
+        node = stack.pop()
+        for other in arcs[node]:
+            left = arcs[node][other] if forward else arcs[other][node]
+            if left > 0 and other not in found:
+                found.add(other)
+                stack.append(other)
+    return found

@@ -1,0 +1,252 @@
+"""The front of the planner: a graph and machines in, a plan out."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+
+from plait.core.units import show_bytes
+from plait.graph.contraction import contracted_ideals
+from plait.graph.graph import Graph
+from plait.graph.ideals import Ideals, TooManyIdeals, all_ideals
+from plait.graph.intervals import cover_ideals
+from plait.planner.bounds import lower_bound
+from plait.planner.cover import Problem
+from plait.planner.depth import Depth, Schedule
+from plait.planner.errors import PlanError
+from plait.planner.machines import Level, Machines
+from plait.planner.memory import MemorySettings, stage_memory
+from plait.planner.mixed import Placed, kinds_of, solve_mixed
+from plait.planner.solver import Block, Limits, Ranges, level_problem, ranges_of, solve
+
+# How many ideals are tried at once: all pairs of them for one level, all triples for inner levels.
+_MOST_IDEALS_FLAT = 2000
+_MOST_IDEALS_NESTED = 600
+# A bound is refined until it is so near the plan, or so many intervals are in use.
+_NEAR_ENOUGH = 1.03
+_INTERVALS = (250, 500, 1000)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a person may ask of the planner beside the machines.
+
+    `microbatches` None lets the planner choose; `pipelines` is how many run side by side; `straight`
+    forbids replicas within a pipeline; `chunks` is how many stages each worker of an interleaved pipeline
+    holds.
+    """
+
+    schedule: Schedule = Schedule.STASH
+    microbatches: int | None = None
+    pipelines: int = 1
+    straight: bool = False
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    chunks: int = 2
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where the graph is cut and which devices run what lies between, with how good that is."""
+
+    ideals: Ideals
+    stages: tuple[Placed, ...]
+    bottleneck_s: float
+    lower_bound_s: float
+    exact: bool
+    solve_s: float
+
+
+def planning_graph(graph: Graph) -> Graph:
+    """`graph` without data loading and unused results, as PipeDream plans it.
+
+    Sources described as `Input...` belong to the loader, and `__getitem__` sinks go nowhere.
+    """
+    inputs = [n.id for n in graph.nodes if not graph.predecessors[n.id] and n.description.startswith("Input")]
+    graph = graph.without(inputs)
+    unused = [
+        node.id
+        for node in graph.nodes
+        if not graph.successors[node.id] and node.description.startswith("__getitem__")
+    ]
+    return graph.without(unused) if len(unused) < len(graph.nodes) else graph
+
+
+def make_partition(graph: Graph, machines: Machines, settings: Settings) -> Partition:
+    """The best cut of `graph` (already without its inputs) over `machines`."""
+    check(graph, machines, settings)
+    started = time.process_time()
+    search = _Search(_with_recompute(graph, settings), machines, settings)
+    found = search.run()
+    return replace(found, solve_s=time.process_time() - started)
+
+
+def straight_partition(ideals: Ideals, machines: Machines) -> tuple[Placed, ...]:
+    """One device a stage, whatever memory it takes: how model parallelism would cut the same ideals."""
+    depth = Depth(Schedule.NONE, machines.count)
+    ranges = ranges_of(ideals, stage_memory(ideals, Schedule.NONE, MemorySettings()), depth)
+    level = Level(machines.count, machines.slowest_bytes_per_s)
+    solution = solve(ranges, (level,), Limits(straight=True))
+    assert solution is not None
+    return tuple(_flatten(solution.blocks, [1], [0]))
+
+
+def check(graph: Graph, machines: Machines, settings: Settings) -> None:
+    """Refuse what no plan can be made of, with what would have to change."""
+    if not graph.nodes:
+        raise PlanError("the graph is empty; expected at least one operation")
+    if not graph.compute_s() > 0:
+        raise PlanError(f"none of the {len(graph.nodes)} operations takes any time; profile the model first")
+    if settings.microbatches is not None and settings.microbatches < 1:
+        raise PlanError(f"found {settings.microbatches} microbatches, expected at least 1")
+    units = machines.levels[-1].count
+    if not 1 <= settings.pipelines <= units:
+        raise PlanError(
+            f"found {settings.pipelines} pipelines side by side for {units} "
+            f"{'devices' if len(machines.levels) == 1 else 'hosts'}; expected 1 to {units}"
+        )
+    if settings.schedule is Schedule.INTERLEAVED:
+        stages = machines.count * settings.chunks
+        if settings.pipelines > 1:
+            raise PlanError(
+                "schedule interleaved runs one pipeline; leave out pipelines or use another schedule"
+            )
+        if settings.chunks < 2 or len(graph.nodes) < stages:
+            raise PlanError(
+                f"schedule interleaved needs {stages} stages ({settings.chunks} for each of "
+                f"{machines.count} devices, at least 2), but the model has {len(graph.nodes)} layers; use at "
+                f"most {len(graph.nodes) // max(settings.chunks, 2)} devices or another schedule"
+            )
+
+
+def _with_recompute(graph: Graph, settings: Settings) -> Graph:
+    """Recomputing runs each forward once more before the backward."""
+    if not settings.memory.recompute:
+        return graph
+    nodes = (replace(node, backward_s=node.backward_s + node.forward_s) for node in graph.nodes)
+    return Graph(tuple(nodes), graph.edges)
+
+
+class _Search:
+    """One planning problem, tried on more and more families of cuts."""
+
+    def __init__(self, graph: Graph, machines: Machines, settings: Settings) -> None:
+        self.graph = graph
+        self.machines = machines
+        self.settings = settings
+        levels = machines.levels
+        if machines.mixed or settings.schedule is Schedule.INTERLEAVED:
+            # Unlike devices, and workers that hold several stages, are planned as one level.
+            count = machines.count * (settings.chunks if settings.schedule is Schedule.INTERLEAVED else 1)
+            levels = (Level(count, machines.slowest_bytes_per_s),)
+        self.levels = levels
+        self.limits = Limits(
+            memory_bytes=math.inf if machines.mixed else machines.smallest_memory_bytes,
+            pipelines=settings.pipelines,
+            straight=settings.straight or settings.schedule is Schedule.INTERLEAVED,
+            most_replicas=settings.microbatches or math.inf,
+        )
+
+    def run(self) -> Partition:
+        most = _MOST_IDEALS_FLAT if len(self.levels) == 1 and not self.machines.mixed else _MOST_IDEALS_NESTED
+        try:
+            ideals = all_ideals(self.graph, most)
+        except TooManyIdeals:
+            return self._contracted(most)
+        return self._solved(ideals, every_ideal=True)
+
+    def _contracted(self, most: int) -> Partition:
+        """The best of a family of cuts, with a bound on what the others could gain."""
+        cover = cover_ideals(self.graph, _INTERVALS[0])
+        best = self._solved(cover.ideals, every_ideal=False)
+        contracted = contracted_ideals(self.graph, most)
+        if contracted is not None:
+            best = min(
+                self._solved(contracted, every_ideal=False), best, key=lambda found: found.bottleneck_s
+            )
+        for count in _INTERVALS:
+            if self.machines.mixed or best.bottleneck_s <= best.lower_bound_s * _NEAR_ENOUGH:
+                break
+            cover = cover if count == _INTERVALS[0] else cover_ideals(self.graph, count)
+            bound = lower_bound(cover, self.levels, best.bottleneck_s)
+            best = replace(best, lower_bound_s=max(best.lower_bound_s, bound))
+        return best
+
+    def _solved(self, ideals: Ideals, every_ideal: bool) -> Partition:
+        depth = Depth(self.settings.schedule, self.machines.count, self.settings.microbatches)
+        memory = stage_memory(ideals, self.settings.schedule, self.settings.memory)
+        ranges = ranges_of(ideals, memory, depth)
+        stages, bottleneck, exact = self._place(ranges)
+        exact = exact and every_ideal
+        speeds = sum(self.machines.device(i).speed for i in range(self.machines.count))
+        floor = min(bottleneck, float(ideals.compute_s[-1]) / speeds)
+        return Partition(ideals, stages, bottleneck, bottleneck if exact else floor, exact, 0.0)
+
+    def _place(self, ranges: Ranges) -> tuple[tuple[Placed, ...], float, bool]:
+        if self.machines.mixed:
+            problem = self._flat_problem(ranges)
+            mixed = solve_mixed(problem, self.machines)
+            if mixed is None:
+                raise self._too_small(ranges)
+            return mixed.stages, mixed.bottleneck_s, mixed.exact
+        solution = solve(ranges, self.levels, self.limits)
+        limited = math.isfinite(self.limits.memory_bytes)
+        nested = len(self.levels) > 1
+        # Inner levels see the memory limit only from the safe side; without it biting, nothing was lost.
+        exact = not (limited and nested) or solution == solve(ranges, self.levels, self._unlimited())
+        if solution is None and nested:
+            self.levels = (Level(self.machines.count, self.machines.slowest_bytes_per_s),)
+            solution, exact = solve(ranges, self.levels, self.limits), False
+        if solution is None:
+            raise self._too_small(ranges)
+        sizes = [math.prod(level.count for level in self.levels[:n]) for n in range(len(self.levels))]
+        return tuple(_flatten(solution.blocks, sizes, [0])), solution.bottleneck_s, exact
+
+    def _unlimited(self) -> Limits:
+        return replace(self.limits, memory_bytes=math.inf)
+
+    def _flat_problem(self, ranges: Ranges) -> Problem:
+        keep = list(range(len(ranges.crossing_bytes)))
+        level = Level(self.machines.count, self.machines.slowest_bytes_per_s)
+        return level_problem(ranges, ranges.compute_s, keep, level, 1, self.limits)
+
+    def _too_small(self, ranges: Ranges) -> PlanError:
+        """Says how much memory the best plan for little memory would need."""
+        if self.machines.mixed:
+            kinds, _ = kinds_of(self.machines)
+            limit = max(kind.memory_bytes for kind in kinds)
+        else:
+            limit = self.limits.memory_bytes
+        flat = (Level(self.machines.count, self.machines.slowest_bytes_per_s),)
+        low, high = limit, limit
+        while solve(ranges, flat, replace(self.limits, memory_bytes=high)) is None:
+            low, high = high, 2 * high
+        while high - low > 0.01 * high:
+            middle = (low + high) / 2
+            if solve(ranges, flat, replace(self.limits, memory_bytes=middle)) is None:
+                low = middle
+            else:
+                high = middle
+        hint = "" if self.settings.memory.recompute else ", recompute activations"
+        return PlanError(
+            f"no plan fits: every device has {show_bytes(limit)}, and {self.machines.count} devices under "
+            f"schedule {self.settings.schedule.value} need about {show_bytes(high)} each; give them more "
+            f"memory, use more devices or smaller microbatches{hint}"
+        )
+
+
+def _flatten(blocks: tuple[Block, ...], sizes: list[int], bases: list[int]) -> list[Placed]:
+    """Stages with their devices: `bases` are where the units that run these blocks begin.
+
+    A unit of the outermost level has `sizes[-1]` devices; units follow each other in the order of stages.
+    """
+    placed: list[Placed] = []
+    used = 0
+    for block in blocks:
+        starts = [base + (used + r) * sizes[-1] for base in bases for r in range(block.replicas)]
+        used += block.replicas
+        if block.parts:
+            placed += _flatten(block.parts, sizes[:-1], starts)
+        else:
+            placed.append(Placed(block.start, block.end, tuple(starts)))
+    return placed

@@ -1,0 +1,143 @@
+"""A plan: which layers run where, how often replicated, in which schedule, with what it should cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.core import artefact
+from plait.planner.depth import Schedule
+from plait.planner.machines import Machines
+from plait.planner.operations import Layout
+
+KIND, VERSION = "plan", 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A slice of the model: its layers (node ids in order) and the devices that replicate it.
+
+    Seconds and bytes are for one microbatch on one replica. `cost_s` is what the stage adds to the
+    bottleneck: compute, synchronisation and traffic, shared by its replicas. `in_flight` microbatches are
+    held at most, and `memory_bytes` is what they, the weights and the optimizer need on one device.
+    """
+
+    layers: tuple[str, ...]
+    replicas: int
+    devices: tuple[int, ...]
+    forward_s: float
+    backward_s: float
+    cost_s: float
+    update_s: float
+    parameter_bytes: float
+    buffer_bytes: float
+    activation_bytes: float
+    input_bytes: float
+    output_bytes: float
+    in_flight: int
+    memory_bytes: float
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def traffic_bytes(self) -> float:
+        """Bytes exchanged with the stages before and behind: activations one way, gradients the other."""
+        return 2 * (self.input_bytes + self.output_bytes)
+
+
+@dataclass(frozen=True)
+class Speedups:
+    """How many times faster the plan is than each of the plain ways."""
+
+    single: float
+    data_parallel: float
+    model_parallel: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the planner decided, and what it predicts.
+
+    `bottleneck_s` is seconds a microbatch in the steady state, `lower_bound_s` what no plan can go below,
+    `exact` whether the plan is proven best. `step_s` and `idle_share` come from replaying the schedule with
+    `microbatches`. With several `pipelines`, every stage's devices are dealt to them in equal slices.
+    """
+
+    stages: tuple[Stage, ...]
+    machines: Machines
+    schedule: Schedule
+    microbatches: int
+    pipelines: int
+    bottleneck_s: float
+    lower_bound_s: float
+    solve_s: float
+    exact: bool
+    step_s: float
+    idle_share: float
+    speedup_over: Speedups
+    optimizer_copies: float
+    recompute: bool
+    why: str
+
+    @property
+    def devices_used(self) -> int:
+        return len({device for stage in self.stages for device in stage.devices})
+
+    def layout(self, pipeline: int = 0) -> Layout:
+        """The workers of each stage of one pipeline."""
+        slices = []
+        for stage in self.stages:
+            share = len(stage.devices) // self.pipelines
+            slices.append(stage.devices[pipeline * share : (pipeline + 1) * share])
+        return Layout(tuple(slices))
+
+    def stage_of_layer(self) -> dict[str, int]:
+        """The stage of each layer, as PipeDream's `stage_id`."""
+        return {layer: s for s, stage in enumerate(self.stages) for layer in stage.layers}
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write `plan` as a versioned JSON file."""
+    artefact.save(plan, path, KIND, VERSION)
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan saved at `path`."""
+    return artefact.load(Plan, path, KIND, VERSION)
+
+
+def summary(plan: Plan) -> Mapping[str, Any]:
+    """What `plait plan --json` prints: the fields that other programs may rely on."""
+    return {
+        "bottleneck_s": plan.bottleneck_s,
+        "lower_bound_s": plan.lower_bound_s,
+        "solve_s": plan.solve_s,
+        "exact": plan.exact,
+        "stages": [
+            {
+                "layers": list(stage.layers),
+                "replicas": stage.replicas,
+                "devices": list(stage.devices),
+                "compute_s": stage.compute_s,
+                "memory_bytes": stage.memory_bytes,
+                "traffic_bytes": stage.traffic_bytes,
+            }
+            for stage in plan.stages
+        ],
+        "speedup_over": {
+            "single": plan.speedup_over.single,
+            "data_parallel": plan.speedup_over.data_parallel,
+            "model_parallel": plan.speedup_over.model_parallel,
+        },
+        "schedule": plan.schedule.value,
+        "microbatches": plan.microbatches,
+        "pipelines": plan.pipelines,
+        "step_s": plan.step_s,
+        "idle_share": plan.idle_share,
+        "devices_used": plan.devices_used,
+        "why": plan.why,
+    }

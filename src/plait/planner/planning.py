@@ -1,0 +1,241 @@
+"""Plans ready to run: the planner's own, and the plain ones it is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from plait.core.units import show_bytes
+from plait.graph.graph import Graph
+from plait.graph.ideals import Ideals, trivial_ideals
+from plait.planner.depth import Schedule, in_flight
+from plait.planner.errors import PlanError
+from plait.planner.machines import Machines
+from plait.planner.make import (
+    Partition,
+    Settings,
+    check,
+    make_partition,
+    planning_graph,
+    straight_partition,
+)
+from plait.planner.mixed import Placed
+from plait.planner.operations import Backward, BackwardWeight, Forward, Layout, Op
+from plait.planner.plan import Plan, Speedups, Stage
+from plait.planner.predict import (
+    choose_microbatches,
+    data_parallel_s,
+    model_parallel_s,
+    predict_stages,
+    single_s,
+)
+from plait.planner.reasons import reasons
+from plait.planner.schedules import operations
+
+
+def make_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
+    """The best plan for `graph` on `machines`, with what it should cost and why it was chosen."""
+    settings = _settled(settings or Settings(), machines)
+    graph = planning_graph(graph)
+    partition = make_partition(graph, machines, settings)
+    if settings.schedule is Schedule.INTERLEAVED:
+        partition = _interleaved(partition, machines)
+    return _finish(graph, machines, settings, partition)
+
+
+def data_parallel_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
+    """Every device holds the whole model; only gradients travel."""
+    settings = replace(_settled(settings or Settings(), machines), pipelines=1)
+    graph = planning_graph(graph)
+    check(graph, machines, settings)
+    ideals = trivial_ideals(graph)
+    stages = (Placed(0, 1, tuple(range(machines.count))),)
+    seconds = data_parallel_s(graph, machines)
+    return _finish(graph, machines, settings, Partition(ideals, stages, seconds, 0.0, False, 0.0))
+
+
+def model_parallel_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
+    """One stage a device, no replicas, and one microbatch at a time."""
+    settings = replace(settings or Settings(), schedule=Schedule.NONE, straight=True, pipelines=1)
+    graph = planning_graph(graph)
+    partition = make_partition(graph, machines, settings)
+    stages = _build_stages(graph, machines, settings, partition, settings.microbatches or 1)
+    seconds = model_parallel_s(stages, machines)
+    return _finish(graph, machines, settings, replace(partition, bottleneck_s=seconds, exact=False))
+
+
+def _settled(settings: Settings, machines: Machines) -> Settings:
+    """GPipe's memory depends on the number of microbatches, so that has to be known before planning."""
+    if settings.schedule is Schedule.GPIPE and settings.microbatches is None:
+        return replace(settings, microbatches=4 * machines.count)
+    return settings
+
+
+def _finish(graph: Graph, machines: Machines, settings: Settings, partition: Partition) -> Plan:
+    count = settings.microbatches
+    stages = _build_stages(graph, machines, settings, partition, count or machines.count * 8)
+    plan = _bare(stages, machines, settings, partition)
+    memory = settings.memory
+    terms = (memory.optimizer_copies, memory.recompute)
+    if count is None:
+        limit = machines.smallest_memory_bytes
+        count = settings.pipelines * choose_microbatches(
+            stages, machines, plan.layout(), settings.schedule, *terms, limit
+        )
+        stages = _build_stages(graph, machines, settings, partition, count)
+    share = math.ceil(count / settings.pipelines)
+    prediction = predict_stages(stages, machines, plan.layout(), settings.schedule, share, *terms)
+    _check_memory(stages, machines)
+    speedups = _speedups(graph, machines, settings, partition)
+    plan = replace(
+        plan,
+        stages=stages,
+        microbatches=count,
+        step_s=prediction.step_s,
+        idle_share=prediction.idle_share,
+        speedup_over=speedups,
+    )
+    return replace(plan, why=reasons(plan, graph))
+
+
+def _bare(stages: tuple[Stage, ...], machines: Machines, settings: Settings, partition: Partition) -> Plan:
+    """A plan whose predictions are still to come."""
+    return Plan(
+        stages=stages,
+        machines=machines,
+        schedule=settings.schedule,
+        microbatches=1,
+        pipelines=settings.pipelines,
+        bottleneck_s=partition.bottleneck_s,
+        lower_bound_s=partition.lower_bound_s,
+        solve_s=partition.solve_s,
+        exact=partition.exact,
+        step_s=0.0,
+        idle_share=0.0,
+        speedup_over=Speedups(1.0, 1.0, 1.0),
+        optimizer_copies=settings.memory.optimizer_copies,
+        recompute=settings.memory.recompute,
+        why="",
+    )
+
+
+def _build_stages(
+    graph: Graph, machines: Machines, settings: Settings, partition: Partition, microbatches: int
+) -> tuple[Stage, ...]:
+    layout = Layout(tuple(placed.devices for placed in partition.stages))
+    held = _held(settings.schedule, layout, microbatches)
+    return tuple(
+        _build_stage(graph, machines, settings, partition.ideals, placed, held[s])
+        for s, placed in enumerate(partition.stages)
+    )
+
+
+def _held(schedule: Schedule, layout: Layout, microbatches: int) -> list[int]:
+    """Microbatches in flight at most in each stage."""
+    stages = range(len(layout.stages))
+    if schedule is not Schedule.INTERLEAVED:
+        return [in_flight(schedule, layout, stage, microbatches) for stage in stages]
+    ops = operations(schedule, layout, microbatches)
+    return [_most_held(ops[layout.stages[stage][0]], stage) for stage in stages]
+
+
+def _most_held(ops: Sequence[Op], stage: int) -> int:
+    held = most = 0
+    for op in ops:
+        if op.stage == stage:
+            held += isinstance(op, Forward) - isinstance(op, (Backward, BackwardWeight))
+            most = max(most, held)
+    return most
+
+
+def _build_stage(
+    graph: Graph, machines: Machines, settings: Settings, ideals: Ideals, placed: Placed, held: int
+) -> Stage:
+    layers = ideals.between(placed.start, placed.end)
+    nodes = [graph.node_by_id[layer] for layer in layers]
+    forward = math.fsum(node.forward_s for node in nodes)
+    backward = math.fsum(node.backward_s for node in nodes)
+    if settings.memory.recompute:
+        backward += forward
+    parameters = math.fsum(node.parameter_bytes for node in nodes)
+    update = _update_s(machines, placed.devices, parameters)
+    slowest = min(machines.device(device).speed for device in placed.devices)
+    stage = Stage(
+        layers=layers,
+        replicas=len(placed.devices),
+        devices=placed.devices,
+        forward_s=forward,
+        backward_s=backward,
+        cost_s=((forward + backward) / slowest + update) / len(placed.devices),
+        update_s=update,
+        parameter_bytes=parameters,
+        buffer_bytes=math.fsum(node.buffer_bytes for node in nodes),
+        activation_bytes=math.fsum(node.activation_bytes or node.output_bytes for node in nodes),
+        input_bytes=float(ideals.crossing_bytes[placed.start]),
+        output_bytes=float(ideals.crossing_bytes[placed.end]),
+        in_flight=held,
+        memory_bytes=0.0,
+    )
+    return replace(stage, memory_bytes=_memory_bytes(stage, settings, held))
+
+
+def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
+    versions = {Schedule.STASH: held, Schedule.TWO_BUFFERED: 2}.get(settings.schedule, 1)
+    memory = settings.memory
+    weights = stage.parameter_bytes * (versions + 1 + memory.optimizer_copies) + stage.buffer_bytes
+    if memory.recompute:
+        return weights + held * stage.input_bytes + stage.activation_bytes
+    return weights + held * stage.activation_bytes
+
+
+def _update_s(machines: Machines, devices: Sequence[int], parameter_bytes: float) -> float:
+    """Seconds in which the replicas agree, level by level; an inner level leaves each a share of the sum."""
+    seconds, unit, shared = 0.0, 1, 1
+    for level in machines.levels:
+        units = len({device // unit for device in devices})
+        unit *= level.count
+        replicas = units // len({device // unit for device in devices})
+        seconds += 4 * (replicas - 1) * parameter_bytes / (level.bytes_per_s * replicas) / shared
+        shared = replicas
+    return seconds
+
+
+def _check_memory(stages: Sequence[Stage], machines: Machines) -> None:
+    """Refuse a plan that does not fit; only schedules that are planned without their memory come here."""
+    needed: dict[int, float] = {}
+    for stage in stages:
+        for device in stage.devices:
+            needed[device] = needed.get(device, 0.0) + stage.memory_bytes
+    for device, size in sorted(needed.items()):
+        limit = machines.device(device).memory_bytes
+        if limit is not None and size > limit * (1 + 1e-6):
+            raise PlanError(
+                f"device {device} would need {show_bytes(size)} but has {show_bytes(limit)}; give it more "
+                f"memory, use more devices, smaller microbatches or another schedule"
+            )
+
+
+def _interleaved(partition: Partition, machines: Machines) -> Partition:
+    """Deal the stages to the devices in turn; a device's stages add up."""
+    stages = tuple(
+        replace(placed, devices=(s % machines.count,)) for s, placed in enumerate(partition.stages)
+    )
+    seconds = [0.0] * machines.count
+    for placed in stages:
+        between = partition.ideals.compute_s[placed.end] - partition.ideals.compute_s[placed.start]
+        seconds[placed.devices[0]] += float(between) / machines.device(placed.devices[0]).speed
+    bottleneck = max(*seconds, partition.bottleneck_s)
+    floor = float(partition.ideals.compute_s[-1]) / machines.count
+    return replace(partition, stages=stages, bottleneck_s=bottleneck, lower_bound_s=floor, exact=False)
+
+
+def _speedups(graph: Graph, machines: Machines, settings: Settings, partition: Partition) -> Speedups:
+    straight = straight_partition(partition.ideals, machines)
+    stages = _build_stages(graph, machines, settings, replace(partition, stages=straight), 1)
+    seconds = partition.bottleneck_s
+    return Speedups(
+        single=single_s(graph, machines) / seconds,
+        data_parallel=data_parallel_s(graph, machines) / seconds,
+        model_parallel=model_parallel_s(stages, machines) / seconds,
+    )

@@ -1,0 +1,160 @@
+"""What a plan should do when it runs: the schedules replayed on its stages, and the plain ways beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.graph.graph import Graph
+from plait.planner.depth import Schedule
+from plait.planner.machines import Machines
+from plait.planner.operations import Layout
+from plait.planner.plan import Plan, Stage
+from plait.planner.schedules import operations
+from plait.planner.simulator import Link, Simulation, StageCosts, simulate
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds for one batch of microbatches, the idle share, and the fullest device's memory."""
+
+    step_s: float
+    idle_share: float
+    peak_bytes: float
+    simulation: Simulation
+
+
+def predict(plan: Plan, schedule: Schedule | None = None, microbatches: int | None = None) -> Prediction:
+    """Replay `plan` under its own schedule or another."""
+    return predict_stages(
+        plan.stages,
+        plan.machines,
+        plan.layout(),
+        schedule or plan.schedule,
+        math.ceil((microbatches or plan.microbatches) / plan.pipelines),
+        plan.optimizer_copies,
+        plan.recompute,
+    )
+
+
+def predict_stages(
+    stages: Sequence[Stage],
+    machines: Machines,
+    layout: Layout,
+    schedule: Schedule,
+    microbatches: int,
+    optimizer_copies: float,
+    recompute: bool,
+) -> Prediction:
+    """Replay one pipeline; asynchronous schedules, which never drain, are timed in their steady state."""
+    costs = [_costs(stage, optimizer_copies, recompute) for stage in stages]
+    fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout)
+    ops = operations(schedule, layout, fill + window)
+    result = simulate(
+        layout,
+        ops,
+        costs,
+        lambda sender, receiver: Link(_rate(machines, sender, receiver), machines.latency_s),
+        lambda worker: machines.device(worker).speed,
+    )
+    start = 0.0 if schedule.synchronous else result.finished_s(fill)
+    end = result.end_s if schedule.synchronous else result.finished_s(fill + window)
+    peak = max(result.peak_bytes.values())
+    return Prediction((end - start) * microbatches / window, result.idle_share(start, end), peak, result)
+
+
+def _steady_window(layout: Layout) -> tuple[int, int]:
+    """Microbatches that fill the pipeline, and as many more as show its pace.
+
+    The pace repeats after every stage has gone round its replicas; where that takes too long, a long
+    stretch stands for it.
+    """
+    devices = layout.devices_from(0)
+    turn = math.lcm(*(len(workers) for workers in layout.stages))
+    if turn > 4 * devices:
+        return 2 * devices, 4 * devices
+    return math.ceil(2 * devices / turn) * turn, math.ceil(devices / turn) * turn
+
+
+def compare_schedules(plan: Plan, microbatches: int | None = None) -> dict[Schedule, Prediction]:
+    """The plan's stages under every schedule that can run them."""
+    kinds = [kind for kind in Schedule if kind is not Schedule.INTERLEAVED]
+    shared = plan.schedule is Schedule.INTERLEAVED
+    return {kind: predict(plan, kind, microbatches) for kind in ([plan.schedule] if shared else kinds)}
+
+
+def _costs(stage: Stage, optimizer_copies: float, recompute: bool) -> StageCosts:
+    return StageCosts(
+        forward_s=stage.forward_s,
+        backward_s=stage.backward_s,
+        output_bytes=stage.output_bytes,
+        update_s=stage.update_s,
+        parameter_bytes=stage.parameter_bytes,
+        state_bytes=stage.parameter_bytes * (1 + optimizer_copies) + stage.buffer_bytes,
+        activation_bytes=stage.input_bytes if recompute else stage.activation_bytes,
+        working_bytes=stage.activation_bytes if recompute else 0.0,
+    )
+
+
+def _rate(machines: Machines, sender: int, receiver: int) -> float:
+    """The bandwidth of the outermost level that a message between two devices has to cross."""
+    rate, unit = machines.levels[0].bytes_per_s, 1
+    for level in machines.levels:
+        if sender // unit != receiver // unit:
+            rate = level.bytes_per_s
+        unit *= level.count
+    return rate
+
+
+def single_s(graph: Graph, machines: Machines) -> float:
+    """Seconds a microbatch on the fastest device alone."""
+    return graph.compute_s() / max(machines.device(i).speed for i in range(machines.count))
+
+
+def data_parallel_s(graph: Graph, machines: Machines) -> float:
+    """Seconds a microbatch when every device holds the whole model, level by level as the planner counts."""
+    seconds = graph.compute_s() / min(machines.device(i).speed for i in range(machines.count))
+    below = 1
+    for level in machines.levels:
+        sync = 4 * (level.count - 1) * graph.parameter_bytes() / (level.bytes_per_s * level.count) / below
+        seconds = (seconds + sync) / level.count
+        below = level.count
+    return seconds
+
+
+def model_parallel_s(stages: Sequence[Stage], machines: Machines) -> float:
+    """Seconds a microbatch when the stages take turns: one works, the others wait."""
+    seconds = 0.0
+    for stage, behind in zip(stages, [*stages[1:], None]):
+        seconds += stage.compute_s / machines.device(stage.devices[0]).speed
+        if behind is not None:
+            link = Link(_rate(machines, stage.devices[0], behind.devices[0]), machines.latency_s)
+            seconds += 2 * link.seconds(stage.output_bytes)
+    return seconds
+
+
+def choose_microbatches(
+    stages: Sequence[Stage],
+    machines: Machines,
+    layout: Layout,
+    schedule: Schedule,
+    optimizer_copies: float,
+    recompute: bool,
+    memory_bytes: float,
+) -> int:
+    """The fewest microbatches a step that come within 5% of the best time for each, and fit.
+
+    Few microbatches leave a synchronous pipeline idle while it fills and drains; many make the batch large.
+    Asynchronous pipelines stay full, so as many as there are devices will do.
+    """
+    depth = sum(len(workers) for workers in layout.stages)
+    if not schedule.synchronous:
+        return depth
+    seconds: dict[int, float] = {}
+    for count in sorted({1, depth, 2 * depth, 4 * depth, 8 * depth}):
+        found = predict_stages(stages, machines, layout, schedule, count, optimizer_copies, recompute)
+        if found.peak_bytes <= memory_bytes or not seconds:
+            seconds[count] = found.step_s / count
+    best = min(seconds.values())
+    return min(count for count, each in seconds.items() if each <= 1.05 * best)

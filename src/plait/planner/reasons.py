@@ -1,0 +1,120 @@
+"""A plan in words and as a table."""
+
+from __future__ import annotations
+
+from plait.core.units import show_bytes, show_seconds
+from plait.graph.graph import Graph
+from plait.planner.plan import Plan, Stage
+from plait.planner.predict import data_parallel_s
+
+
+def reasons(plan: Plan, graph: Graph) -> str:
+    """Why this plan won: what sets its pace, and what the plain ways would pay."""
+    parts = [_pace(plan), _against_data_parallel(plan, graph), _against_model_parallel(plan)]
+    if not plan.exact and plan.lower_bound_s > 0:
+        parts.append(_how_near(plan))
+    unused = plan.machines.count - plan.devices_used
+    if unused > 0:
+        parts.append(
+            f"{unused} of {plan.machines.count} devices stay unused: more replicas or stages would cost more "
+            f"in messages than they save; {plan.devices_used} devices do as well."
+        )
+    return " ".join(part for part in parts if part)
+
+
+def _pace(plan: Plan) -> str:
+    number, slowest = max(enumerate(plan.stages), key=lambda pair: pair[1].cost_s)
+    if slowest.cost_s < plan.bottleneck_s * 0.999 and len(plan.stages) > 1:
+        return f"Messages between stages set the pace at {show_seconds(plan.bottleneck_s)} a microbatch."
+    update = slowest.update_s / slowest.replicas
+    sync = f", {show_seconds(update)} of it to agree on gradients" if update > 0.01 * slowest.cost_s else ""
+    text = f"Stage {number} sets the pace at {show_seconds(slowest.cost_s)} a microbatch{sync}."
+    if slowest.cost_s > plan.bottleneck_s * 1.001:
+        # PipeDream's count spreads a replicated host's synchronisation evenly over its devices.
+        text += (
+            f" (Shared evenly by the devices of each host, it would be {show_seconds(plan.bottleneck_s)}.)"
+        )
+    return text
+
+
+def _against_data_parallel(plan: Plan, graph: Graph) -> str:
+    if len(plan.stages) == 1:
+        return "Cutting the model would move more bytes than agreeing on its gradients does."
+    whole = data_parallel_s(graph, plan.machines)
+    held = graph.parameter_bytes()
+    return (
+        f"Data parallelism would take {show_seconds(whole)}: each device would agree on "
+        f"{show_bytes(held)} of gradients every microbatch."
+    )
+
+
+def _against_model_parallel(plan: Plan) -> str:
+    if plan.machines.count == 1:
+        return ""
+    taken = plan.speedup_over.model_parallel * plan.bottleneck_s
+    return f"Model parallelism would take {show_seconds(taken)}, with one device at work at a time."
+
+
+def _how_near(plan: Plan) -> str:
+    gap = plan.bottleneck_s / plan.lower_bound_s - 1
+    return (
+        f"The model can be cut in too many ways to try all; no plan takes less than "
+        f"{show_seconds(plan.lower_bound_s)}, so this one is within {gap:.1%} of the best."
+    )
+
+
+def render_plan(plan: Plan) -> str:
+    """The answer to `plait plan`: a line, the stages as a table, the gains and the reasons."""
+    gains = plan.speedup_over
+    head = (
+        f"{_count(len(plan.stages), 'stage')} on {_count(plan.devices_used, 'device')}"
+        f"{f' in {plan.pipelines} pipelines' if plan.pipelines > 1 else ''}, schedule {plan.schedule.value}, "
+        f"{_count(plan.microbatches, 'microbatch', 'microbatches')} a step"
+    )
+    predicted = (
+        f"{show_seconds(plan.bottleneck_s)} a microbatch at best, {show_seconds(plan.step_s)} a step "
+        f"predicted, {plan.idle_share:.0%} idle"
+    )
+    compared = (
+        f"{gains.single:.2f}x one device, {gains.data_parallel:.2f}x data parallelism, "
+        f"{gains.model_parallel:.2f}x model parallelism"
+    )
+    return "\n".join([head, predicted, compared, "", stage_table(plan), "", plan.why])
+
+
+def stage_table(plan: Plan) -> str:
+    """One line a stage: layers, replicas, seconds, memory, traffic."""
+    header = ("stage", "layers", "replicas", "seconds", "memory", "traffic", "devices")
+    rows = [header, *(_row(number, stage) for number, stage in enumerate(plan.stages))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _row(number: int, stage: Stage) -> tuple[str, ...]:
+    first, last = stage.layers[0], stage.layers[-1]
+    layers = first if first == last else f"{first} .. {last} ({len(stage.layers)})"
+    return (
+        str(number),
+        layers,
+        f"x{stage.replicas}",
+        show_seconds(stage.compute_s),
+        show_bytes(stage.memory_bytes),
+        show_bytes(stage.traffic_bytes),
+        _ranges(stage.devices),
+    )
+
+
+def _ranges(devices: tuple[int, ...]) -> str:
+    """`0-3, 8`: runs of devices, shortened."""
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and runs[-1][-1] == device - 1:
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -1,0 +1,77 @@
+"""The predicted schedule as a picture: a row for each worker, a block for each operation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
+from plait.planner.plan import Plan
+from plait.planner.predict import predict
+from plait.planner.simulator import Simulation
+
+_COLOURS: dict[type[Op], tuple[str, str]] = {
+    Forward: ("forward", "#4c8bf5"),
+    Backward: ("backward", "#3aa76d"),
+    BackwardInput: ("backward, input", "#3aa76d"),
+    BackwardWeight: ("backward, weights", "#a8d5b5"),
+    Update: ("update", "#e0a030"),
+}
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Draw the predicted timeline of `plan` to the PNG file `path`."""
+    prediction = predict(plan)
+    title = (
+        f"schedule {plan.schedule.value}, {len(plan.stages)} stages on {plan.devices_used} devices: "
+        f"{prediction.step_s * 1e3:.3g} ms a step, {prediction.idle_share:.0%} idle"
+    )
+    stage_of = {device: s for s, stage in enumerate(plan.stages) for device in stage.devices}
+    names = {device: f"device {device} (stage {stage})" for device, stage in stage_of.items()}
+    if len(plan.stages) > plan.devices_used:
+        names = {device: f"device {device}" for device in stage_of}
+    draw(prediction.simulation, path, title, names)
+
+
+def draw(simulation: Simulation, path: Path, title: str, names: dict[int, str] | None = None) -> None:
+    """Draw a replayed schedule to the PNG file `path`; blocks carry their microbatch where it fits."""
+    # Matplotlib takes a second to load: only those who draw pay for it.
+    from matplotlib.figure import Figure
+
+    workers = sorted({span.worker for span in simulation.spans})
+    figure = Figure(figsize=(14, max(2.4, 0.42 * len(workers) + 1.4)), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    row = {worker: r for r, worker in enumerate(workers)}
+    for kind, (label, colour) in _COLOURS.items():
+        spans = [span for span in simulation.spans if type(span.op) is kind]
+        if spans:
+            axes.barh(
+                [row[span.worker] for span in spans],
+                [(span.end_s - span.start_s) * 1e3 for span in spans],
+                left=[span.start_s * 1e3 for span in spans],
+                height=0.86,
+                color=colour,
+                edgecolor="white",
+                linewidth=0.4,
+                label=label,
+            )
+    _number_blocks(axes, simulation, row)
+    axes.set_yticks(range(len(workers)), [(names or {}).get(w, f"worker {w}") for w in workers])
+    axes.invert_yaxis()
+    axes.set_xlim(0, simulation.end_s * 1e3)
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def _number_blocks(axes: Any, simulation: Simulation, row: dict[int, int]) -> None:
+    end = simulation.end_s
+    for span in simulation.spans:
+        if isinstance(span.op, Update) or span.end_s - span.start_s < 0.009 * end:
+            continue
+        middle = (span.start_s + span.end_s) / 2 * 1e3
+        axes.text(middle, row[span.worker], str(span.op.microbatch), ha="center", va="center", fontsize=7)
