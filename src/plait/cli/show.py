@@ -44,7 +44,8 @@ class RunDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._live:
+            self._progress.stop()
 
     def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None:
         hosts = sorted({worker.host for worker in workers})

@@ -30,10 +30,9 @@ def main() -> None:
     places = [order["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:0] = places
     os.environ["PYTHONPATH"] = os.pathsep.join(places)
-    # Workers are forked from a server that imports, while this process does, what each of them would import
-    # by itself; torch's optimizers load torch._dynamo, which takes longer than torch.
+    # Workers are forked from a server that imports torch and more while this process imports torch.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([order["entry"].partition(":")[0], "torch._dynamo"])
+    context.set_forkserver_preload([order["entry"].partition(":")[0], *order["preload"]])
     forkserver.ensure_running()
     from plait.cluster.elastic import serve
 

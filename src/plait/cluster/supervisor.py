@@ -37,6 +37,7 @@ class Launch:
     settings: Mapping[str, Any]
     logs: Path
     check: str | None = None
+    preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
     shell: str = "ssh {host}"
     python: str = sys.executable
     nic: str | None = None
@@ -154,6 +155,7 @@ class Supervisor:
             "environment": dict(launch.environment),
             "entry": launch.entry,
             "check": launch.check,
+            "preload": launch.preload,
             "settings": dict(launch.settings),
             "logs": str(launch.logs),
             "nic": launch.nic,

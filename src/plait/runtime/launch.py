@@ -128,6 +128,8 @@ def _launch(order: dict[str, Any], placement: Placement, logs: Path) -> Launch:
         hosts=placement.hosts,
         entry="plait.runtime.worker:train",
         check="plait.runtime.worker:check_order",
+        # Torch's optimizers load it, and it takes longer than torch itself.
+        preload=("torch._dynamo",),
         settings=order,
         logs=logs,
         shell=placement.shell,

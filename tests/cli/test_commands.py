@@ -1,0 +1,206 @@
+"""The verbs as a person uses them: real processes, real runs, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from plait.core import events as core_events
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime import events
+from support.hosts import Hosts
+
+JOB = """
+name: t
+model: plait.workloads.mlp:mlp_tiny
+data: {kind: digits, batch_size: 64}
+optimizer: {kind: sgd, lr: 0.1}
+epochs: 2
+"""
+
+LONG = ["--set", "epochs=null", "--set", "steps=1000000", "--set", "checkpoint.every_steps=1000000"]
+
+
+def plait(*words: str, cwd: Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "plait", *words], cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """A run in the background, once its first step is done."""
+    command = [sys.executable, "-m", "plait", "train", "job.yaml", "-np", "2", *LONG, *words]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        assert process.poll() is None, process.communicate()
+        status = plait("status", "t", "--json", cwd=folder)
+        if status.returncode == 0 and json.loads(status.stdout)["progress"].get("step", 0) > 0:
+            return process
+    raise AssertionError("no step within 60 s")
+
+
+def worker_pids(folder: Path) -> list[int]:
+    return [w["pid"] for w in json.loads((folder / "runs/t-001/status.json").read_text())["workers"]]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=15)
+    assert alive == []
+
+
+def test_a_job_trains_evaluates_and_leaves_its_record(folder: Path):
+    done = plait("train", "job.yaml", "-np", "2", "--set", "tensorboard=true", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "2 workers on localhost" in done.stderr
+    assert re.search(r"test accuracy +\d", done.stdout)
+    assert "wrote runs/t-001; next: plait evaluate runs/t-001" in done.stdout
+    run = folder / "runs/t-001"
+    kinds = [type(r.event) for r in core_events.read(run / "events/rank0.jsonl")]
+    assert kinds[0] is events.RunStarted
+    assert kinds[-1] is events.RunEnded
+    assert events.Evaluated in kinds
+    assert list((run / "tensorboard").glob("events.out.*"))
+    assert (run / "logs/rank1.err").exists()
+
+    measured = plait("evaluate", "t", "--json", cwd=folder)
+    result = json.loads((run / "result.json").read_text())
+    assert json.loads(measured.stdout)["metrics"] == pytest.approx(result["test"], rel=1e-5)
+    assert json.loads(plait("status", "t", "--json", cwd=folder).stdout)["state"] == "finished"
+    again = plait("train", "job.yaml", "--resume", "--json", cwd=folder)
+    assert json.loads(again.stdout)["step"] == result["step"]
+
+
+def test_json_mode_prints_one_object_and_nothing_else(folder: Path):
+    done = plait("train", "job.yaml", "--json", cwd=folder)
+    assert json.loads(done.stdout)["reason"] == "finished"
+    assert done.stderr == ""
+    wrong = plait("train", "none.yaml", "--json", cwd=folder)
+    assert wrong.returncode == 2
+    assert "no such file" in json.loads(wrong.stdout)["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=plait.workloads.mlp:mpl"], "model: found 'plait.workloads.mlp:mpl', but"),
+        (["data.kind=digts"], "data.kind: unknown kind 'digts'; did you mean 'digits'?"),
+        (["optimizer.momentun=0.9"], "optimizer.momentun: SGD takes no 'momentun'; did you mean 'momentum'?"),
+        (["model_args.clases=3"], "model_args.clases: mlp_tiny takes no 'clases'; did you mean 'classes'?"),
+    ],
+)
+def test_a_mistake_that_only_the_rooms_can_see_starts_nothing(folder: Path, words: list[str], message: str):
+    overrides = [part for word in words for part in ("--set", word)]
+    done = plait("train", "job.yaml", *overrides, cwd=folder)
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0), done.stderr
+    assert message in done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_a_data_file_that_is_missing_names_itself_once(folder: Path):
+    words = ["--set", "data.kind=fashion-mnist", "--set", "data.path=nowhere"]
+    done = plait("train", "job.yaml", "-np", "2", *words, cwd=folder)
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0), done.stderr
+    assert done.stderr.count("nowhere/train-images-idx3-ubyte") == 1
+
+
+def test_a_job_trains_over_two_hosts(folder: Path, hosts: Hosts):
+    hosts.make("w0", "w1")
+    words = ["-H", "w0:1,w1:1", "--nic", "eth0", "--set", f"cluster.shell={hosts.shell}", "--json"]
+    done = plait("train", "job.yaml", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    two = json.loads(done.stdout)
+    one = json.loads(plait("train", "job.yaml", "--json", cwd=folder).stdout)
+    assert two["workers"] == 2
+    assert two["test"] == pytest.approx(one["test"], rel=1e-4)
+
+
+def test_a_crash_in_the_users_model_shows_its_traceback_once(folder: Path):
+    (folder / "mine.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(64, 10)\n"
+        "    def forward(self, x):\n"
+        "        return self.layer(x.flatten(1)) @ torch.zeros(3, 3)  # wrong on purpose\n"
+    )
+    done = plait("train", "job.yaml", "-np", "2", "--set", "model=mine:Net", cwd=folder)
+    assert done.returncode == 1
+    assert done.stderr.count("wrong on purpose") == 1
+    assert re.search(r"plait: worker [01] on localhost failed: RuntimeError", done.stderr)
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "plait stop"])
+def test_a_stopped_run_ends_cleanly_and_goes_on_with_resume(folder: Path, how: str):
+    process = start(folder)
+    pids = worker_pids(folder)
+    alive = json.loads(plait("status", "t", "--json", cwd=folder).stdout)["workers"]
+    assert [w["alive"] for w in alive] == [True, True]
+    if how == "ctrl-c":
+        process.send_signal(signal.SIGINT)
+    else:
+        stopped = plait("stop", "t", cwd=folder)
+        assert stopped.returncode == 0, stopped.stderr
+        assert "stopped at step" in stopped.stdout
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "stopped; go on with: plait train runs/t-001/job.yaml --resume" in out
+    wait_until_gone(pids)
+    (newest,) = checkpoints.list_checkpoints(folder / "runs/t-001/checkpoints")
+    step = checkpoints.load(newest).step
+    words = ["--resume", "--json", "--set", f"steps={step + 10}", "--set", "epochs=null"]
+    resumed = plait("train", "job.yaml", *words, cwd=folder)
+    assert json.loads(resumed.stdout)["step"] == step + 10
+
+
+def test_everything_killed_at_once_leaves_no_process_and_status_says_died(folder: Path):
+    process = start(folder)
+    pids = worker_pids(folder)
+    running = plait("train", "job.yaml", "--resume", cwd=folder)
+    assert running.returncode == 2
+    assert "this run is going on already" in running.stderr
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    wait_until_gone(pids)
+    status = plait("status", "t", cwd=folder)
+    assert "runs/t-001: died" in status.stdout
+    assert status.stdout.count("ended") == 2
+    nothing = plait("stop", "t", cwd=folder)
+    assert (nothing.returncode, "not running (died)" in nothing.stderr) == (2, True)
+
+
+def test_every_verb_has_help_with_an_example(tmp_path: Path):
+    listed = plait("--help", cwd=tmp_path).stdout
+    verbs = re.findall(r"^  (\w+)  ", listed.partition("Commands")[2], flags=re.MULTILINE)
+    assert {"train", "demo", "status", "stop", "evaluate"} <= set(verbs)
+    for verb in verbs:
+        assert "Example: plait" in plait(verb, "--help", cwd=tmp_path).stdout, verb
+
+
+def test_a_run_that_is_not_there_is_answered_with_the_nearest(folder: Path):
+    (folder / "runs/digits-001").mkdir(parents=True)
+    done = plait("status", "digts-001", cwd=folder)
+    assert done.returncode == 2
+    assert "did you mean 'digits-001'?" in done.stderr
+
+
+def test_torch_is_not_imported_before_it_is_needed(folder: Path):
+    script = "import sys; import plait.cli; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, timeout=60, check=False)
+    assert done.returncode == 0
