@@ -2,14 +2,250 @@
 
 from __future__ import annotations
 
+import copy
+import time
+import weakref
+
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from support.traced_models import MODELS, make, staged_step, whole_step
+from plait.core.errors import InputError
+from plait.profiler.failures import TraceError
+from plait.profiler.trace import trace
+from plait.stages.cut import StageError, cut, cut_all
+from support.traced_models import MODELS, Branches, make, staged_step, whole_step
 
 
-@pytest.mark.parametrize("count", [1, 3, 1000])
+@pytest.mark.parametrize("count", [3, 1000])
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_chained_compute_what_the_model_computes_for_another_batch_size(name: str, count: int) -> None:
     model, example = make(name, batch=4)
     _, inputs = make(name, batch=3)
     staged_step(model, inputs, example, count).assert_equals(whole_step(model, inputs))
+
+
+def test_a_trace_changes_nothing_of_the_model() -> None:
+    model, inputs = make("in-place", batch=4)
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    trace(model, inputs)
+    torch.testing.assert_close(model.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(type(buffer) is Tensor for buffer in model.buffers())
+
+
+def test_a_model_traced_with_a_batch_of_one_takes_any_batch() -> None:
+    model, example = make("branches", batch=1)
+    _, inputs = make("branches", batch=5)
+    staged_step(model, inputs, example, 4).assert_equals(whole_step(model, inputs))
+
+
+def test_a_stage_cut_from_an_unordered_set_of_branches_computes_the_same() -> None:
+    """The planner may put the second of two branches before the first."""
+    model, inputs = make("branches", batch=4)
+    traced = trace(model, inputs)
+    ids = [layer.id for layer in traced.layers]
+    right = [i for i in ids if i.startswith("right")]
+    left = [i for i in ids if i.startswith("left")]
+    rest = ids[ids.index("cat") :]
+    stages = cut_all(traced, [["stem", "relu", *right], left, rest])
+    values = {"x": inputs[0]}
+    for stage in stages:
+        given = stage.module(*(values[value.name] for value in stage.inputs))
+        values |= {value.name: tensor for value, tensor in zip(stage.outputs, given)}
+    (output,) = [values[name] for name in traced.outputs]
+    torch.testing.assert_close(output, copy.deepcopy(model)(*inputs))
+
+
+def test_layers_are_named_by_their_module_path_and_a_second_call_by_its_number() -> None:
+    model, inputs = make("called-twice", batch=2)
+    ids = [layer.id for layer in trace(model, inputs).layers]
+    assert ids == ["embed", "mean", "shared", "tanh", "shared@2", "sub", "norm", "head"]
+
+
+def test_tied_parameters_have_one_first_name_in_every_stage() -> None:
+    model, inputs = make("called-twice", batch=2)
+    traced = trace(model, inputs)
+    first, last = cut(traced, ["embed"]), cut(traced, ["head"])
+    assert first.first_names == {"embed.weight": "embed.weight"}
+    assert last.first_names == {"head.weight": "embed.weight"}
+    assert dict(last.module.named_parameters())["head.weight"] is model.embed.weight
+
+
+def test_a_stage_follows_train_and_eval() -> None:
+    model, inputs = make("masked", batch=4)
+    traced = trace(model, inputs)
+    stage = cut(traced, [layer.id for layer in traced.layers])
+    stage.module.eval()
+    (logits, _) = stage.module(*inputs)
+    torch.testing.assert_close(logits, copy.deepcopy(model).eval()(*inputs)["logits"])
+
+
+def test_dropout_in_a_stage_is_fresh_in_every_pass() -> None:
+    stage = cut(trace(nn.Sequential(nn.Dropout(0.5)), (torch.ones(4, 50),)), ["0"])
+    first, second = (stage.module(torch.ones(4, 50))[0] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_a_value_is_copied_before_the_stage_overwrites_it_for_others() -> None:
+    class Overwriting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            side = x.sum(1)
+            return self.relu(x).sum(1) + side
+
+    model = Overwriting()
+    x = torch.randn(4, 3)
+    stages = cut_all(trace(model, (x,)), [["first", "relu"], ["sum", "sum@2"]])
+    before, after = stages[0].module(x)
+    torch.testing.assert_close(before, model.first(x))
+    torch.testing.assert_close(stages[1].module(before, after)[0], model(x))
+
+
+def test_a_stage_holds_intermediate_tensors_no_longer_than_the_model() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            y = x + 1
+            alive.append(weakref.ref(y))
+            counts.append(sum(ref() is not None for ref in alive))
+            return y
+
+    class Chain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(5):
+                x = Probe.apply(x)
+            return x
+
+    traced = trace(Chain(), (torch.ones(3),))
+    alive.clear(), counts.clear()
+    with torch.no_grad():
+        cut(traced, [layer.id for layer in traced.layers]).module(torch.ones(3))
+    assert max(counts) <= 2
+
+
+def test_a_stage_costs_no_more_time_than_the_model() -> None:
+    model, inputs = make("branches", batch=2)
+    traced = trace(model, inputs)
+    stage = cut(traced, [layer.id for layer in traced.layers])
+
+    def best(run: object) -> float:
+        samples = []
+        for _ in range(60):
+            start = time.perf_counter()
+            run(*inputs)  # type: ignore[operator]
+            samples.append(time.perf_counter() - start)
+        return min(samples)
+
+    best(model), best(stage.module)
+    assert best(stage.module) < 1.3 * best(model)
+
+
+def test_stages_that_cannot_be_are_refused() -> None:
+    traced = trace(Branches(), (torch.randn(2, 2, 6, 6),))
+    ids = [layer.id for layer in traced.layers]
+    with pytest.raises(StageError, match="'stem' is in stages 0 and 1"):
+        cut_all(traced, [ids, ["stem"]])
+    with pytest.raises(StageError, match="1 layers are in no stage, the first is 'head'"):
+        cut_all(traced, [[i for i in ids if i != "head"]])
+    with pytest.raises(StageError, match=r"'relu' of stage 0 needs 'stem' from layer 'stem' of stage 1"):
+        cut_all(traced, [[i for i in ids if i != "stem"], ["stem"]])
+    with pytest.raises(InputError, match="no layer 'sterm'; did you mean 'stem'"):
+        cut(traced, ["sterm"])
+
+
+class DependsOnValue(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line that is told
+            return x
+        return -x
+
+
+class ReadsItem(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.max().item()  # the line that is told
+
+
+class SelectsByMask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[x > 0]
+        return chosen if len(chosen) > 3 else x  # the line that is told
+
+
+class LoopsOverBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x[i] * i for i in range(x.shape[0])])  # the line that is told
+
+
+class UsesNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() + 1)  # the line that is told
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch.ones(3, 77))  # the line that is told
+
+
+class HooksATensor(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.register_hook(lambda grad: grad * 2)  # the line that is told
+        return y
+
+
+class WritesThroughAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        part = y[:, :2]
+        self.layer(x)
+        part.add_(1)
+        return y + 1  # the line that is told
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "change"),
+    [
+        (DependsOnValue, "reads the value of a tensor", "torch.where"),
+        (ReadsItem, "reads the value of a tensor", "torch.where"),
+        (SelectsByMask, "shape depend on the values", "product with the mask"),
+        (LoopsOverBatch, "fixes the batch size", "on the whole batch at once"),
+        (UsesNumpy, "forward failed with", "torch operations only"),
+        (Fails, "forward failed with RuntimeError", "inputs given fit the model"),
+        (HooksATensor, "calls register_hook inside forward", "torch.autograd.Function"),
+        (WritesThroughAView, "changed in place through a view", "clone the view"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_told_the_line_and_what_to_change(
+    model: type[nn.Module], what: str, change: str
+) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(model(), (torch.randn(4, 4),))
+    message = str(caught.value)
+    assert "test_trace.py:" in message
+    assert "# the line that is told" in message
+    assert what in message
+    assert change in message
+
+
+def test_a_failed_trace_leaves_torch_as_it_was() -> None:
+    call, assign = nn.Module.__call__, nn.Module.__setattr__
+    apply = torch.autograd.Function.__dict__["apply"]
+    with pytest.raises(TraceError):
+        trace(DependsOnValue(), (torch.randn(4, 4),))
+    assert (nn.Module.__call__, nn.Module.__setattr__) == (call, assign)
+    assert torch.autograd.Function.__dict__["apply"] is apply

@@ -265,13 +265,13 @@ class _Writer:
 
 
 def attribute_path(path: str, is_module: bool) -> str:
-    """`features.0.conv` as `self.features["0"].conv`."""
+    """`features.0.conv` as `self.features["0"].conv`; the root has its parts as attributes only."""
     text = "self"
-    parts = path.split(".")
+    parts = path.split(".") if path else []
     for i, part in enumerate(parts):
         if part.isidentifier() and not keyword.iskeyword(part):
             text += f".{part}"
-        elif is_module or i < len(parts) - 1:
+        elif i > 0 and (is_module or i < len(parts) - 1):
             text += f'["{part}"]'
         else:
             text = f'getattr({text}, "{part}")'

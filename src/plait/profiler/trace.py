@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -75,7 +76,8 @@ def _run(
     try:
         with _unchanged(model):
             recorder.replace_buffers(model, mode)
-            with mode, recorder.watching():
+            # The dispatcher in Python knows symbolic sizes where the one in C++ would fix them.
+            with mode, enable_python_dispatcher(), recorder.watching():
                 result = model(*args, **kwargs)
                 leaves, spec = pytree.tree_flatten(result)
                 return [_output_leaf(recorder, leaf) for leaf in leaves], spec

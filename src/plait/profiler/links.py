@@ -1,0 +1,114 @@
+"""Links: how fast tensors travel between each pair of workers."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks: seconds for an empty message, and bytes a second beyond that."""
+
+    source: int
+    target: int
+    bytes_per_s: float
+    latency_s: float
+    same_host: bool
+
+
+def measure_links(
+    ranks: Sequence[int] | None = None,
+    *,
+    message_bytes: int = 4 << 20,
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+) -> tuple[Link, ...]:
+    """The links between all pairs of `ranks` (all ranks when None), both directions, equal on every rank.
+
+    All ranks of the default group call it together. Each pair is timed while the others wait, by round
+    trips: a rank has no clock but its own. A group's own timeout ends a wait for a rank that is gone.
+    """
+    world = dist.get_world_size()
+    chosen = list(range(world)) if ranks is None else sorted(ranks)
+    _check(chosen, world, message_bytes, repeats)
+    hosts: list[str] = [""] * world
+    dist.all_gather_object(hosts, socket.gethostname())
+    small = torch.zeros(1, dtype=torch.uint8, device=device)
+    large = torch.zeros(message_bytes, dtype=torch.uint8, device=device)
+    links: list[Link] = []
+    for first, second in _pairs(chosen):
+        found = [None]
+        if dist.get_rank() in (first, second):
+            there, back, empty = _time_pair(first, second, small, large, repeats)
+            same_host = hosts[first] == hosts[second]
+            found = [(there, back, empty, same_host)]  # type: ignore[list-item]
+        dist.broadcast_object_list(found, src=first)
+        there, back, empty, same_host = found[0]  # type: ignore[misc]
+        links.append(_link(first, second, there, empty, message_bytes, same_host))
+        links.append(_link(second, first, back, empty, message_bytes, same_host))
+    return tuple(links)
+
+
+def _check(ranks: Sequence[int], world: int, message_bytes: int, repeats: int) -> None:
+    if len(ranks) < 2 or len(set(ranks)) < len(ranks) or ranks[0] < 0 or ranks[-1] >= world:
+        raise InputError(
+            f"found ranks {list(ranks)}; expected at least two different ones of 0 to {world - 1}"
+        )
+    if message_bytes < 2 or repeats < 1:
+        raise InputError(
+            f"found messages of {message_bytes} bytes and {repeats} repeats; expected at least 2 and 1"
+        )
+
+
+def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((first, second) for i, first in enumerate(ranks) for second in ranks[i + 1 :])
+
+
+def _link(source: int, target: int, seconds: float, empty_s: float, count: int, same_host: bool) -> Link:
+    # Where the clock cannot tell a message from an empty one, all of its time counts for its bytes.
+    transfer_s = seconds - empty_s if seconds > empty_s else seconds
+    return Link(source, target, count / transfer_s, empty_s, same_host)
+
+
+def _time_pair(
+    first: int, second: int, small: Tensor, large: Tensor, repeats: int
+) -> tuple[float, float, float]:
+    """Seconds of a large message there, of one back, and of an empty one, as `first` sees them."""
+    empty = _round_trip(first, second, small, small, repeats) / 2
+    there = _round_trip(first, second, large, small, repeats) - empty
+    back = _round_trip(first, second, small, large, repeats) - empty
+    return there, back, empty
+
+
+def _round_trip(first: int, second: int, out: Tensor, home: Tensor, repeats: int) -> float:
+    """The least seconds from sending `out` to having received `home`, after one that warms up.
+
+    Whatever else the machines do only adds to a message's time; the least is what the link can do.
+    """
+    samples = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        if dist.get_rank() == first:
+            _wait(dist.isend(out, second), out)
+            _wait(dist.irecv(home, second), home)
+        else:
+            _wait(dist.irecv(out, first), out)
+            _wait(dist.isend(home, first), home)
+        samples.append(time.perf_counter() - start)
+    return min(samples[1:])
+
+
+def _wait(work: dist.Work | None, tensor: Tensor) -> None:
+    assert work is not None, "both ranks belong to the group"
+    work.wait()
+    if tensor.is_cuda:  # NCCL only queues the transfer
+        torch.cuda.synchronize(tensor.device)

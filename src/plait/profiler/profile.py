@@ -1,0 +1,254 @@
+"""Profiles: a model and example inputs in, a costed graph with the circumstances of its measurement out."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.core import artefact
+from plait.core.errors import InputError
+from plait.graph.graph import Edge, Graph, Node
+from plait.profiler.links import Link
+from plait.profiler.memory import Weights, weigh
+from plait.profiler.timing import Clock, LayeredModel, Loss, StepTimes, Timed, time_layers, time_whole
+from plait.profiler.trace import Inputs, trace
+from plait.profiler.traced import TracedModel
+
+KIND, VERSION = "profile", 1
+
+
+@dataclass(frozen=True)
+class LayerSpread:
+    """How far the middle half of a layer's measurements lies apart."""
+
+    id: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that several layers use. Its bytes count for the first; a stage apart has a copy."""
+
+    name: str
+    bytes: int
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, on what. `step` is the unmodified model's whole step, measured in between."""
+
+    model: str
+    graph: Graph
+    device: str
+    dtype: str
+    batch: int
+    torch_version: str
+    threads: int
+    repeats: int
+    step: Timed
+    spreads: tuple[LayerSpread, ...]
+    shared: tuple[SharedParameter, ...] = ()
+    links: tuple[Link, ...] = ()
+
+    @property
+    def coverage(self) -> float:
+        """The sum over the layers as a share of the whole step."""
+        return self.graph.compute_s() / self.step.seconds
+
+    def with_links(self, links: tuple[Link, ...]) -> Profile:
+        return replace(self, links=links)
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write `profile` as a versioned JSON file."""
+    artefact.save(profile, path, KIND, VERSION)
+
+
+def load_profile(path: Path) -> Profile:
+    """The profile saved at `path`."""
+    return artefact.load(Profile, path, KIND, VERSION)
+
+
+def profile_model(
+    model: nn.Module,
+    inputs: Inputs,
+    loss: Loss | None = None,
+    *,
+    device: torch.device | str | None = None,
+    warmup: int = 2,
+    repeats: int = 5,
+    name: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Times and bytes of each layer of `model`, in the mode it is in, for the batch that `inputs` holds.
+
+    `loss` takes what the model returns and gives a scalar; without one, the model's own `loss` or the mean
+    of its outputs serves. The model runs on `device` (where it is when None) and is left as it was: buffers,
+    gradients, device and random state. Steps by layers and whole steps take turns, so that a change of the
+    machine's speed meets both.
+    """
+    if warmup < 0 or repeats < 1:
+        raise InputError(f"found {warmup} warm-up steps and {repeats} repeats; expected at least 0 and 1")
+    total, done = 1 + warmup + repeats, 0
+
+    def progress() -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(done, total)
+
+    with _at_home(model, device) as place:
+        inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), inputs)
+        traced = trace(model, inputs)
+        session = _Session(traced, inputs, loss or default_loss, place)
+        weights = weigh(traced, session.layered, session.tensors)
+        progress()
+        steps: list[tuple[StepTimes, float]] = []
+        for _ in range(warmup + repeats):
+            steps.append(session.measure())
+            progress()
+    return _profile(traced, session, weights, steps[warmup:], name or type(model).__name__)
+
+
+def default_loss(output: Any) -> Tensor:
+    """A scalar to go backward from: the output's own `loss`, or the mean of its tensors with a gradient."""
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not tensors:
+        raise InputError("the model returned no tensor with a gradient; expected one to go backward from")
+    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
+
+
+class _Session:
+    """One model with its inputs on one device, ready to be measured again and again."""
+
+    def __init__(self, traced: TracedModel, inputs: Inputs, loss: Loss, device: torch.device) -> None:
+        self.traced = traced
+        self.layered = LayeredModel(traced)
+        self.tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        self.device = device
+        self._args, self._kwargs = ((), dict(inputs)) if isinstance(inputs, dict) else (tuple(inputs), {})
+        self._loss = loss
+        self._clock = Clock(device)
+
+    def measure(self) -> tuple[StepTimes, float]:
+        self._drop_gradients()
+        layers = time_layers(self.layered, self.tensors, self._loss, self._clock)
+        self._drop_gradients()
+        whole = time_whole(self.traced.model, self._args, self._kwargs, self._loss, self._clock)
+        self._drop_gradients()
+        return layers, whole
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.traced.model.parameters():
+            parameter.grad = None
+
+
+@contextmanager
+def _at_home(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
+    """The device to measure on, with the model there; afterwards the model is as it was before."""
+    first = next(iter(model.parameters()), None)
+    if first is None:
+        raise InputError(f"{type(model).__name__} has no parameters; expected a model that can be trained")
+    home = first.device
+    place = home if device is None else torch.device(device)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None  # of another device than the parameter, once that has moved
+    buffers = [buffer.detach().clone() for buffer in model.buffers()]
+    devices = [place] if place.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield _moved(model, place)
+    finally:
+        _moved(model, home)
+        for buffer, before in zip(model.buffers(), buffers):
+            buffer.detach().copy_(before)
+        for parameter, gradient in zip(model.parameters(), gradients):
+            parameter.grad = gradient
+
+
+def _moved(model: nn.Module, device: torch.device) -> torch.device:
+    model.to(device)
+    return device
+
+
+def _profile(
+    traced: TracedModel, session: _Session, weights: Weights, steps: list[tuple[StepTimes, float]], name: str
+) -> Profile:
+    ids = [layer.id for layer in traced.layers]
+    forward = [Timed.of(samples) for samples in zip(*(times.forward_s for times, _ in steps))]
+    backward = [Timed.of(samples) for samples in zip(*(times.backward_s for times, _ in steps))]
+    floating = [p.dtype for p in traced.model.parameters() if p.is_floating_point()]
+    return Profile(
+        model=name,
+        graph=_graph(traced, weights, forward, backward),
+        device=describe_device(session.device),
+        dtype=str(floating[0]).removeprefix("torch."),
+        batch=session.tensors[0].shape[0] if session.tensors[0].dim() else 1,
+        torch_version=torch.__version__,
+        threads=torch.get_num_threads(),
+        repeats=len(steps),
+        step=Timed.of([whole for _, whole in steps]),
+        spreads=tuple(LayerSpread(id, f.spread_s, b.spread_s) for id, f, b in zip(ids, forward, backward)),
+        shared=shared_parameters(traced),
+    )
+
+
+def describe_device(device: torch.device) -> str:
+    """The device in words, such as `cuda: NVIDIA H200`."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"{device.type}: {platform.processor() or platform.machine()}"
+
+
+def _graph(traced: TracedModel, weights: Weights, forward: list[Timed], backward: list[Timed]) -> Graph:
+    parameter_bytes = {name: _size(p) for name, p in traced.model.named_parameters()}
+    buffer_bytes = {name: _size(b) for name, b in traced.model.named_buffers()}
+    nodes, edges = [], []
+    for i, layer in enumerate(traced.layers):
+        boundary = traced.boundary([layer])
+        nodes.append(
+            Node(
+                id=layer.id,
+                description=layer.description,
+                forward_s=forward[i].seconds,
+                backward_s=backward[i].seconds,
+                output_bytes=sum(weights.value_bytes[value] for value in boundary.outputs),
+                # A tied parameter counts where it is met first.
+                parameter_bytes=sum(parameter_bytes.pop(key, 0) for key in layer.parameters),
+                buffer_bytes=sum(buffer_bytes.pop(key, 0) for key in layer.buffers),
+                activation_bytes=weights.kept_bytes[i],
+            )
+        )
+        sources = [(traced.layer_of.get(value), value) for value in boundary.inputs]
+        edges += [
+            Edge(source, layer.id, weights.value_bytes[value], value) for source, value in sources if source
+        ]
+    return Graph(tuple(nodes), tuple(edges))
+
+
+def shared_parameters(traced: TracedModel) -> tuple[SharedParameter, ...]:
+    """The parameters that more than one layer uses: tied ones, and those of a module called twice."""
+    users: dict[str, list[str]] = {}
+    for layer in traced.layers:
+        for name in layer.parameters:
+            users.setdefault(name, []).append(layer.id)
+    sizes = {name: _size(parameter) for name, parameter in traced.model.named_parameters()}
+    return tuple(SharedParameter(n, sizes[n], tuple(ids)) for n, ids in users.items() if len(ids) > 1)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

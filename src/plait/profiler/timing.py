@@ -1,0 +1,228 @@
+"""Timing: the seconds that each layer takes forward and backward, inside real training steps.
+
+A step runs layer by layer over one autograd graph, so each layer meets the tensors, the caches and the
+memory that it meets in training; nothing is detached, copied or run alone. Backward, a hook on each node of
+the graph notes when the engine comes to another layer's nodes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.profiler.build import LayersModule, build
+from plait.profiler.traced import Boundary, TracedModel
+
+Loss = Callable[[Any], Tensor]
+# What surrounds the call of layer i, and who sees the values between layers.
+Surrounding = Callable[[int], AbstractContextManager[Any]]
+Watcher = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The median of repeated measurements, and the width of the middle half of them."""
+
+    seconds: float
+    spread_s: float
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Timed:
+        if len(samples) < 2:
+            return Timed(samples[0], 0.0)
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return Timed(statistics.median(samples), high - low)
+
+
+class Clock:
+    """Marks moments of a device's work; reads the seconds between them once all is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        """Now: by the host's clock, or, on CUDA, when the stream comes to this place."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        """Wait until all work is done, so that marks can be compared."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+
+    def between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end) / 1e3 if self._is_cuda else end - start)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step, by layer; the loss counts for the last layer, with which it runs."""
+
+    forward_s: list[float]
+    backward_s: list[float]
+
+
+class LayeredModel:
+    """A traced model that runs one layer after another over the same parameters."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self._traced = traced
+        self._boundaries = [traced.boundary([layer]) for layer in traced.layers]
+        self._modules = [
+            build(traced, (layer,), boundary, own_inputs=False)
+            for layer, boundary in zip(traced.layers, self._boundaries)
+        ]
+        self._dying = _last_uses(self._boundaries, traced.outputs)
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        around: Surrounding,
+        on_value: Watcher | None = None,
+    ) -> tuple[Any, list[list[Any]]]:
+        """What the model returns, and of each layer the autograd nodes that end it.
+
+        `around` gives the context in which each layer runs; `on_value` sees each value between layers.
+        """
+        values: dict[str, Tensor] = dict(zip(self._traced.inputs, inputs))
+        ends: list[list[Any]] = []
+        for i, (module, boundary) in enumerate(zip(self._modules, self._boundaries)):
+            arguments = [values[name] for name in boundary.inputs]
+            with around(i):
+                results = _compute(module, arguments)
+            del arguments
+            for name, tensor in zip(boundary.outputs, results):
+                values[name] = tensor
+                if on_value is not None:
+                    on_value(name, tensor)
+            ends.append([tensor.grad_fn for tensor in results if tensor.grad_fn is not None])
+            del results
+            for name in self._dying[i]:
+                del values[name]
+        return self._traced.rebuild_output([values[name] for name in self._traced.outputs]), ends
+
+
+def _compute(module: LayersModule, arguments: list[Tensor]) -> tuple[Tensor, ...]:
+    # Past nn.Module.__call__, which would cost each layer what the whole model pays once.
+    return module.forward(*arguments)
+
+
+def _last_uses(boundaries: Sequence[Boundary], outputs: Sequence[str]) -> list[list[str]]:
+    """The values that nobody needs after each layer."""
+    last: dict[str, int] = {}
+    for i, boundary in enumerate(boundaries):
+        last |= dict.fromkeys((*boundary.inputs, *boundary.outputs), i)
+    dying: list[list[str]] = [[] for _ in boundaries]
+    for name, i in last.items():
+        if name not in outputs:
+            dying[i].append(name)
+    return dying
+
+
+def time_layers(model: LayeredModel, inputs: Sequence[Tensor], loss: Loss, clock: Clock) -> StepTimes:
+    """One step, timed layer by layer. Gradients are left in the parameters."""
+    clock.settle()
+    stopwatch = _Stopwatch(clock)
+    output, ends = model.run(inputs, stopwatch.lap)
+    with stopwatch.lap(len(ends)):
+        value = loss(output)
+    del output
+    backward = _BackwardTimer(clock, [*ends, [value.grad_fn]])
+    backward.run(value)
+    clock.settle()
+    return StepTimes(_fold_loss(stopwatch.laps()), _fold_loss(backward.laps()))
+
+
+def _fold_loss(seconds: list[float]) -> list[float]:
+    *layers, loss = seconds
+    layers[-1] += loss
+    return layers
+
+
+class _Stopwatch:
+    """Seconds spent inside `lap(i)`, for each i in turn."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._marks: list[tuple[Any, Any]] = []
+
+    def lap(self, _index: int) -> _Stopwatch:
+        return self
+
+    def __enter__(self) -> None:
+        self._start = self._clock.mark()
+
+    def __exit__(self, *_: object) -> None:
+        self._marks.append((self._start, self._clock.mark()))
+
+    def laps(self) -> list[float]:
+        return [self._clock.between(start, end) for start, end in self._marks]
+
+
+class _BackwardTimer:
+    """Attributes the time of one backward pass to the layers whose autograd nodes run."""
+
+    def __init__(self, clock: Clock, ends: list[list[Any]]) -> None:
+        self._clock = clock
+        self._count = len(ends)
+        self._current = self._count - 1
+        self._switches: list[tuple[int, Any]] = []
+        # Holding the nodes keeps their Python identity, by which they are told apart.
+        self._nodes: set[Any] = set()
+        for layer, nodes in enumerate(ends):
+            self._claim(layer, nodes)
+
+    def _claim(self, layer: int, nodes: list[Any]) -> None:
+        """Watch the nodes that lead to `nodes` and belong to no layer yet.
+
+        A node that adds up the gradient of a parameter runs right after the one that made it, and counts
+        for that one's layer.
+        """
+        waiting = [node for node in nodes if node is not None]
+        while waiting:
+            node = waiting.pop()
+            if node in self._nodes or node.name() == "torch::autograd::AccumulateGrad":
+                continue
+            self._nodes.add(node)
+            node.register_prehook(lambda _grads: self._enter(layer))
+            waiting += [following for following, _ in node.next_functions if following is not None]
+
+    def _enter(self, layer: int) -> None:
+        if layer != self._current:
+            self._current = layer
+            self._switches.append((layer, self._clock.mark()))
+
+    def run(self, value: Tensor) -> None:
+        self._switches.append((self._current, self._clock.mark()))
+        value.backward()
+        self._switches.append((-1, self._clock.mark()))
+        self._nodes.clear()
+
+    def laps(self) -> list[float]:
+        seconds = [0.0] * self._count
+        for (layer, start), (_, end) in zip(self._switches, self._switches[1:]):
+            seconds[layer] += self._clock.between(start, end)
+        return seconds
+
+
+def time_whole(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss, clock: Clock
+) -> float:
+    """Seconds of one step of the unmodified model: forward, loss, backward."""
+    clock.settle()
+    start = clock.mark()
+    loss(model(*args, **kwargs)).backward()
+    end = clock.mark()
+    clock.settle()
+    return clock.between(start, end)

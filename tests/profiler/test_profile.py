@@ -1,0 +1,184 @@
+"""A profile holds real times, exact bytes, and what they were measured on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.core.errors import ArtefactError, InputError
+from plait.profiler.profile import (
+    SharedParameter,
+    load_profile,
+    profile_model,
+    save_profile,
+)
+from plait.profiler.timing import Timed
+from plait.workloads.resnet import resnet18_tiny
+from plait.workloads.transformer import transformer_tiny
+from plait.workloads.vgg import vgg16_tiny
+from support.traced_models import make
+
+
+class Slow(torch.autograd.Function):
+    """Takes 20 ms forward and 40 ms backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        time.sleep(0.04)
+        return grad
+
+
+class SlowLayer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Slow.apply(x)
+
+
+def test_time_is_charged_to_the_layer_that_takes_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), SlowLayer(), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    graph = profile_model(model, (torch.randn(3, 4),), warmup=1, repeats=2).graph
+    slow = graph.node_by_id["1.slow"]
+    assert 0.02 <= slow.forward_s < 0.03
+    assert 0.04 <= slow.backward_s < 0.055
+    others = [node for node in graph.nodes if node.id != "1.slow"]
+    assert all(node.compute_s < 0.01 for node in others)
+
+
+def test_the_loss_counts_for_the_last_layer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    profile = profile_model(model, (torch.randn(3, 4),), lambda y: Slow.apply(y).sum(), warmup=1, repeats=2)
+    first, last = profile.graph.nodes
+    assert last.forward_s >= 0.02
+    assert last.backward_s >= 0.04
+    assert first.compute_s < 0.01
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (vgg16_tiny, lambda: torch.randn(16, 1, 32, 32)),
+        (resnet18_tiny, lambda: torch.randn(16, 1, 32, 32)),
+        (transformer_tiny, lambda: torch.randint(0, 256, (8, 64))),
+    ],
+)
+def test_the_sum_over_layers_is_near_the_whole_step(model: object, inputs: object) -> None:
+    """The benchmark checks 10% at full size; here the machine is shared and the layers are tiny."""
+    x = inputs()  # type: ignore[operator]
+    profile = profile_model(model(), (x,), warmup=2, repeats=7)  # type: ignore[operator]
+    assert 0.75 < profile.coverage < 1.3
+
+
+def test_bytes_are_those_of_the_real_tensors() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 4, bias=False))
+    graph = profile_model(model, (torch.randn(5, 8),), warmup=0, repeats=1).graph
+    linear, relu, norm, head = graph.nodes
+    assert [node.parameter_bytes for node in graph.nodes] == [(8 * 16 + 16) * 4, 0, 32 * 4, 64 * 4]
+    assert [node.output_bytes for node in graph.nodes] == [5 * 16 * 4] * 3 + [5 * 4 * 4]
+    assert norm.buffer_bytes == 2 * 16 * 4 + 8
+    assert [(e.source, e.target, e.bytes) for e in graph.edges] == [
+        ("0", "1", 320),
+        ("1", "2", 320),
+        ("2", "3", 320),
+    ]
+    # Kept for backward: the input; the ReLU's result, which BatchNorm keeps too; mean and deviation;
+    # BatchNorm's result.
+    assert linear.activation_bytes == 5 * 8 * 4
+    assert relu.activation_bytes == 320
+    assert norm.activation_bytes == 2 * 16 * 4
+    assert head.activation_bytes == 320
+
+
+def test_a_tensor_that_goes_to_two_layers_has_one_name_on_both_edges() -> None:
+    model, inputs = make("branches", batch=2)
+    graph = profile_model(model, inputs, warmup=0, repeats=1).graph
+    edges = [edge for edge in graph.edges if edge.source == "relu"]
+    assert {edge.target for edge in edges} == {"left.0", "right.0", "add"}
+    assert len({edge.tensor for edge in edges}) == 1
+    assert graph.crossing_bytes(["stem", "relu"]) == 2 * 4 * 36 * 8
+
+
+def test_a_tied_parameter_counts_once_and_is_listed() -> None:
+    model, inputs = make("called-twice", batch=2)
+    profile = profile_model(model, inputs, warmup=0, repeats=1)
+    assert profile.graph.parameter_bytes() == sum(p.numel() * 8 for p in model.parameters())
+    assert profile.graph.node_by_id["head"].parameter_bytes == 0
+    assert SharedParameter("embed.weight", 11 * 6 * 8, ("embed", "head")) in profile.shared
+    assert ("shared", "shared@2") in [shared.layers for shared in profile.shared]
+
+
+@pytest.mark.parametrize("name", ["recurrent", "masked", "in-place"])
+def test_a_difficult_model_is_profiled_and_left_as_it_was(name: str) -> None:
+    model, inputs = make(name, batch=2)
+    before = copy.deepcopy(model.state_dict())
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    rng = torch.get_rng_state()
+    profile = profile_model(model, inputs, warmup=1, repeats=1)
+    torch.testing.assert_close(model.state_dict(), before)
+    assert torch.equal(first.grad, torch.ones_like(first))
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is None for p in list(model.parameters())[1:])
+    assert profile.graph.compute_s() > 0
+
+
+def test_a_profile_says_what_it_was_measured_on_and_survives_a_file(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).to(torch.float64)
+    profile = profile_model(model, (torch.randn(3, 4).double(),), name="one", warmup=0, repeats=3)
+    assert (profile.model, profile.dtype, profile.batch, profile.repeats) == ("one", "float64", 3, 3)
+    assert profile.torch_version == torch.__version__
+    assert profile.device.startswith("cpu: ")
+    path = tmp_path / "one.profile.json"
+    save_profile(profile, path)
+    assert load_profile(path) == profile
+    changed = json.loads(path.read_text()) | {"version": 99}
+    path.write_text(json.dumps(changed))
+    with pytest.raises(ArtefactError, match="version 99"):
+        load_profile(path)
+
+
+def test_progress_is_told_after_every_step() -> None:
+    told: list[tuple[int, int]] = []
+    model = nn.Sequential(nn.Linear(4, 4))
+    profile_model(
+        model,
+        (torch.randn(3, 4),),
+        warmup=1,
+        repeats=2,
+        on_progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_loss_with_targets_can_be_given() -> None:
+    target = torch.tensor([0, 1, 1])
+    model = nn.Sequential(nn.Linear(4, 2))
+    profile = profile_model(
+        model, (torch.randn(3, 4),), lambda logits: F.cross_entropy(logits, target), repeats=1
+    )
+    assert profile.step.seconds > 0
+
+
+def test_a_model_that_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(InputError, match="has no parameters"):
+        profile_model(nn.ReLU(), (torch.randn(3, 4),))
+    frozen = nn.Sequential(nn.Linear(4, 2)).requires_grad_(False)
+    with pytest.raises(InputError, match="no tensor with a gradient"):
+        profile_model(frozen, (torch.randn(3, 4),))
+    with pytest.raises(InputError, match="0 repeats; expected at least"):
+        profile_model(frozen, (torch.randn(3, 4),), repeats=0)
+
+
+def test_spread_is_the_middle_half() -> None:
+    assert Timed.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Timed(3.0, 2.0)
+    assert Timed.of([1.0]) == Timed(1.0, 0.0)
