@@ -48,6 +48,15 @@ def test_a_slow_direction_is_told_from_the_fast_one() -> None:
     assert there.bytes_per_s > 3 * back.bytes_per_s
 
 
+def two_hosts(rank: int) -> tuple[Link, ...]:
+    return measure_links(repeats=1, message_bytes=1024, host=f"host{rank // 2}")
+
+
+def test_links_within_a_host_are_told_from_links_between_hosts() -> None:
+    links = run_ranks(3, two_hosts)[0]
+    assert [(x.source, x.target) for x in links if x.same_host] == [(0, 1), (1, 0)]
+
+
 def unknown_rank(rank: int) -> str:
     with pytest.raises(InputError) as caught:
         measure_links([0, 7])

@@ -80,7 +80,9 @@ def explain(failure: Exception) -> TraceError:
         return failure
     line = failing_line(failure)
     if isinstance(failure, DataDependentOutputException):
-        return refusal(f"this reads the value of a tensor ({failure.func})", USE_TENSORS, line)
+        return refusal(
+            "this reads the value of a tensor (an if, item(), int() or float() of it)", USE_TENSORS, line
+        )
     if isinstance(failure, (GuardOnDataDependentSymNode, DynamicOutputShapeException)):
         return refusal("this makes a shape depend on the values of a tensor", FIXED_SHAPES, line)
     if isinstance(failure, UnsupportedOperatorException):

@@ -31,28 +31,30 @@ def measure_links(
     message_bytes: int = 4 << 20,
     repeats: int = 5,
     device: torch.device | str = "cpu",
+    host: str | None = None,
 ) -> tuple[Link, ...]:
     """The links between all pairs of `ranks` (all ranks when None), both directions, equal on every rank.
 
     All ranks of the default group call it together. Each pair is timed while the others wait, by round
     trips: a rank has no clock but its own. A group's own timeout ends a wait for a rank that is gone.
+    `host` is where this rank runs, as its launcher calls it; the machine's own name when None.
     """
     world = dist.get_world_size()
     chosen = list(range(world)) if ranks is None else sorted(ranks)
     _check(chosen, world, message_bytes, repeats)
     hosts: list[str] = [""] * world
-    dist.all_gather_object(hosts, socket.gethostname())
+    dist.all_gather_object(hosts, host or socket.gethostname())
     small = torch.zeros(1, dtype=torch.uint8, device=device)
     large = torch.zeros(message_bytes, dtype=torch.uint8, device=device)
     links: list[Link] = []
     for first, second in _pairs(chosen):
-        found = [None]
+        times: list[tuple[float, float, float] | None] = [None]
         if dist.get_rank() in (first, second):
-            there, back, empty = _time_pair(first, second, small, large, repeats)
-            same_host = hosts[first] == hosts[second]
-            found = [(there, back, empty, same_host)]  # type: ignore[list-item]
-        dist.broadcast_object_list(found, src=first)
-        there, back, empty, same_host = found[0]  # type: ignore[misc]
+            times = [_time_pair(first, second, small, large, repeats)]
+        dist.broadcast_object_list(times, src=first)
+        assert times[0] is not None
+        there, back, empty = times[0]
+        same_host = hosts[first] == hosts[second]
         links.append(_link(first, second, there, empty, message_bytes, same_host))
         links.append(_link(second, first, back, empty, message_bytes, same_host))
     return tuple(links)
@@ -73,20 +75,20 @@ def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     return ((first, second) for i, first in enumerate(ranks) for second in ranks[i + 1 :])
 
 
-def _link(source: int, target: int, seconds: float, empty_s: float, count: int, same_host: bool) -> Link:
-    # Where the clock cannot tell a message from an empty one, all of its time counts for its bytes.
-    transfer_s = seconds - empty_s if seconds > empty_s else seconds
-    return Link(source, target, count / transfer_s, empty_s, same_host)
+def _link(source: int, target: int, trip_s: float, empty_s: float, count: int, same_host: bool) -> Link:
+    """The link on which a round trip with `count` bytes one way took `trip_s`, an empty one `empty_s`."""
+    # Where the clock cannot tell the two trips apart, all of the time counts for the bytes.
+    transfer_s = trip_s - empty_s if trip_s > empty_s else trip_s
+    return Link(source, target, count / transfer_s, empty_s / 2, same_host)
 
 
 def _time_pair(
     first: int, second: int, small: Tensor, large: Tensor, repeats: int
 ) -> tuple[float, float, float]:
-    """Seconds of a large message there, of one back, and of an empty one, as `first` sees them."""
-    empty = _round_trip(first, second, small, small, repeats) / 2
-    there = _round_trip(first, second, large, small, repeats) - empty
-    back = _round_trip(first, second, small, large, repeats) - empty
-    return there, back, empty
+    """Seconds of round trips as `first` sees them: large there, large back, empty both ways."""
+    there = _round_trip(first, second, large, small, repeats)
+    back = _round_trip(first, second, small, large, repeats)
+    return there, back, _round_trip(first, second, small, small, repeats)
 
 
 def _round_trip(first: int, second: int, out: Tensor, home: Tensor, repeats: int) -> float:

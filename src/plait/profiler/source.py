@@ -7,6 +7,7 @@ argument where that ends, as people write it, so that tensors live no longer tha
 from __future__ import annotations
 
 import builtins
+import itertools
 import keyword
 import math
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,7 @@ _INFIX = {
     "le": "<=", "gt": ">", "ge": ">=",
 }  # fmt: skip
 _RESERVED = frozenset(["self", "torch", "nn", "F", *keyword.kwlist, *dir(builtins)])
+_SHORT = ("x", "y", "z", "u", "v", "w", "a", "b", "c", "d")
 
 
 @dataclass
@@ -65,14 +67,13 @@ class _Writer:
         self._nodes = [node for layer in layers for node in layer.nodes]
         self._own_inputs = own_inputs
         self._names: dict[fx.Node, str] = {}
-        self._taken: set[str] = set(_RESERVED)
         self._size_givers = self._choose_size_givers()
         self._last_use = self._last_uses()
         self._kept: dict[fx.Node, str] = {}
         self._context = ""
 
     def write(self) -> Source:
-        self._source = Source(tuple(self._new_name(node) for node in self._inputs))
+        self._source = Source(tuple(self._input_name(node) for node in self._inputs))
         if self._own_inputs:
             self._copy_changed_inputs()
         for node in self._nodes:
@@ -131,7 +132,7 @@ class _Writer:
         text = self._statement(node)
         ended = self._end_values(node)
         if node in self._last_use or node in self._outputs:
-            name = self._names[node] = ended.pop(0) if ended else self._new_name(node)
+            name = self._names[node] = ended.pop(0) if ended else self._free_name()
             text = f"{name} = {text}"
         self._line(text)
         if ended:
@@ -165,7 +166,7 @@ class _Writer:
         for output in self._outputs:
             made = output in self._names and output not in self._kept
             if made and output.meta["storage"] in node.meta.get("writes", ()):
-                self._kept[output] = self._new_name(output, "_before")
+                self._kept[output] = self._free_name()
                 self._line(f"{self._kept[output]} = {self._names[output]}.clone()")
 
     def _enter_context(self, node: fx.Node) -> None:
@@ -179,14 +180,16 @@ class _Writer:
                 self._line(f"with {context}:")
             self._context = context
 
-    def _new_name(self, node: fx.Node, suffix: str = "") -> str:
-        name = base = node.name + suffix
-        number = 1
-        while name in self._taken:
-            name, number = f"{base}_{number}", number + 1
-        self._taken.add(name)
-        self._names.setdefault(node, name)
+    def _input_name(self, node: fx.Node) -> str:
+        """The value's own name, which the caller knows it by."""
+        name = self._names[node] = f"{node.name}_" if node.name in _RESERVED else node.name
         return name
+
+    def _free_name(self) -> str:
+        """A short name that stands for nothing now."""
+        live = {*self._names.values(), *self._kept.values()}
+        numbered = (f"x{number}" for number in itertools.count(1))
+        return next(name for name in itertools.chain(_SHORT, numbered) if name not in live)
 
     # Expressions.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -74,7 +75,7 @@ def _run(
 ) -> tuple[list[Any], pytree.TreeSpec]:
     """Record one forward pass; the parts of what it returned, nodes in place of tensors."""
     try:
-        with _unchanged(model):
+        with _unchanged(model), _quiet():
             recorder.replace_buffers(model, mode)
             # The dispatcher in Python knows symbolic sizes where the one in C++ would fix them.
             with mode, enable_python_dispatcher(), recorder.watching():
@@ -89,6 +90,17 @@ def _output_leaf(recorder: Recorder, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return recorder.node_of(leaf)
     return leaf if isinstance(leaf, PLAIN) else None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging a failure that TraceError tells better."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager
