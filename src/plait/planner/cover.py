@@ -16,7 +16,6 @@ is never worse in any respect.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +26,7 @@ from plait.planner.depth import Depth
 from plait.planner.memory import StageMemory
 
 Ints = npt.NDArray[np.intp]
+Pair = tuple[slice, slice] | tuple[Ints, Ints]
 
 # Relative slack for rounding: two plans closer than this count as equal.
 CLOSE = 1e-10
@@ -116,7 +116,6 @@ def partition(problem: Problem, memory_bytes: float) -> list[Choice] | None:
 def _bisect(problem: Problem, best: list[Choice], memory_bytes: float) -> tuple[float, Problem, list[int]]:
     """The smallest bottleneck, with the problem cut down to the ideals that plans so good can use."""
     lower, upper = 0.0, problem.bottleneck(best)
-    lower = min(upper, float(problem.compute_s[0, -1]) / (problem.devices * problem.unit))
     kept = list(range(len(problem.ideals)))
     for iteration in range(200):
         if upper - lower <= upper * CLOSE:
@@ -128,29 +127,25 @@ def _bisect(problem: Problem, best: list[Choice], memory_bytes: float) -> tuple[
         else:
             upper = min(middle, problem.bottleneck(found))
         if iteration in (6, 14):
-            useful = _useful(problem, upper * (1 + CLOSE), memory_bytes)
+            reach = _Reach(problem, Need(problem, upper * (1 + CLOSE), memory_bytes))
+            useful = reach.useful()
             problem, kept = problem.restricted(useful), [kept[k] for k in useful]
     return upper, problem, kept
 
 
 def tidy(problem: Problem, bottleneck: float, memory_bytes: float) -> list[Choice]:
     """Of the plans within `bottleneck`: fewest stages, then least memory, then fewest devices."""
-    kept = _useful(problem, bottleneck, memory_bytes)
-    problem = problem.restricted(kept)
-    choices = _fewest_stages(problem, bottleneck, memory_bytes, problem.devices)
+    reach = _Reach(problem, Need(problem, bottleneck, memory_bytes))
+    pairs = reach.pairs()
+    choices = pairs.fewest_stages(memory_bytes, problem.devices)
     assert choices is not None
-    if problem.memory is not None:
-        choices = _least_memory(problem, bottleneck, choices)
-    return [Choice(kept[c.start], kept[c.end], c.replicas) for c in choices]
-
-
-def _least_memory(problem: Problem, bottleneck: float, choices: list[Choice]) -> list[Choice]:
-    """As many stages as `choices`, with the least memory on the fullest device."""
+    if problem.memory is None:
+        return choices
     stages = len(choices)
     lower, upper = 0.0, problem.peak_bytes(choices)
     while upper - lower > upper * 1e-5:
         middle = (lower + upper) / 2
-        found = _fewest_stages(problem, bottleneck, middle, stages)
+        found = pairs.fewest_stages(middle, stages)
         if found is None:
             lower = middle
         else:
@@ -172,55 +167,36 @@ def cover(problem: Problem, bottleneck: float, memory_bytes: float) -> list[Choi
     return _walk(chosen, last)
 
 
-def _fewest_stages(
-    problem: Problem, bottleneck: float, memory_bytes: float, at_most: int
-) -> list[Choice] | None:
-    """Like `cover`, with as few stages as can be (at most `at_most`) before few devices."""
-    need = Need(problem, bottleneck, memory_bytes)
-    devices = np.full(len(problem.ideals), np.inf)
-    devices[-1] = problem.after
-    layers: list[tuple[Ints, Floats]] = []
-    for _ in range(min(at_most, problem.devices)):
-        replicas = need.replicas(slice(None), devices)
-        total = replicas + devices
-        nearest = np.argmin(total, axis=1)
-        rows = np.arange(len(devices))
-        devices = total[rows, nearest]
-        layers.append((nearest, replicas[rows, nearest]))
-        if devices[0] - problem.after <= problem.devices:
-            return _walk_layers(layers)
-    return None
-
-
 class Need:
     """The fewest replicas of every stage within a bottleneck and a memory limit."""
 
     def __init__(self, problem: Problem, bottleneck: float, memory_bytes: float) -> None:
         self._problem = problem
-        self._few, self._several = fewest_replicas(problem, bottleneck)
+        self.few, self._several = fewest_replicas(problem, bottleneck)
         self._limit = memory_bytes
-        self._limited = problem.memory is not None and math.isfinite(memory_bytes)
 
     def best(self, k: int, devices: Floats) -> tuple[float, tuple[int, int]]:
         """Fewest devices from ideal k on, given those from every later ideal, with the stage chosen."""
-        replicas = self.replicas(slice(k, k + 1), devices)[0]
+        replicas = self.replicas(k, devices)
         total = replicas + devices
         j = int(np.argmin(total))
         if not math.isfinite(total[j]):
             return math.inf, (k, 0)
         return float(total[j]), (j, int(replicas[j]))
 
-    def replicas(self, starts: slice, devices: Floats) -> Floats:
-        """Replicas for the stages from the ideals `starts` to each, where `devices` follow."""
-        few = self._few[starts]
-        if not self._limited:
+    def replicas(self, k: int, devices: Floats) -> Floats:
+        """Replicas for the stages from ideal k to each, where `devices` follow."""
+        row: Floats = self.at((slice(k, k + 1), slice(None)), devices, self._limit)[0]
+        return row
+
+    def at(self, pairs: Pair, after: Floats, limit_bytes: float) -> Floats:
+        """Replicas for the stages that `pairs` index, where `after` devices follow, within a limit."""
+        problem, few = self._problem, self.few[pairs]
+        if problem.memory is None or problem.depth is None or math.isinf(limit_bytes):
             return few
-        problem = self._problem
-        assert problem.memory is not None
-        assert problem.depth is not None
-        most_in_flight = problem.memory.most_in_flight(starts, self._limit)
-        wanted = problem.depth.fewest_replicas(most_in_flight, np.broadcast_to(devices, few.shape))
-        several = np.maximum(self._several[starts], wanted)
+        most_in_flight = problem.memory.most_in_flight(pairs, limit_bytes)
+        wanted = problem.depth.fewest_replicas(most_in_flight, np.broadcast_to(after, few.shape))
+        several = np.maximum(self._several[pairs], wanted)
         several = np.ceil(several / problem.unit) * problem.unit
         return np.where(wanted <= few, few, _allowed(problem, several))
 
@@ -252,37 +228,80 @@ def _allowed(problem: Problem, replicas: Floats) -> Floats:
     return np.where(replicas <= problem.most_replicas, replicas, np.inf)
 
 
-def _useful(problem: Problem, bottleneck: float, memory_bytes: float) -> list[int]:
-    """The ideals that lie on some cover within the bottleneck, by fewest devices before and after each."""
-    need = Need(problem, bottleneck, memory_bytes)
-    last = len(problem.ideals) - 1
-    after = np.full(last + 1, np.inf)
-    after[last] = problem.after
-    for k in range(last - 1, -1, -1):
-        after[k], _ = need.best(k, after)
-    before = np.full(last + 1, np.inf)
-    before[0] = 0
-    for k in range(last):
-        if math.isfinite(before[k]):
-            # Counted with the least that can follow: fewer replicas than any plan through k needs.
-            np.minimum(
-                before[k + 1 :],
-                before[k] + need.replicas(slice(k, k + 1), after)[0, k + 1 :],
-                out=before[k + 1 :],
-            )
-    return [k for k in range(last + 1) if before[k] + after[k] - problem.after <= problem.devices]
+class _Reach:
+    """The fewest devices before and after each ideal in a cover within the bottleneck."""
+
+    def __init__(self, problem: Problem, need: Need) -> None:
+        last = len(problem.ideals) - 1
+        self._problem, self._need = problem, need
+        self.after = np.full(last + 1, np.inf)
+        self.after[last] = problem.after
+        for k in range(last - 1, -1, -1):
+            self.after[k], _ = need.best(k, self.after)
+        self.before = np.full(last + 1, np.inf)
+        self.before[0] = 0
+        for k in range(last):
+            if math.isfinite(self.before[k]):
+                # Counted with the least that can follow, so never too many.
+                reached = self.before[k] + need.replicas(k, self.after)
+                np.minimum(self.before, reached, out=self.before)
+
+    def useful(self) -> list[int]:
+        """The ideals through which some cover goes."""
+        total = self.before + self.after - self._problem.after
+        return np.flatnonzero(total <= self._problem.devices).tolist()
+
+    def pairs(self) -> _Pairs:
+        """The stages through which some cover goes."""
+        total = self.before[:, None] + self._need.few + self.after - self._problem.after
+        starts, ends = np.nonzero(total <= self._problem.devices)
+        return _Pairs(self._problem, self._need, starts, ends)
+
+
+class _Pairs:
+    """Few stages picked from all, as (start, end) sorted by start."""
+
+    def __init__(self, problem: Problem, need: Need, starts: Ints, ends: Ints) -> None:
+        self._problem, self._need = problem, need
+        self._starts, self._ends = starts, ends
+        self._rows, self._first = np.unique(starts, return_index=True)
+
+    def fewest_stages(self, memory_bytes: float, at_most: int) -> list[Choice] | None:
+        """The cover with the fewest stages (at most `at_most`), of these the one on the fewest devices."""
+        after = self._problem.after
+        devices = np.full(len(self._problem.ideals), np.inf)
+        devices[-1] = after
+        layers: list[tuple[Ints, Floats]] = []
+        for _ in range(at_most):
+            follow = devices[self._ends]
+            replicas = self._need.at((self._starts, self._ends), follow, memory_bytes)
+            chosen = self._best_of_rows(replicas + follow)
+            nearest = np.zeros(len(devices), dtype=np.intp)
+            taken = np.zeros(len(devices))
+            nearest[self._rows], taken[self._rows] = self._ends[chosen], replicas[chosen]
+            devices = np.full(len(devices), np.inf)
+            devices[self._rows] = (replicas + follow)[chosen]
+            layers.append((nearest, taken))
+            if devices[0] - after <= self._problem.devices:
+                return _walk_layers(layers)
+        return None
+
+    def _best_of_rows(self, total: Floats) -> Ints:
+        """For each start, the position of its pair with the smallest total."""
+        least = np.minimum.reduceat(total, self._first)
+        counts = np.diff(np.append(self._first, len(total)))
+        hits = np.flatnonzero(total == np.repeat(least, counts))
+        _, first_hit = np.unique(self._starts[hits], return_index=True)
+        return hits[first_hit]
 
 
 def _walk(chosen: list[tuple[int, int]], last: int) -> list[Choice]:
-    return list(_steps(chosen, last))
-
-
-def _steps(chosen: list[tuple[int, int]], last: int) -> Iterator[Choice]:
-    k = 0
+    choices, k = [], 0
     while k != last:
         j, replicas = chosen[k]
-        yield Choice(k, j, replicas)
+        choices.append(Choice(k, j, replicas))
         k = j
+    return choices
 
 
 def _walk_layers(layers: list[tuple[Ints, Floats]]) -> list[Choice]:

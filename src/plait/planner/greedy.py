@@ -1,16 +1,9 @@
-"""Schedules found by playing them through: interleaved stages and zero-bubble.
-
-Each worker has queues of forwards, backwards and weight gradients in a fixed order. Time goes in units;
-a worker takes the next backward if its gradient has come, else the next forward if it has room, else a
-weight gradient. What it took, in order, is its schedule: costs decide only how well it fits, never
-whether it is right.
-"""
+"""Schedules that go beyond one stage's own order: zero-bubble, and workers that hold several stages."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plait.planner.depth import Schedule, in_flight
@@ -26,38 +19,35 @@ from plait.planner.operations import (
     Update,
 )
 
-
-@dataclass
-class _Worker:
-    """The queues of one worker, as (stage, microbatch), and how many it may have in flight."""
-
-    room: int
-    forwards: deque[tuple[int, int]] = field(default_factory=deque)
-    backwards: deque[tuple[int, int]] = field(default_factory=deque)
-    weights: deque[tuple[int, int]] = field(default_factory=deque)
-    in_flight: int = 0
-    ops: list[Op] = field(default_factory=list)
+Turn = tuple[int, int]
 
 
 def zero_bubble(layout: Layout, microbatches: int, depths: Mapping[int, int]) -> Operations:
-    """Backwards in two halves; the halves that nobody waits for fill the gaps.
+    """1F1B with backwards in two halves; the half that nobody waits for fills the gaps.
 
-    A microbatch counts as in flight until its weight gradient is done. Each replica may hold as many as
-    the pipeline is deep, as in ZB-H1: no more than the first stage of 1F1B holds.
+    Which gaps there are is found by playing the schedule through with operations of one length each: costs
+    decide only how well the result fits, never whether it is right. A microbatch is in flight until its
+    weight gradient is done; each replica may hold as many as the pipeline is deep, as in ZB-H1, which is
+    no more than the first stage of 1F1B holds.
     """
     workers: dict[int, _Worker] = {}
     for stage, ids in enumerate(layout.stages):
         room = in_flight(Schedule.ZERO_BUBBLE, layout, stage, microbatches, depths)
+        depth = min(room, in_flight(Schedule.FLUSH, layout, stage, microbatches))
         for replica, worker in enumerate(ids):
             own = [(stage, b) for b in range(replica, microbatches, len(ids))]
-            workers[worker] = _Worker(room, deque(own), deque(own))
-    if not _play(workers, len(layout.stages), split=True):
+            main = alternate(own, own, depth, BackwardInput)
+            workers[worker] = _Worker(room, deque(main))
+    if not _play(workers, len(layout.stages)):
         raise PlanError(f"depths {dict(depths)} leave some stage waiting for ever; give earlier stages more")
-    return _finish(workers, layout)
+    return _with_updates({worker: state.ops for worker, state in workers.items()}, layout)
 
 
 def interleaved(layout: Layout, microbatches: int, depths: Mapping[int, int]) -> Operations:
-    """1F1B for workers that hold several stages each, in groups of as many microbatches as workers."""
+    """1F1B for workers that hold several stages each, in groups of as many microbatches as workers.
+
+    Where groups or stages do not come out even, workers go a little deeper, until nobody waits for ever.
+    """
     if depths:
         raise PlanError("schedule interleaved sets its own depths; leave them out")
     if any(len(workers) != 1 for workers in layout.stages):
@@ -65,101 +55,121 @@ def interleaved(layout: Layout, microbatches: int, depths: Mapping[int, int]) ->
             f"schedule interleaved: found replicated stages {layout.stages}, expected one worker for each; "
             f"use several pipelines side by side instead"
         )
+    forwards, backwards = _turns(layout, microbatches)
     for extra in range(microbatches * len(layout.stages) + 1):
-        workers = _interleaved_queues(layout, microbatches, extra)
-        if _play(workers, len(layout.stages), split=False):
-            return _finish(workers, layout)
-    raise AssertionError("with room for everything no worker waits for ever")
+        lists = {
+            w: alternate(forwards[w], backwards[w], interleaved_depth(layout, w) + extra, Backward)
+            for w in layout.workers
+        }
+        if _play({w: _Worker(len(ops), deque(ops)) for w, ops in lists.items()}, len(layout.stages)):
+            return _with_updates(lists, layout)
+    raise AssertionError("with all forwards before all backwards nobody waits for ever")
 
 
 def interleaved_depth(layout: Layout, worker: int) -> int:
-    """Microbatches times stages that a worker keeps in flight: twice the workers behind it, and a group
-    of microbatches for each further stage it holds."""
+    """Microbatches, counted once for each stage, that a worker keeps in flight.
+
+    Twice as many as workers follow it, and a group for each further stage that it holds.
+    """
     names = [workers[0] for workers in layout.stages]
     order = list(dict.fromkeys(names))
-    held = names.count(worker)
-    return 2 * (len(order) - order.index(worker) - 1) + (held - 1) * len(order) + 1
+    return 2 * (len(order) - order.index(worker) - 1) + (names.count(worker) - 1) * len(order) + 1
 
 
-def _interleaved_queues(layout: Layout, microbatches: int, extra: int) -> dict[int, _Worker]:
+def alternate(
+    forwards: Sequence[Turn],
+    backwards: Sequence[Turn],
+    depth: int,
+    backward: type[Backward] | type[BackwardInput],
+) -> list[Op]:
+    """Fill with `depth` forwards less one, then a forward and a backward in turn, then drain."""
+    ops: list[Op] = []
+    fill = min(depth, len(forwards)) - 1
+    for step in range(len(forwards) + fill):
+        if step < len(forwards):
+            ops.append(Forward(*forwards[step]))
+        if step >= fill:
+            ops.append(backward(*backwards[step - fill]))
+    return ops
+
+
+def _turns(layout: Layout, microbatches: int) -> tuple[dict[int, list[Turn]], dict[int, list[Turn]]]:
+    """The forwards and the backwards of each worker: group by group, and in it stage by stage."""
     group = len(layout.workers)
-    workers = {w: _Worker(interleaved_depth(layout, w) + extra) for w in layout.workers}
-    turns = [
-        (start // group, index, stage, b)
-        for start in range(0, microbatches, group)
-        for stage, index in _turns(layout)
-        for b in range(start, min(start + group, microbatches))
-    ]
-    last_turn = max(index for _, index in _turns(layout))
-    for _, _, stage, b in sorted(turns):
-        workers[layout.stages[stage][0]].forwards.append((stage, b))
-    for _, _, stage, b in sorted((g, last_turn - index, s, b) for g, index, s, b in turns):
-        workers[layout.stages[stage][0]].backwards.append((stage, b))
-    return workers
+    forwards: dict[int, list[Turn]] = {worker: [] for worker in layout.workers}
+    backwards: dict[int, list[Turn]] = {worker: [] for worker in layout.workers}
+    stages = list(range(len(layout.stages)))
+    for start in range(0, microbatches, group):
+        together = range(start, min(start + group, microbatches))
+        for stage in stages:
+            forwards[layout.stages[stage][0]] += [(stage, b) for b in together]
+        for stage in reversed(stages):
+            backwards[layout.stages[stage][0]] += [(stage, b) for b in together]
+    return forwards, backwards
 
 
-def _turns(layout: Layout) -> list[tuple[int, int]]:
-    """Each stage with how many stages its worker holds before it."""
-    seen: dict[int, int] = {}
-    turns = []
-    for stage, (worker,) in enumerate(layout.stages):
-        turns.append((stage, seen.get(worker, 0)))
-        seen[worker] = seen.get(worker, 0) + 1
-    return turns
+@dataclass
+class _Worker:
+    """What one worker has still to do, the weight gradients it may do at any time, and its room."""
+
+    room: int
+    main: deque[Op]
+    weights: deque[Turn] = field(default_factory=deque)
+    in_flight: int = 0
+    ops: list[Op] = field(default_factory=list)
 
 
-def _play(workers: Mapping[int, _Worker], stages: int, split: bool) -> bool:
-    """Let the workers empty their queues; False when all of them wait."""
-    forward_at: dict[tuple[int, int], int] = {}
-    backward_at: dict[tuple[int, int], int] = {}
-    now = 0
-    while any(w.forwards or w.backwards or w.weights for w in workers.values()):
-        acted = [_act(w, now, stages, split, forward_at, backward_at) for w in workers.values()]
-        if not any(acted) and now not in set(forward_at.values()) | set(backward_at.values()):
+def _play(workers: Mapping[int, _Worker], stages: int) -> bool:
+    """Let the workers do all they have, a unit of time for each operation; False when all wait."""
+    done: set[tuple[str, int, int]] = set()
+    while any(worker.main or worker.weights for worker in workers.values()):
+        taken = [op for worker in workers.values() if (op := _act(worker, stages, done)) is not None]
+        if not taken:
             return False
-        now += 1
+        # Results can be used from the next unit of time on.
+        done |= {_key(op) for op in taken}
     return True
 
 
-def _act(
-    worker: _Worker,
-    now: int,
-    stages: int,
-    split: bool,
-    forward_at: dict[tuple[int, int], int],
-    backward_at: dict[tuple[int, int], int],
-) -> bool:
-    """One unit of one worker's time; the dictionaries say from when on a result can be used."""
-    if worker.backwards:
-        stage, b = worker.backwards[0]
-        gradient = (stage + 1, b) if stage + 1 < stages else None
-        own_forward = forward_at.get((stage, b), math.inf) <= now
-        if own_forward and (gradient is None or backward_at.get(gradient, math.inf) <= now):
-            worker.backwards.popleft()
-            backward_at[stage, b] = now + 1
-            worker.ops.append(BackwardInput(stage, b) if split else Backward(stage, b))
-            if split:
-                worker.weights.append((stage, b))
-            else:
-                worker.in_flight -= 1
-            return True
-    if worker.forwards and worker.in_flight < worker.room:
-        stage, b = worker.forwards[0]
-        if stage == 0 or forward_at.get((stage - 1, b), math.inf) <= now:
-            worker.forwards.popleft()
-            forward_at[stage, b] = now + 1
-            worker.in_flight += 1
-            worker.ops.append(Forward(stage, b))
-            return True
+def _key(op: Op) -> tuple[str, int, int]:
+    kind = {Forward: "forward", Backward: "backward", BackwardInput: "backward"}.get(type(op), "weight")
+    assert not isinstance(op, Update)
+    return kind, op.stage, op.microbatch
+
+
+def _act(worker: _Worker, stages: int, done: set[tuple[str, int, int]]) -> Op | None:
+    """The next operation of a worker: its main one if it can start, else a weight gradient."""
+    if worker.main:
+        op = worker.main[0]
+        blocked = isinstance(op, Forward) and worker.in_flight >= worker.room
+        if not blocked and _has_input(op, stages, done):
+            worker.main.popleft()
+            worker.ops.append(op)
+            worker.in_flight += isinstance(op, Forward) - isinstance(op, Backward)
+            if isinstance(op, BackwardInput):
+                worker.weights.append((op.stage, op.microbatch))
+            return op
     if worker.weights:
-        worker.ops.append(BackwardWeight(*worker.weights.popleft()))
+        weight = BackwardWeight(*worker.weights.popleft())
+        worker.ops.append(weight)
         worker.in_flight -= 1
-        return True
-    return False
+        return weight
+    return None
 
 
-def _finish(workers: Mapping[int, _Worker], layout: Layout) -> Operations:
+def _has_input(op: Op, stages: int, done: set[tuple[str, int, int]]) -> bool:
+    assert not isinstance(op, Update)
+    if isinstance(op, Forward):
+        return op.stage == 0 or ("forward", op.stage - 1, op.microbatch) in done
+    # The own forward comes earlier in the same list, but on its last stage only just.
+    if ("forward", op.stage, op.microbatch) not in done:
+        return False
+    return op.stage == stages - 1 or ("backward", op.stage + 1, op.microbatch) in done
+
+
+def _with_updates(lists: Mapping[int, Sequence[Op]], layout: Layout) -> Operations:
+    updates: dict[int, list[Op]] = {worker: [] for worker in lists}
     for stage, ids in enumerate(layout.stages):
         for worker in ids:
-            workers[worker].ops.append(Update(stage, 1))
-    return {worker: tuple(state.ops) for worker, state in workers.items()}
+            updates[worker].append(Update(stage, 1))
+    return {worker: (*ops, *updates[worker]) for worker, ops in lists.items()}

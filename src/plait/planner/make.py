@@ -105,6 +105,11 @@ def check(graph: Graph, machines: Machines, settings: Settings) -> None:
             f"found {settings.pipelines} pipelines side by side for {units} "
             f"{'devices' if len(machines.levels) == 1 else 'hosts'}; expected 1 to {units}"
         )
+    if settings.microbatches is not None and settings.microbatches < settings.pipelines:
+        raise PlanError(
+            f"found {settings.microbatches} microbatches for {settings.pipelines} pipelines; each needs at "
+            f"least one, so use {settings.pipelines} or more"
+        )
     if settings.schedule is Schedule.INTERLEAVED:
         stages = machines.count * settings.chunks
         if settings.pipelines > 1:
@@ -135,15 +140,18 @@ class _Search:
         self.machines = machines
         self.settings = settings
         levels = machines.levels
-        if machines.mixed or settings.schedule is Schedule.INTERLEAVED:
+        interleaved = settings.schedule is Schedule.INTERLEAVED
+        if machines.mixed or interleaved:
             # Unlike devices, and workers that hold several stages, are planned as one level.
-            count = machines.count * (settings.chunks if settings.schedule is Schedule.INTERLEAVED else 1)
+            count = machines.count * (settings.chunks if interleaved else 1)
             levels = (Level(count, machines.slowest_bytes_per_s),)
         self.levels = levels
+        # What unlike devices hold is checked stage by stage, what interleaved stages add up to at the end.
+        unlimited = machines.mixed or interleaved
         self.limits = Limits(
-            memory_bytes=math.inf if machines.mixed else machines.smallest_memory_bytes,
+            memory_bytes=math.inf if unlimited else machines.smallest_memory_bytes,
             pipelines=settings.pipelines,
-            straight=settings.straight or settings.schedule is Schedule.INTERLEAVED,
+            straight=settings.straight or interleaved,
             most_replicas=settings.microbatches or math.inf,
         )
 

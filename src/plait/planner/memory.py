@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,11 +40,11 @@ class StageMemory:
     def at(self, start: int, end: int, in_flight: int) -> float:
         return float(self.fixed[start, end] + in_flight * self.each[start, end])
 
-    def most_in_flight(self, starts: slice, limit_bytes: float) -> Floats:
-        """How many microbatches fit beside the rest, for the stages from `starts` to every ideal."""
+    def most_in_flight(self, pairs: tuple[Any, Any], limit_bytes: float) -> Floats:
+        """How many microbatches fit beside the rest, for the stages that `pairs` index."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            room = limit_bytes - self.fixed[starts]
-            fits = np.where(self.each[starts] > 0, np.floor(room / self.each[starts] + 1e-9), np.inf)
+            room = limit_bytes - self.fixed[pairs]
+            fits = np.where(self.each[pairs] > 0, np.floor(room / self.each[pairs] + 1e-9), np.inf)
         return np.where(room >= 0, fits, 0)
 
     def restricted(self, keep: list[int]) -> StageMemory:

@@ -87,6 +87,7 @@ def _finish(graph: Graph, machines: Machines, settings: Settings, partition: Par
     share = math.ceil(count / settings.pipelines)
     prediction = predict_stages(stages, machines, plan.layout(), settings.schedule, share, *terms)
     _check_memory(stages, machines)
+    _check_work(stages, count)
     speedups = _speedups(graph, machines, settings, partition)
     plan = replace(
         plan,
@@ -199,6 +200,16 @@ def _update_s(machines: Machines, devices: Sequence[int], parameter_bytes: float
         seconds += 4 * (replicas - 1) * parameter_bytes / (level.bytes_per_s * replicas) / shared
         shared = replicas
     return seconds
+
+
+def _check_work(stages: Sequence[Stage], microbatches: int) -> None:
+    """Refuse replicas without work; only plans over several levels can come to have them."""
+    most = max(stage.replicas for stage in stages)
+    if most > microbatches:
+        raise PlanError(
+            f"a stage would have {most} replicas but only {microbatches} microbatches a step; "
+            f"use {most} microbatches or more, or fewer devices"
+        )
 
 
 def _check_memory(stages: Sequence[Stage], machines: Machines) -> None:

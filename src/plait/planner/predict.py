@@ -50,7 +50,8 @@ def predict_stages(
     """Replay one pipeline; asynchronous schedules, which never drain, are timed in their steady state."""
     costs = [_costs(stage, optimizer_copies, recompute) for stage in stages]
     fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout)
-    ops = operations(schedule, layout, fill + window)
+    drain = 0 if schedule.synchronous else fill
+    ops = operations(schedule, layout, fill + window + drain)
     result = simulate(
         layout,
         ops,

@@ -53,6 +53,19 @@ def operations(
     return lists
 
 
+def messages_per_channel(schedule: Schedule, layout: Layout, depths: Mapping[int, int] | None = None) -> int:
+    """How many messages each channel (one direction between two stages' workers) must hold.
+
+    With so much room a blocking send never ends in a deadlock: one message for most schedules, a group
+    where workers interleave stages, and one more for each microbatch by which a stage is made deeper.
+    """
+    if schedule is Schedule.INTERLEAVED:
+        return len(layout.workers)
+    many = layout.devices_from(0) + len(layout.stages)
+    extra = [depth - in_flight(schedule, layout, stage, many) for stage, depth in (depths or {}).items()]
+    return 1 + max([0, *extra])
+
+
 def rounds_per_batch(layout: Layout, stage: int) -> int:
     """How many backwards of a replica make one batch under 2bw.
 

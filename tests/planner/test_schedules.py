@@ -1,0 +1,282 @@
+"""What every schedule promises, for up to 16 stages and 64 microbatches, any replicas."""
+
+import itertools
+import math
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.planner import PlanError, Schedule
+from plait.planner.depth import in_flight
+from plait.planner.greedy import interleaved_depth
+from plait.planner.operations import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Layout,
+    Update,
+    peer_before,
+    peer_behind,
+    straight_layout,
+)
+from plait.planner.schedules import batch_of_two_buffers, messages_per_channel, operations
+
+replicated = st.lists(st.integers(1, 4), min_size=1, max_size=16).map(straight_layout)
+microbatches = st.integers(1, 64)
+PLAIN = [kind for kind in Schedule if kind is not Schedule.INTERLEAVED]
+
+
+@st.composite
+def folded(draw):
+    """Workers that hold several stages each, dealt in turn."""
+    workers = draw(st.integers(1, 8))
+    stages = draw(st.integers(workers, 16))
+    return Layout(tuple((stage % workers,) for stage in range(stages)))
+
+
+@st.composite
+def cases(draw):
+    if draw(st.integers(0, 3)) == 0:
+        return Schedule.INTERLEAVED, draw(folded()), draw(microbatches)
+    return draw(st.sampled_from(PLAIN)), draw(replicated), draw(microbatches)
+
+
+def held_over_time(ops, stage):
+    """Microbatches in flight in `stage` after each operation, with the versions of the weights in use."""
+    held, current = {}, 0
+    for op in ops:
+        if op.stage != stage:
+            continue
+        if isinstance(op, Forward):
+            held[op.microbatch] = op.version
+        yield len(held), len({current, *held.values()})
+        if isinstance(op, (Backward, BackwardWeight)):
+            del held[op.microbatch]
+        elif isinstance(op, Update):
+            current = op.version
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_every_microbatch_goes_forward_once_and_backward_once_in_every_stage(case):
+    schedule, layout, count = case
+    lists = operations(schedule, layout, count)
+    done = Counter(
+        (type(op), op.stage, op.microbatch)
+        for ops in lists.values()
+        for op in ops
+        if not isinstance(op, Update)
+    )
+    assert set(done.values()) == {1}
+    halves = [BackwardInput, BackwardWeight] if schedule is Schedule.ZERO_BUBBLE else [Backward]
+    wanted = itertools.product([Forward, *halves], range(len(layout.stages)), range(count))
+    assert set(done) == set(wanted)
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_each_worker_gets_its_own_microbatches_in_an_order_that_can_be(case):
+    schedule, layout, count = case
+    for worker, ops in operations(schedule, layout, count).items():
+        seen = {}
+        for op in ops:
+            if isinstance(op, Update):
+                continue
+            assert layout.worker(op.stage, op.microbatch) == worker
+            seen.setdefault((op.stage, op.microbatch), []).append(op)
+        for done in seen.values():
+            kinds = [type(op) for op in done]
+            assert kinds in ([Forward, Backward], [Forward, BackwardInput, BackwardWeight])
+            assert len({op.version for op in done}) == 1
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_both_ends_of_every_channel_agree_on_what_comes_in_which_order(case):
+    schedule, layout, count = case
+    lists = operations(schedule, layout, count)
+    sent, received = {}, {}
+    last = len(layout.stages) - 1
+    for worker, ops in lists.items():
+        for op in ops:
+            if isinstance(op, Forward):
+                if op.stage < last:
+                    receiver = layout.worker(op.stage + 1, op.microbatch)
+                    sent.setdefault((worker, receiver, op.stage + 1, "f"), []).append(op.microbatch)
+                if (sender := peer_before(layout, op)) is not None:
+                    received.setdefault((sender, worker, op.stage, "f"), []).append(op.microbatch)
+            elif isinstance(op, (Backward, BackwardInput)):
+                if op.stage > 0:
+                    receiver = layout.worker(op.stage - 1, op.microbatch)
+                    sent.setdefault((worker, receiver, op.stage - 1, "b"), []).append(op.microbatch)
+                if (sender := peer_behind(layout, op)) is not None:
+                    received.setdefault((sender, worker, op.stage, "b"), []).append(op.microbatch)
+    assert sent == received
+
+
+def runs_on_channels_of(capacity, layout, lists):
+    """Play the lists with blocking sends into channels that hold `capacity` messages each."""
+    last = len(layout.stages) - 1
+    channels, waiting_to_update = {}, {}
+    todo = {worker: deque(ops) for worker, ops in lists.items()}
+    outbox = dict.fromkeys(lists)
+
+    def step(worker):
+        if outbox[worker] is not None:
+            channel, message = outbox[worker]
+            if len(channels.setdefault(channel, deque())) >= capacity:
+                return False
+            channels[channel].append(message)
+            outbox[worker] = None
+            return True
+        if not todo[worker]:
+            return False
+        op = todo[worker][0]
+        if isinstance(op, Update):
+            ready = waiting_to_update.setdefault((op.stage, op.version), set())
+            ready.add(worker)
+            if len(ready) < layout.replicas(op.stage):
+                return False
+            for replica in ready:
+                assert todo[replica].popleft() == op
+            return True
+        source = target = None
+        if isinstance(op, Forward):
+            source = ("f", op.stage, worker, peer_before(layout, op)) if op.stage else None
+            if op.stage < last:
+                target = ("f", op.stage + 1, layout.worker(op.stage + 1, op.microbatch), worker)
+        elif not isinstance(op, BackwardWeight):
+            source = ("b", op.stage, worker, peer_behind(layout, op)) if op.stage < last else None
+            if op.stage > 0:
+                target = ("b", op.stage - 1, layout.worker(op.stage - 1, op.microbatch), worker)
+        if source is not None:
+            if not channels.get(source):
+                return False
+            assert channels[source].popleft() == op.microbatch
+        todo[worker].popleft()
+        if target is not None:
+            outbox[worker] = (target, op.microbatch)
+        return True
+
+    while any(todo.values()) or any(message is not None for message in outbox.values()):
+        moved = [step(worker) for worker in lists]
+        if not any(moved):
+            return False
+    return True
+
+
+@given(cases())
+@settings(max_examples=120)
+def test_no_schedule_deadlocks_on_channels_with_the_room_it_asks_for(case):
+    schedule, layout, count = case
+    room = messages_per_channel(schedule, layout)
+    assert room == (len(layout.workers) if schedule is Schedule.INTERLEAVED else 1)
+    assert runs_on_channels_of(room, layout, operations(schedule, layout, count))
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_no_more_activations_and_versions_are_in_flight_than_promised(case):
+    schedule, layout, count = case
+    lists = operations(schedule, layout, count)
+    for stage, workers in enumerate(layout.stages):
+        if schedule is Schedule.INTERLEAVED:
+            continue
+        promised = in_flight(schedule, layout, stage, count)
+        versions = {Schedule.STASH: promised, Schedule.TWO_BUFFERED: 2}.get(schedule, 1)
+        for worker in workers:
+            for held, used in held_over_time(lists[worker], stage):
+                assert held <= promised
+                assert used <= versions
+
+
+@given(folded(), microbatches)
+@settings(max_examples=60)
+def test_interleaved_workers_hold_what_is_promised_when_stages_divide_evenly(layout, count):
+    workers = len(layout.workers)
+    if len(layout.stages) % workers or count % workers:
+        return
+    for worker, ops in operations(Schedule.INTERLEAVED, layout, count).items():
+        held = 0
+        for op in ops:
+            held += isinstance(op, Forward) - isinstance(op, Backward)
+            assert held <= interleaved_depth(layout, worker)
+
+
+@given(replicated, st.integers(1, 64))
+@settings(max_examples=60)
+def test_two_buffers_use_the_same_version_of_a_microbatch_in_every_stage(layout, count):
+    versions = {}
+    for ops in operations(Schedule.TWO_BUFFERED, layout, count).values():
+        for op in ops:
+            if isinstance(op, Forward):
+                assert versions.setdefault(op.microbatch, op.version) == op.version
+                assert op.version == max(0, op.microbatch // batch_of_two_buffers(layout) - 1)
+
+
+@given(cases())
+@settings(max_examples=80)
+def test_replicas_of_a_stage_make_the_same_updates(case):
+    schedule, layout, count = case
+    lists = operations(schedule, layout, count)
+    for stage, workers in enumerate(layout.stages):
+        updates = {
+            tuple(op for op in lists[w] if isinstance(op, Update) and op.stage == stage) for w in workers
+        }
+        assert len(updates) == 1
+        (made,) = updates
+        assert [op.version for op in made] == list(range(1, len(made) + 1))
+        if schedule.synchronous:
+            assert len(made) == 1
+
+
+def test_one_forward_one_backward_fills_alternates_and_drains():
+    lists = operations(Schedule.FLUSH, straight_layout([1, 1]), 3)
+    shown = {
+        worker: " ".join(f"{type(op).__name__[0]}{getattr(op, 'microbatch', '')}" for op in ops)
+        for worker, ops in lists.items()
+    }
+    assert shown == {0: "F0 F1 B0 F2 B1 B2 U", 1: "F0 B0 F1 B1 F2 B2 U"}
+
+
+def test_stashing_gives_each_forward_the_newest_weights_its_stage_has():
+    ops = operations(Schedule.STASH, straight_layout([1, 1]), 4)[0]
+    assert [(op.microbatch, op.version) for op in ops if isinstance(op, Forward)] == [
+        (0, 0),
+        (1, 0),
+        (2, 1),
+        (3, 2),
+    ]
+
+
+@given(replicated, microbatches, st.integers(1, 12))
+@settings(max_examples=80)
+def test_a_deeper_first_stage_still_runs_and_keeps_its_promise(layout, count, extra):
+    depth = math.ceil(layout.devices_from(0) / layout.replicas(0)) + extra
+    lists = operations(Schedule.FLUSH, layout, count, {0: depth})
+    room = messages_per_channel(Schedule.FLUSH, layout, {0: depth})
+    assert room == 1 + extra
+    assert runs_on_channels_of(room, layout, lists)
+    assert max(held for held, _ in held_over_time(lists[layout.stages[0][0]], 0)) <= depth
+
+
+def test_depths_that_would_deadlock_are_refused_with_what_is_needed():
+    with pytest.raises(PlanError, match="give stage 0 at least 3"):
+        operations(Schedule.FLUSH, straight_layout([1, 1, 1]), 8, {0: 1, 1: 3})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout", "count", "depths", "message"),
+    [
+        (Schedule.FLUSH, straight_layout([1]), 0, None, "found 0 microbatches"),
+        (Schedule.FLUSH, straight_layout([1]), 2, {3: 1}, "stage below 1"),
+        (Schedule.FLUSH, Layout(((0,), (0,))), 2, None, "a worker holds several stages"),
+        (Schedule.INTERLEAVED, straight_layout([2, 1]), 2, None, "found replicated stages"),
+    ],
+)
+def test_what_no_schedule_can_run_is_refused(schedule, layout, count, depths, message):
+    with pytest.raises(PlanError, match=message):
+        operations(schedule, layout, count, depths)

@@ -1,0 +1,117 @@
+"""The replay, compared with schedules worked out by hand and with the memory model."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.planner import MemorySettings, PlanError, Schedule, Settings, machines, make_plan, predict
+from plait.planner.operations import Backward, Forward, straight_layout
+from plait.planner.predict import compare_schedules
+from plait.planner.schedules import operations
+from plait.planner.simulator import Link, StageCosts, simulate
+from support.graphs import chain, graphs
+
+FAST = Link(1e30)
+
+
+def replay(schedule, replicas, count, costs, link=FAST):
+    layout = straight_layout(replicas)
+    return simulate(layout, operations(schedule, layout, count), costs, lambda a, b: link)
+
+
+def unit(stages, **fields):
+    return [StageCosts(forward_s=1.0, backward_s=2.0, output_bytes=0.0, **fields) for _ in range(stages)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_synchronous_pipelines_take_what_the_textbook_says(stages, count):
+    for schedule in (Schedule.GPIPE, Schedule.FLUSH):
+        found = replay(schedule, [1] * stages, count, unit(stages))
+        assert found.end_s == pytest.approx((count + stages - 1) * 3)
+        assert found.idle_share() == pytest.approx((stages - 1) / (count + stages - 1))
+    alone = replay(Schedule.NONE, [1] * stages, count, unit(stages))
+    assert alone.end_s == pytest.approx(3 * stages * count)
+
+
+def test_zero_bubble_is_idle_less_than_one_forward_one_backward():
+    flush = replay(Schedule.FLUSH, [1] * 4, 8, unit(4))
+    split = replay(Schedule.ZERO_BUBBLE, [1] * 4, 8, unit(4))
+    assert split.idle_share() < 0.6 * flush.idle_share()
+
+
+def test_interleaving_halves_the_bubble():
+    from plait.planner.operations import Layout
+
+    layout = Layout(((0,), (1,), (2,), (3,), (0,), (1,), (2,), (3,)))
+    costs = [StageCosts(0.5, 1.0, 0.0) for _ in range(8)]
+    ops = operations(Schedule.INTERLEAVED, layout, 8)
+    found = simulate(layout, ops, costs, lambda a, b: FAST)
+    assert found.end_s == pytest.approx(8 * 3 + 3 * 3 / 2)
+
+
+def test_a_link_adds_latency_and_bytes_over_bandwidth_to_the_way():
+    costs = [StageCosts(1.0, 1.0, 100.0), StageCosts(1.0, 1.0, 0.0)]
+    found = replay(Schedule.FLUSH, [1, 1], 1, costs, Link(50.0, 0.25))
+    # Forward, the way there, forward and backward behind, the way back, backward.
+    assert found.end_s == pytest.approx(1 + 2.25 + 2 + 2.25 + 1)
+
+
+def test_messages_of_one_channel_queue_up():
+    costs = [StageCosts(1.0, 0.0, 100.0), StageCosts(0.0, 0.0, 0.0)]
+    found = replay(Schedule.GPIPE, [1, 1], 3, costs, Link(10.0))
+    starts = [s.start_s for s in found.spans if s.worker == 1 and isinstance(s.op, Forward)]
+    assert starts == pytest.approx([11, 21, 31])
+
+
+def test_a_slow_replica_holds_up_the_update():
+    layout = straight_layout([2])
+    costs = [StageCosts(1.0, 1.0, 0.0, update_s=0.5)]
+    ops = operations(Schedule.FLUSH, layout, 2)
+    found = simulate(layout, ops, costs, lambda a, b: FAST, lambda worker: (1.0, 0.25)[worker])
+    assert found.end_s == pytest.approx(8.5)
+
+
+def test_a_list_that_cannot_run_is_reported_with_who_waits_for_what():
+    layout = straight_layout([1, 1])
+    lists = {0: (Backward(0, 0), Forward(0, 0)), 1: (Forward(1, 0), Backward(1, 0))}
+    with pytest.raises(PlanError, match="every worker waits"):
+        simulate(layout, lists, unit(2), lambda a, b: FAST)
+
+
+@given(
+    graphs(layers=6),
+    st.integers(1, 5),
+    st.sampled_from([kind for kind in Schedule if kind is not Schedule.INTERLEAVED]),
+    st.booleans(),
+    st.integers(1, 24),
+)
+@settings(max_examples=80)
+def test_the_memory_model_says_what_the_replay_needs(graph, devices, schedule, recompute, count):
+    memory = MemorySettings(optimizer_copies=2, recompute=recompute)
+    wanted = Settings(schedule=schedule, microbatches=count, memory=memory)
+    plan = make_plan(graph, machines(devices, 5.0), wanted)
+    found = predict(plan)
+    for stage in plan.stages:
+        for device in stage.devices:
+            used = found.simulation.peak_bytes[device]
+            assert used <= stage.memory_bytes * (1 + 1e-9)
+    if schedule in (Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE):
+        # The first replica of a stage has a microbatch in every round, so it fills what was promised.
+        for stage in plan.stages:
+            assert found.simulation.peak_bytes[stage.devices[0]] == pytest.approx(stage.memory_bytes)
+
+
+def test_every_schedule_of_a_plan_can_be_compared():
+    plan = make_plan(chain([1.0] * 8, 1.0, 1.0), machines(4, 1000.0), Settings(schedule=Schedule.FLUSH))
+    found = compare_schedules(plan, 16)
+    assert set(found) == set(Schedule) - {Schedule.INTERLEAVED}
+    assert found[Schedule.STASH].step_s <= found[Schedule.FLUSH].step_s <= found[Schedule.NONE].step_s
+    assert found[Schedule.GPIPE].peak_bytes > found[Schedule.FLUSH].peak_bytes
+
+
+def test_stashing_without_messages_runs_at_the_bottleneck():
+    plan = make_plan(chain([1.0, 1.0, 1.0, 1.0], 0.0, 0.0), machines(4, 1.0), Settings(straight=True))
+    assert plan.bottleneck_s == pytest.approx(2.0)
+    assert plan.step_s / plan.microbatches == pytest.approx(2.0)
+    assert plan.idle_share == pytest.approx(0.0, abs=1e-9)
