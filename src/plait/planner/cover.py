@@ -26,7 +26,6 @@ from plait.planner.depth import Depth
 from plait.planner.memory import StageMemory
 
 Ints = npt.NDArray[np.intp]
-Pair = tuple[slice, slice] | tuple[Ints, Ints]
 
 # Relative slack for rounding: two plans closer than this count as equal.
 CLOSE = 1e-10
@@ -99,23 +98,53 @@ class Problem:
         )
 
 
-def partition(problem: Problem, memory_bytes: float) -> list[Choice] | None:
+def partition(problem: Problem, memory_bytes: float, floor_s: float = 0.0) -> list[Choice] | None:
     """The stages with the smallest bottleneck that fit into `memory_bytes`, or None if none fit.
 
     Equal bottlenecks are decided by rule: fewer stages, then less memory on the fullest device, then fewer
-    devices. The positions in the choices are those of `problem`.
+    devices. The positions in the choices are those of `problem`; no bottleneck can be below `floor_s`.
     """
     best = cover(problem, math.inf, memory_bytes)
     if best is None:
         return None
-    bottleneck, shrunk, kept = _bisect(problem, best, memory_bytes)
+    lower, upper = _bracket(problem, memory_bytes, floor_s, problem.bottleneck(best))
+    bottleneck, shrunk, kept = _bisect(problem, memory_bytes, lower, upper)
     choices = tidy(shrunk, bottleneck * (1 + CLOSE), memory_bytes)
     return [Choice(kept[c.start], kept[c.end], c.replicas) for c in choices]
 
 
-def _bisect(problem: Problem, best: list[Choice], memory_bytes: float) -> tuple[float, Problem, list[int]]:
+def nearly_best(problem: Problem, memory_bytes: float, floor_s: float) -> list[Choice] | None:
+    """Stages within 2% of the smallest bottleneck, without regard for ties: quick, for comparisons."""
+    best = cover(problem, math.inf, memory_bytes)
+    if best is None:
+        return None
+    lower, upper = _bracket(problem, memory_bytes, floor_s, problem.bottleneck(best))
+    while upper > 1.02 * lower:
+        middle = (lower + upper) / 2
+        found = cover(problem, middle, memory_bytes)
+        if found is None:
+            lower = middle
+        else:
+            best, upper = found, min(middle, problem.bottleneck(found))
+    return cover(problem, upper * (1 + CLOSE), memory_bytes) or best
+
+
+def _bracket(problem: Problem, memory_bytes: float, lower: float, upper: float) -> tuple[float, float]:
+    """Bounds of the smallest bottleneck, narrowed from the lower one up: it is seldom far above."""
+    step = 0.01
+    while lower > 0 and lower * (1 + step) < upper:
+        found = cover(problem, lower * (1 + step), memory_bytes)
+        if found is not None:
+            return lower, problem.bottleneck(found)
+        lower *= 1 + step
+        step *= 2
+    return lower, upper
+
+
+def _bisect(
+    problem: Problem, memory_bytes: float, lower: float, upper: float
+) -> tuple[float, Problem, list[int]]:
     """The smallest bottleneck, with the problem cut down to the ideals that plans so good can use."""
-    lower, upper = 0.0, problem.bottleneck(best)
     kept = list(range(len(problem.ideals)))
     for iteration in range(200):
         if upper - lower <= upper * CLOSE:
@@ -126,7 +155,7 @@ def _bisect(problem: Problem, best: list[Choice], memory_bytes: float) -> tuple[
             lower = middle
         else:
             upper = min(middle, problem.bottleneck(found))
-        if iteration in (6, 14):
+        if iteration % 6 == 3 and len(kept) > 50:
             reach = _Reach(problem, Need(problem, upper * (1 + CLOSE), memory_bytes))
             useful = reach.useful()
             problem, kept = problem.restricted(useful), [kept[k] for k in useful]
@@ -172,8 +201,12 @@ class Need:
 
     def __init__(self, problem: Problem, bottleneck: float, memory_bytes: float) -> None:
         self._problem = problem
-        self.few, self._several = fewest_replicas(problem, bottleneck)
-        self._limit = memory_bytes
+        self.few, self.several = fewest_replicas(problem, bottleneck)
+        # Without a limit any number of microbatches fits.
+        self._most: Floats | None = None
+        if problem.memory is not None and math.isfinite(memory_bytes):
+            everything = (slice(None), slice(None))
+            self._most = problem.memory.most_in_flight(everything, memory_bytes)
 
     def best(self, k: int, devices: Floats) -> tuple[float, tuple[int, int]]:
         """Fewest devices from ideal k on, given those from every later ideal, with the stage chosen."""
@@ -186,19 +219,21 @@ class Need:
 
     def replicas(self, k: int, devices: Floats) -> Floats:
         """Replicas for the stages from ideal k to each, where `devices` follow."""
-        row: Floats = self.at((slice(k, k + 1), slice(None)), devices, self._limit)[0]
-        return row
+        if self._most is None:
+            row: Floats = self.few[k]
+            return row
+        return fitting_replicas(self._problem, self.few[k], self.several[k], self._most[k], devices)
 
-    def at(self, pairs: Pair, after: Floats, limit_bytes: float) -> Floats:
-        """Replicas for the stages that `pairs` index, where `after` devices follow, within a limit."""
-        problem, few = self._problem, self.few[pairs]
-        if problem.memory is None or problem.depth is None or math.isinf(limit_bytes):
-            return few
-        most_in_flight = problem.memory.most_in_flight(pairs, limit_bytes)
-        wanted = problem.depth.fewest_replicas(most_in_flight, np.broadcast_to(after, few.shape))
-        several = np.maximum(self._several[pairs], wanted)
-        several = np.ceil(several / problem.unit) * problem.unit
-        return np.where(wanted <= few, few, _allowed(problem, several))
+
+def fitting_replicas(
+    problem: Problem, few: Floats, several: Floats, most_in_flight: Floats, after: Floats
+) -> Floats:
+    """The fewest replicas from `few`, or else from `several` on, that keep at most so many in flight."""
+    assert problem.depth is not None
+    wanted = problem.depth.fewest_replicas(most_in_flight, after)
+    enough = np.ceil(np.maximum(several, wanted) / problem.unit) * problem.unit
+    fitting: Floats = np.where(wanted <= few, few, _allowed(problem, enough))
+    return fitting
 
 
 def fewest_replicas(problem: Problem, bottleneck: float) -> tuple[Floats, Floats]:
@@ -211,7 +246,8 @@ def fewest_replicas(problem: Problem, bottleneck: float) -> tuple[Floats, Floats
         with np.errstate(invalid="ignore"):
             root = total + np.sqrt(np.maximum(total * total - 4 * bottleneck * problem.sync_s, 0))
         root = np.maximum(root / 2, problem.traffic_s) / bottleneck
-        several = np.maximum(np.ceil(root - 1e-9), 2)
+        # The same slack as for one replica, far below CLOSE: rounding must not cost a replica.
+        several = np.maximum(np.ceil(root * (1 - 1e-12)), 2)
         one = np.maximum(problem.compute_s, problem.traffic_s) <= bottleneck * (1 + 1e-12)
     unit = problem.unit
     if unit > 1:
@@ -262,37 +298,42 @@ class _Pairs:
     """Few stages picked from all, as (start, end) sorted by start."""
 
     def __init__(self, problem: Problem, need: Need, starts: Ints, ends: Ints) -> None:
-        self._problem, self._need = problem, need
-        self._starts, self._ends = starts, ends
+        self._problem = problem
+        self._pairs = (starts, ends)
+        self._few, self._several = need.few[starts, ends], need.several[starts, ends]
         self._rows, self._first = np.unique(starts, return_index=True)
+        self._lengths = np.diff(np.append(self._first, len(starts)))
 
     def fewest_stages(self, memory_bytes: float, at_most: int) -> list[Choice] | None:
         """The cover with the fewest stages (at most `at_most`), of these the one on the fewest devices."""
-        after = self._problem.after
-        devices = np.full(len(self._problem.ideals), np.inf)
-        devices[-1] = after
+        problem, (_, ends) = self._problem, self._pairs
+        devices = np.full(len(problem.ideals), np.inf)
+        devices[-1] = problem.after
+        most = None
+        if problem.memory is not None and math.isfinite(memory_bytes):
+            most = problem.memory.most_in_flight(self._pairs, memory_bytes)
         layers: list[tuple[Ints, Floats]] = []
         for _ in range(at_most):
-            follow = devices[self._ends]
-            replicas = self._need.at((self._starts, self._ends), follow, memory_bytes)
-            chosen = self._best_of_rows(replicas + follow)
+            follow, replicas = devices[ends], self._few
+            if most is not None:
+                replicas = fitting_replicas(problem, self._few, self._several, most, follow)
+            total = replicas + follow
+            chosen = self._best_of_rows(total)
             nearest = np.zeros(len(devices), dtype=np.intp)
             taken = np.zeros(len(devices))
-            nearest[self._rows], taken[self._rows] = self._ends[chosen], replicas[chosen]
+            nearest[self._rows], taken[self._rows] = ends[chosen], replicas[chosen]
             devices = np.full(len(devices), np.inf)
-            devices[self._rows] = (replicas + follow)[chosen]
+            devices[self._rows] = total[chosen]
             layers.append((nearest, taken))
-            if devices[0] - after <= self._problem.devices:
+            if devices[0] - problem.after <= problem.devices:
                 return _walk_layers(layers)
         return None
 
     def _best_of_rows(self, total: Floats) -> Ints:
         """For each start, the position of its pair with the smallest total."""
-        least = np.minimum.reduceat(total, self._first)
-        counts = np.diff(np.append(self._first, len(total)))
-        hits = np.flatnonzero(total == np.repeat(least, counts))
-        _, first_hit = np.unique(self._starts[hits], return_index=True)
-        return hits[first_hit]
+        least = np.repeat(np.minimum.reduceat(total, self._first), self._lengths)
+        places = np.where(total == least, np.arange(len(total)), len(total))
+        return np.minimum.reduceat(places, self._first)
 
 
 def _walk(chosen: list[tuple[int, int]], last: int) -> list[Choice]:

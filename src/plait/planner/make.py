@@ -12,7 +12,7 @@ from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, TooManyIdeals, all_ideals
 from plait.graph.intervals import cover_ideals
 from plait.planner.bounds import lower_bound
-from plait.planner.cover import Problem
+from plait.planner.cover import Problem, nearly_best
 from plait.planner.depth import Depth, Schedule
 from plait.planner.errors import PlanError
 from plait.planner.machines import Level, Machines
@@ -82,13 +82,15 @@ def make_partition(graph: Graph, machines: Machines, settings: Settings) -> Part
 
 
 def straight_partition(ideals: Ideals, machines: Machines) -> tuple[Placed, ...]:
-    """One device a stage, whatever memory it takes: how model parallelism would cut the same ideals."""
+    """One device a stage, balanced, whatever memory it takes: how model parallelism would cut the graph."""
     depth = Depth(Schedule.NONE, machines.count)
     ranges = ranges_of(ideals, stage_memory(ideals, Schedule.NONE, MemorySettings()), depth)
     level = Level(machines.count, machines.slowest_bytes_per_s)
-    solution = solve(ranges, (level,), Limits(straight=True))
-    assert solution is not None
-    return tuple(_flatten(solution.blocks, [1], [0]))
+    keep = list(range(len(ideals)))
+    problem = level_problem(ranges, ranges.compute_s, keep, level, 1, Limits(straight=True))
+    choices = nearly_best(problem, math.inf, float(ideals.compute_s[-1]) / machines.count)
+    assert choices is not None
+    return tuple(Placed(c.start, c.end, (s,)) for s, c in enumerate(choices))
 
 
 def check(graph: Graph, machines: Machines, settings: Settings) -> None:

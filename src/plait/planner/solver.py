@@ -84,7 +84,9 @@ def solve(ranges: Ranges, levels: tuple[Level, ...], limits: Limits) -> Solution
         compute.append(_all_ranges(ranges, compute[-1], level, _below(levels, index), limits, levels))
     solver = _Opening(ranges, compute, levels, limits)
     problem = solver.problem(len(levels) - 1, 0, len(ranges.crossing_bytes) - 1, 0)
-    choices = partition(problem, solver.memory_limit(len(levels) - 1))
+    # Each stage's cost times its replicas is at least its seconds, at every level.
+    floor = float(ranges.compute_s[0, -1]) / math.prod(level.count for level in levels)
+    choices = partition(problem, solver.memory_limit(len(levels) - 1), floor)
     if choices is None:
         return None
     blocks = solver.open(problem, choices, len(levels) - 1)
