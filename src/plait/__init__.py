@@ -10,9 +10,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_ROOMS: dict[str, str] = {}
+# What a user needs, and the room it lives in.
+_ROOMS: dict[str, str] = {
+    "Job": "plait.config",
+    "make_job": "plait.config",
+    "read_job": "plait.config",
+    "train": "plait.config",
+}
 
-__all__ = ["__version__"]
+__all__ = ["Job", "__version__", "make_job", "read_job", "train"]
 
 
 def __getattr__(name: str) -> Any:

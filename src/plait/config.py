@@ -18,7 +18,8 @@ from plait.cluster.hosts import LOCAL, Host, parse_hosts
 from plait.core.errors import JobError
 from plait.core.names import did_you_mean
 from plait.runtime import settings as run
-from plait.runtime.launch import Placement
+from plait.runtime.folder import choose_folder
+from plait.runtime.launch import Display, Placement, Silent, launch
 
 
 class Section(BaseModel):
@@ -227,6 +228,20 @@ def make_job(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job:
         return Job.model_validate(tree)
     except ValidationError as failure:
         raise JobError("\n".join(_explain(error) for error in failure.errors())) from None
+
+
+def train(
+    job: Job, *, resume: bool = False, run_folder: str | None = None, display: Display | None = None
+) -> dict[str, Any]:
+    """Run `job` on its workers to its end; what it came to, with `run`, the folder it left.
+
+    The same as `plait train`: the folder is new, `run_folder`, or on resume the latest of this job.
+    """
+    folder = choose_folder(Path(job.run_dir), job.name, resume, run_folder)
+    result = launch(
+        job.settings(), job.placement(), folder, display or Silent(), resume=resume, job_text=job.text()
+    )
+    return {**result, "run": str(folder.path)}
 
 
 class _Loader(yaml.SafeLoader):

@@ -84,6 +84,9 @@ def test_a_job_trains_evaluates_and_leaves_its_record(folder: Path):
     assert json.loads(plait("status", "t", "--json", cwd=folder).stdout)["state"] == "finished"
     again = plait("train", "job.yaml", "--resume", "--json", cwd=folder)
     assert json.loads(again.stdout)["step"] == result["step"]
+    over = plait("train", "job.yaml", "--run", "runs/t-001", cwd=folder)
+    assert over.returncode == 2
+    assert "holds a run already; go on with --resume" in over.stderr
 
 
 def test_json_mode_prints_one_object_and_nothing_else(folder: Path):

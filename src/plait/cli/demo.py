@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plait.runtime.folder import new_run
+from plait.runtime.folder import RunFolder
 
 DIGITS = """\
 name: demo
@@ -37,9 +37,9 @@ def demo(
     print("Plait trains a small ResNet on scikit-learn's 1,797 handwritten digits with two workers.")
     print("The job file:\n")
     print("    " + DIGITS.replace("\n", "\n    ").rstrip() + "\n")
-    folder = new_run(run_dir, job.name)
-    result = run_job(job, folder)
-    show_result(result, folder)
+    result = run_job(job)
+    show_result(result)
+    folder = RunFolder(Path(result["run"]))
     print(
         f"\nIn {folder.path}: job.yaml, the events in events/, each worker's output in logs/, checkpoints/."
     )

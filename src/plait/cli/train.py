@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from plait.core.errors import JobError
-from plait.runtime.folder import RunFolder, find_run, latest_run, new_run
+from plait.runtime.folder import RunFolder
+
+if TYPE_CHECKING:
+    from plait.config import Job
 
 STOPPED = 130
 
@@ -38,12 +41,11 @@ def train(
     from plait.config import read_job
 
     asked = read_job(job, [*(set_ or []), *_placed(workers, hosts, nic)])
-    folder = choose_folder(Path(asked.run_dir), asked.name, resume, run)
-    result = run_job(asked, folder, resume=resume, quiet=quiet or json_)
+    result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
     if json_:
-        print(json.dumps({**result, "run": str(folder.path)}))
+        print(json.dumps(result))
     else:
-        show_result(result, folder)
+        show_result(result)
     if result["reason"] == "stopped":
         raise typer.Exit(STOPPED)
 
@@ -62,31 +64,22 @@ def _placed(workers: int | None, hosts: str | None, nic: str | None) -> list[str
     return overrides
 
 
-def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None) -> RunFolder:
-    """The run's folder: a new one, the one named, or on resume the latest of this job."""
-    if run is not None:
-        return find_run(run, run_dir) if resume else RunFolder(Path(run))
-    latest = latest_run(run_dir, name) if resume else None
-    if resume and latest is None:
-        raise JobError(f"--resume: there is no run of {name!r} below {run_dir}/; start one without --resume")
-    return latest or new_run(run_dir, name)
-
-
-def run_job(asked: Any, folder: RunFolder, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+def run_job(
+    asked: Job, *, resume: bool = False, run: str | None = None, quiet: bool = False
+) -> dict[str, Any]:
     """Run the job with its progress shown."""
     from plait.cli.show import RunDisplay
-    from plait.runtime.launch import launch
+    from plait.config import train as train_job
 
     with RunDisplay(quiet) as display:
-        return launch(
-            asked.settings(), asked.placement(), folder, display, resume=resume, job_text=asked.text()
-        )
+        return train_job(asked, resume=resume, run_folder=run, display=display)
 
 
-def show_result(result: dict[str, Any], folder: RunFolder) -> None:
+def show_result(result: dict[str, Any]) -> None:
     """The result table, and where to look next."""
     from plait.cli.show import print_table, result_table
 
+    folder = RunFolder(Path(result["run"]))
     print_table(result_table(result))
     if result["reason"] == "stopped":
         print(f"stopped; go on with: plait train {folder.job} --resume --run {folder.path}")

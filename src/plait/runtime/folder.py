@@ -86,3 +86,20 @@ def find_run(text: str, run_dir: Path = Path("runs")) -> RunFolder:
     close = nearest(os.path.basename(text), known)
     hint = f"; did you mean {close!r}?" if close else f"; there is no such run below {run_dir}/"
     raise InputError(f"RUN: found {text!r}, expected a run's folder or name{hint}")
+
+
+def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None) -> RunFolder:
+    """The run's folder: a new one, the one named, or on resume the latest of this job."""
+    if run is not None and resume:
+        return find_run(run, run_dir)
+    if run is not None:
+        folder = RunFolder(Path(run))
+        if folder.settings.exists():
+            raise InputError(f"--run: {run} holds a run already; go on with --resume, or name another folder")
+        return folder
+    latest = latest_run(run_dir, name) if resume else None
+    if resume and latest is None:
+        raise InputError(
+            f"--resume: there is no run of {name!r} below {run_dir}/; start one without --resume"
+        )
+    return latest or new_run(run_dir, name)

@@ -44,6 +44,22 @@ class Display(Protocol):
     def stopping(self) -> None: ...
 
 
+class Silent:
+    """A display that shows nothing."""
+
+    def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None:
+        pass
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        pass
+
+    def printed(self, line: str) -> None:
+        pass
+
+    def stopping(self) -> None:
+        pass
+
+
 class _Status:
     """Keeps the run's status file up to date and passes everything on to the display."""
 
