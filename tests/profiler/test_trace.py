@@ -65,6 +65,26 @@ def test_layers_are_named_by_their_module_path_and_a_second_call_by_its_number()
     assert ids == ["embed", "mean", "shared", "tanh", "shared@2", "sub", "norm", "head"]
 
 
+def test_a_call_that_returns_its_argument_does_not_come_between_the_argument_and_its_later_uses() -> None:
+    class Normed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.contiguous().to(x.dtype).exp()
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.normed = Normed()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.normed(x) + x
+
+    traced = trace(Residual(), (torch.randn(2, 3),))
+    add = traced.boundary([traced.layer_by_id["add"]])
+    assert [traced.layer_of[name] for name in add.inputs] == ["first", "normed.exp"]
+
+
 def test_tied_parameters_have_one_first_name_in_every_stage() -> None:
     model, inputs = make("called-twice", batch=2)
     traced = trace(model, inputs)
@@ -81,6 +101,24 @@ def test_a_stage_follows_train_and_eval() -> None:
     stage.module.eval()
     (logits, _) = stage.module(*inputs)
     torch.testing.assert_close(logits, copy.deepcopy(model).eval()(*inputs)["logits"])
+
+
+def test_a_module_that_was_frozen_by_itself_stays_frozen_in_a_stage() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].eval()
+    stage = cut(trace(model, (torch.randn(4, 3),)), ["0", "1"])
+    assert stage.module.training
+    assert not model[1].training
+
+
+def test_the_shape_of_a_value_is_known_before_it_is_made() -> None:
+    model, example = make("masked", batch=4)
+    traced = trace(model, example)
+    inputs = (torch.zeros(6, 9, dtype=torch.long), torch.ones(6, dtype=torch.long))
+    ids = [layer.id for layer in traced.layers]
+    stage = cut(traced, ids[: ids.index("head")])
+    shapes = [value.shape_at(traced.sizes_of(inputs)) for value in stage.outputs]
+    assert shapes == [tuple(tensor.shape) for tensor in stage.module(*inputs)]
 
 
 def test_dropout_in_a_stage_is_fresh_in_every_pass() -> None:

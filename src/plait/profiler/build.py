@@ -40,7 +40,8 @@ def build(
     source = write_source(traced, layers, boundary, own_inputs)
     name = layers[0].id if len(layers) == 1 else f"{layers[0].id} to {layers[-1].id}"
     module = LayersModule(source, attributes_of(traced, layers), name)
-    return module.train(traced.model.training)
+    module.training = traced.model.training  # and of its parts, each keeps its own mode
+    return module
 
 
 def attributes_of(traced: TracedModel, layers: Iterable[Layer]) -> Iterator[tuple[str, Any, bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,6 +107,7 @@ def profile_model(
         if on_progress is not None:
             on_progress(done, total)
 
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
     with _at_home(model, device) as place:
         inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), inputs)
         traced = trace(model, inputs)
@@ -166,7 +167,7 @@ def _at_home(model: nn.Module, device: torch.device | str | None) -> Iterator[to
     place = home if device is None else torch.device(device)
     gradients = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
-        parameter.grad = None  # of another device than the parameter, once that has moved
+        parameter.grad = None  # it would not move with the parameter
     buffers = [buffer.detach().clone() for buffer in model.buffers()]
     devices = [place] if place.type == "cuda" else []
     try:

@@ -79,15 +79,17 @@ class Recorder(TorchFunctionMode):
 
     # What the trace tells the recorder.
 
-    def replace_buffers(self, model: nn.Module, mode: FakeTensorMode) -> None:
-        """Let `model` run on copies of its buffers without values; whoever calls puts the buffers back."""
+    def replace_tensors(self, model: nn.Module, mode: FakeTensorMode) -> None:
+        """Let `model` run on parameters and buffers without values; whoever calls puts its own back."""
         for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    stand_in = mode.from_tensor(buffer, static_shapes=True)
-                    self._attributes[id(stand_in)] = self._attributes[id(buffer)]
-                    self._kept.append(stand_in)
-                    module._buffers[name] = stand_in
+            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for holder in holders:
+                for name, tensor in holder.items():
+                    if tensor is not None:
+                        stand_in = mode.from_tensor(tensor, static_shapes=True)  # tied ones get the same
+                        self._attributes[id(stand_in)] = self._attributes[id(tensor)]
+                        self._kept.append(stand_in)
+                        holder[name] = stand_in
 
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -229,7 +231,7 @@ class Recorder(TorchFunctionMode):
         }
         node = self._create(kind, target, lowered, lowered_kwargs)
         node.meta |= meta
-        if _writes(target):  # a write into a buffer shows in no version: the model's tensors are not touched
+        if _writes(target):
             node.meta["writes"] = tuple(arg.meta["storage"] for arg in node.all_input_nodes[:1])
         return node
 
@@ -269,10 +271,7 @@ class Recorder(TorchFunctionMode):
             return result
         if isinstance(result, (tuple, list)):
             parts = [self._bind_item(node, i, part, unchanged) for i, part in enumerate(result)]
-            if type(result) in (tuple, list):
-                return type(result)(parts)
-            same = all(part is old for part, old in zip(parts, result))
-            return result if same else type(result)(parts)
+            return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
         if isinstance(result, dict):
             return {key: self._bind_item(node, key, part, unchanged) for key, part in result.items()}
         return result

@@ -61,7 +61,7 @@ def trace(model: nn.Module, inputs: Inputs) -> TracedModel:
     return TracedModel(
         model,
         recorder.graph,
-        _layers(model, recorder.graph),
+        _layers(model, recorder),
         tuple(node.name for node in nodes),
         outputs,
         tuple(output_leaves),
@@ -76,9 +76,9 @@ def _run(
     """Record one forward pass; the parts of what it returned, nodes in place of tensors."""
     try:
         with _unchanged(model), _quiet():
-            recorder.replace_buffers(model, mode)
+            recorder.replace_tensors(model, mode)
             # The dispatcher in Python knows symbolic sizes where the one in C++ would fix them.
-            with mode, enable_python_dispatcher(), recorder.watching():
+            with torch.enable_grad(), mode, enable_python_dispatcher(), recorder.watching():
                 result = model(*args, **kwargs)
                 leaves, spec = pytree.tree_flatten(result)
                 return [_output_leaf(recorder, leaf) for leaf in leaves], spec
@@ -179,9 +179,9 @@ def _settle_sizes(graph: fx.Graph, sizes: Sizes) -> None:
             node.meta["symbols"] = tuple(sorted(free, key=str))
 
 
-def _layers(model: nn.Module, graph: fx.Graph) -> tuple[Layer, ...]:
+def _layers(model: nn.Module, recorder: Recorder) -> tuple[Layer, ...]:
     groups: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
+    for node in recorder.graph.nodes:
         if node.op != "placeholder":
             groups.setdefault(node.meta["group"], []).append(node)
     parameters = dict(_first_names(model.named_parameters(remove_duplicate=False)))
@@ -191,7 +191,8 @@ def _layers(model: nn.Module, graph: fx.Graph) -> tuple[Layer, ...]:
     for nodes in groups.values():
         name = _layer_name(nodes)
         seen[name] += 1
-        used = {id(tensor) for node in nodes for tensor in _tensors_of(model, node)}
+        own = [node for node in nodes if node.target not in recorder.constants]
+        used = {id(tensor) for node in own for tensor in _tensors_of(model, node)}
         layers.append(
             Layer(
                 name if seen[name] == 1 else f"{name}@{seen[name]}",
@@ -217,7 +218,7 @@ def _tensors_of(model: nn.Module, node: fx.Node) -> Iterator[Tensor]:
         module = model.get_submodule(str(node.target))
         yield from module.parameters()
         yield from module.buffers()
-    elif node.op == "get_attr" and not str(node.target).startswith("constant_"):
+    elif node.op == "get_attr":
         owner, _, name = str(node.target).rpartition(".")
         yield getattr(model.get_submodule(owner), name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,10 @@ class Value:
     shape: Shape
     dtype: torch.dtype
     requires_grad: bool
+
+    def shape_at(self, sizes: Mapping[Symbol, int]) -> tuple[int, ...]:
+        """Its shape where the symbols have these sizes; see `TracedModel.sizes_of`."""
+        return tuple(size if isinstance(size, int) else int(size.subs(sizes)) for size in self.shape)
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,6 @@ class TracedModel:
     The nodes name modules, parameters and buffers of `model` by their path; `constants` holds the
     tensors that are neither. `inputs` and `outputs` are names of values; `output_spec` rebuilds what the
     model returns from its outputs (what is neither a tensor nor a plain value comes back as None).
-    `parameter_names` gives each parameter's name by identity: tied parameters have one.
     """
 
     model: nn.Module
@@ -85,6 +88,15 @@ class TracedModel:
     def value(self, name: str) -> Value:
         meta = self.node_by_name[name].meta
         return Value(name, meta["shape"], meta["dtype"], meta["requires_grad"])
+
+    def sizes_of(self, inputs: Sequence[torch.Tensor]) -> dict[Symbol, int]:
+        """The sizes that the symbols have for these inputs (tensors, in the order of `inputs`)."""
+        return {
+            symbol: size
+            for name, tensor in zip(self.inputs, inputs, strict=True)
+            for symbol, size in zip(self.value(name).shape, tensor.shape, strict=True)
+            if isinstance(symbol, Symbol)
+        }
 
     def select(self, ids: Iterable[str]) -> tuple[Layer, ...]:
         """The layers named, in the order of execution."""
