@@ -1,0 +1,11 @@
+"""Fusion: K models of one shape in, one module that trains them all at once out.
+
+The models' own forward runs on tensors that carry the trials axis (`tensor.py`), one rule for each operation
+that matters (`rules/`). Hyperparameters are vectors with one entry a trial. Nothing here starts a process.
+"""
+
+from plait.fusion.check import group_by_shape
+from plait.fusion.errors import FusionError
+from plait.fusion.module import FusedModule, Shared, fuse
+
+__all__ = ["FusedModule", "FusionError", "Shared", "fuse", "group_by_shape"]

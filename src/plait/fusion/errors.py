@@ -1,0 +1,30 @@
+"""Errors of fusion, and the line of the user's code that an error is about."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from plait.core.errors import InputError
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+
+class FusionError(InputError):
+    """The models, or something they do, cannot be fused as they are."""
+
+
+def user_line() -> str:
+    """`file:line: source` of the innermost frame outside torch and this room."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<")):
+        frame = frame.f_back
+    if frame is None:
+        return "unknown line"
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{name}:{number}: {linecache.getline(name, number).strip()}"

@@ -1,0 +1,181 @@
+"""What computes a torch function that has no rule: its own Python body, vmap, or the trials one by one."""
+
+from __future__ import annotations
+
+import types
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plait.fusion.errors import FusionError, user_line
+from plait.fusion.per_trial import PerTrial
+from plait.fusion.registry import RULES, Arguments, Function, Options, Rule, spellings
+from plait.fusion.tensor import Trials, TrialTensor, leaves, trials_of, wrap
+
+# What these return is read by Python, and Python can take only one branch.
+_VALUES = (
+    "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ is_nonzero equal "
+    "allclose nonzero argwhere unique unique_consecutive masked_select bincount __contains__"
+)
+_METADATA = (
+    "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device "
+    "is_contiguous stride storage_offset __len__ is_inference is_conj is_neg __format__ __hash__"
+)
+_RANDOM = "randint_like bernoulli bernoulli_ multinomial normal_ uniform_ normal poisson random_"
+
+
+def find_rule(function: Function) -> Rule:
+    """The rule for a function that the table does not hold; the table remembers it."""
+    if getattr(function, "__name__", "") == "__get__":
+        return metadata
+    if isinstance(function, types.FunctionType) and (function.__module__ or "").startswith("torch."):
+        return descend
+    return vmap_rule
+
+
+def metadata(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """What the wrapper itself knows: shape, type, device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def descend(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Run the Python body that torch has for `function`, on trial tensors; its operations have rules."""
+    return _body(function)(*args, **kwargs)
+
+
+@cache
+def _body(function: types.FunctionType) -> types.FunctionType:
+    """`function` without its question whether a tensor overrides it, which led here."""
+    never = {
+        name: lambda *tensors: False
+        for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    }
+    body = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **never},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+def vmap_rule(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """The function under torch.func.vmap; once vmap refuses it, trial by trial from then on."""
+    if is_in_place(function):
+        refuse_shared_target(function, args)
+    if any(isinstance(leaf, PerTrial) for leaf in leaves((args, kwargs))):
+        return loop(function, args, kwargs)
+    try:
+        return _vmapped(function, args, kwargs)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        # A call that is wrong in itself fails here too, with torch's own message about one trial.
+        outcome = loop(function, args, kwargs)
+        RULES[function] = loop
+        return outcome
+
+
+def _vmapped(function: Function, args: Arguments, kwargs: Options) -> Any:
+    trials = trials_of(args, kwargs)
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, TrialTensor)]
+
+    def call(*inner: Tensor) -> Any:
+        values = list(flat)
+        for place, tensor in zip(places, inner):
+            values[place] = tensor
+        some_args, some_kwargs = pytree.tree_unflatten(values, spec)
+        return function(*some_args, **some_kwargs)
+
+    outcome = torch.func.vmap(call, randomness="error")(*(flat[i].stacked for i in places))
+    return args[0] if is_in_place(function) else wrap(outcome, trials)
+
+
+def loop(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """The function for one trial after another, the outcomes stacked."""
+    trials = trials_of(args, kwargs)
+    outcomes = [
+        function(*one_trial(args, trial), **one_trial(kwargs, trial)) for trial in range(trials.count)
+    ]
+    return args[0] if is_in_place(function) else stack_outcomes(outcomes, trials)
+
+
+def is_in_place(function: Function) -> bool:
+    """Whether `function` writes into its first argument, by torch's naming."""
+    name = getattr(function, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+
+
+def refuse_shared_target(function: Function, args: Arguments) -> None:
+    """One tensor that all trials share cannot hold what differs between them."""
+    if not isinstance(args[0], TrialTensor):
+        raise FusionError(
+            f"{user_line()}\n  writes what differs between trials into a tensor that all trials share; make "
+            f"that tensor from one of the model's own (x.new_zeros(...), torch.zeros_like(x)), or write it "
+            f"without the in-place operation"
+        )
+
+
+def one_trial(values: Any, trial: int) -> Any:
+    """`values` as one trial sees them: its slice of each trial tensor, its value of each hyperparameter."""
+
+    def pick(value: Any) -> Any:
+        if isinstance(value, TrialTensor):
+            return value.stacked[trial]
+        return value.of(trial) if isinstance(value, PerTrial) else value
+
+    return pytree.tree_map(pick, values)
+
+
+def stack_outcomes(outcomes: list[Any], trials: Trials) -> Any:
+    """What each trial returned, tensor by tensor, as trial tensors."""
+    flat, spec = zip(*(pytree.tree_flatten(outcome) for outcome in outcomes))
+    if any(other != spec[0] for other in spec):
+        raise FusionError(f"{user_line()}\n  returns something of another structure in some trials")
+    return pytree.tree_unflatten([_join(values, trials) for values in zip(*flat)], spec[0])
+
+
+def _join(values: tuple[Any, ...], trials: Trials) -> Any:
+    if not isinstance(values[0], Tensor):
+        return values[0]
+    shapes = {tuple(value.shape) for value in values}
+    if len(shapes) > 1:
+        raise FusionError(
+            f"{user_line()}\n  has another shape in some trials: {sorted(shapes)}; fused trials have one"
+        )
+    return TrialTensor(torch.stack(values), trials)
+
+
+def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Python may look at a value where there is one trial; several have several."""
+    trials = trials_of(args, kwargs)
+    name = getattr(function, "__name__", str(function))
+    if trials.count == 1:
+        outcome = function(*one_trial(args, 0), **one_trial(kwargs, 0))
+        return wrap(outcome.unsqueeze(0), trials) if isinstance(outcome, Tensor) else outcome
+    raise FusionError(
+        f"{user_line()}\n  looks at a tensor's value in Python ({name}), and {trials.count} trials have "
+        f"{trials.count} values; name the module in fuse(..., unfused=[...]) to run it trial by trial"
+    )
+
+
+def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """A draw from torch's one generator would tie the trials together."""
+    name = getattr(function, "__name__", str(function))
+    raise FusionError(
+        f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; use dropout, "
+        f"torch.rand_like or torch.randn_like, which have a stream for each trial"
+    )
+
+
+for _spelling in spellings(_VALUES.split()):
+    RULES[_spelling] = refuse_values
+for _spelling in spellings(_RANDOM.split()):
+    RULES[_spelling] = refuse_random
+for _spelling in spellings(_METADATA.split()):
+    RULES[_spelling] = metadata

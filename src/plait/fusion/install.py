@@ -1,0 +1,103 @@
+"""Put trial tensors where a module keeps its parameters and buffers, and take them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.fusion.tensor import Trials, TrialTensor, unwrap
+
+Wrap = Callable[[Tensor], TrialTensor]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a module that holds a tensor: one of its parameters or buffers."""
+
+    tensors: dict[str, Any]
+    name: str
+    is_buffer: bool
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """All places in `module` and its submodules; a tied weight has several."""
+    found = []
+    for part in module.modules():
+        found += [
+            Slot(part._parameters, name, False) for name, p in part._parameters.items() if p is not None
+        ]
+        found += [Slot(part._buffers, name, True) for name, b in part._buffers.items() if b is not None]
+    return found
+
+
+class Wrappers:
+    """Trial tensors around a module's own, made once and kept while the tensors stay where they are."""
+
+    def __init__(self, trials: Trials) -> None:
+        self.trials = trials
+        self._kept: dict[int, tuple[Tensor, Any, TrialTensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> TrialTensor:
+        place = (tensor.dtype, tensor.device, tensor.shape)
+        kept = self._kept.get(id(tensor))
+        if kept is not None and kept[0] is tensor and kept[1] == place:
+            return kept[2]
+        wrapper = TrialTensor(tensor, self.trials)
+        self._kept[id(tensor)] = (tensor, place, wrapper)
+        return wrapper
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+
+@contextmanager
+def installed(module: nn.Module, slots: list[Slot], wrap: Wrap, trials: Trials) -> Iterator[None]:
+    """Within, `module` has trial tensors for parameters and buffers; after, what it had.
+
+    A buffer that the module re-assigned meanwhile keeps the new value, as it would in a lone model.
+    """
+    before = [slot.tensors[slot.name] for slot in slots]
+    wrappers: list[TrialTensor] = []
+    for slot, tensor in zip(slots, before):
+        assert tensor is not None
+        wrappers.append(wrap(tensor))
+        slot.tensors[slot.name] = wrappers[-1]
+    refresh_recurrent(module)
+    try:
+        yield
+    finally:
+        for slot, tensor, wrapper in zip(slots, before, wrappers):
+            now = slot.tensors[slot.name]
+            if slot.is_buffer and now is not wrapper and now is not None:
+                slot.tensors[slot.name] = _own(unwrap(now, trials), now)
+            else:
+                slot.tensors[slot.name] = tensor
+        refresh_recurrent(module)
+
+
+def _own(inner: Tensor, now: Tensor) -> Tensor:
+    """A buffer of all trials; one tensor that they share is copied, so that each can write its own."""
+    return inner if isinstance(now, TrialTensor) else inner.clone()
+
+
+def refresh_recurrent(module: nn.Module) -> None:
+    """LSTM and its kind keep a second list of their weights."""
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+
+def shared_names(module: nn.Module) -> dict[str, int]:
+    """Each parameter's name, and a number that tied names have in common."""
+    named = module.named_parameters(remove_duplicate=False)
+    ids: dict[int, int] = {}
+    return {name: ids.setdefault(id(parameter), len(ids)) for name, parameter in named}
+
+
+def stack(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.detach() for tensor in tensors])

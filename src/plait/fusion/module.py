@@ -1,0 +1,154 @@
+"""`fuse`: K models of one shape as one module, whose parameters have the trials axis first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import plait.fusion.rules  # noqa: F401  (fills the table of rules)
+from plait.fusion.check import check_models, hyperparameters
+from plait.fusion.errors import FusionError
+from plait.fusion.install import Wrappers, installed, refresh_recurrent, slots_of, stack
+from plait.fusion.mode import TrialMode
+from plait.fusion.patches import Patch, patch_norms
+from plait.fusion.per_trial import PerTrial
+from plait.fusion.random import Streams
+from plait.fusion.tensor import Trials, TrialTensor, unwrap
+from plait.fusion.unfused import patch_unfused
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An input that is the same for all trials, without the trials axis."""
+
+    tensor: Tensor
+
+
+def fuse(
+    models: Sequence[nn.Module],
+    seeds: Sequence[int] | None = None,
+    ages: Sequence[int] | None = None,
+    unfused: Iterable[str] = (),
+) -> FusedModule:
+    """One module that computes, and trains, all of `models` at once; the models stay as they are.
+
+    The models have the same shapes; float attributes that differ (a dropout's `p`) become hyperparameters of
+    the trials. `seeds` are the trials' random streams (0, 1, 2... where none are given), `ages` how many
+    training forwards each has behind it. Submodules named in `unfused` run trial by trial; "" names them all.
+    """
+    models = list(models)
+    check_models(models)
+    count = len(models)
+    seeds = list(range(count)) if seeds is None else list(seeds)
+    ages = [0] * count if ages is None else list(ages)
+    for what, given in (("seeds", seeds), ("ages", ages)):
+        if len(given) != count:
+            raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
+    return FusedModule(models, seeds, ages, tuple(unfused))
+
+
+class FusedModule(nn.Module):
+    """K trials of one model. Tensors that enter and leave have the trials axis first.
+
+    `module` has the structure and the parameter names of one trial, each parameter being (trials, ...).
+    """
+
+    seeds: Tensor
+    ages: Tensor
+
+    def __init__(
+        self, models: list[nn.Module], seeds: list[int], ages: list[int], unfused: tuple[str, ...]
+    ) -> None:
+        super().__init__()
+        self.module = _stacked(models)
+        device = next((tensor.device for tensor in models[0].parameters()), torch.device("cpu"))
+        self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
+        self.register_buffer("ages", torch.tensor(ages, dtype=torch.int64, device=device))
+        self._trials = Trials(len(models))
+        self._wrappers = Wrappers(self._trials)
+        patch_norms(self.module)
+        patch_unfused(self.module, unfused, self._trials)
+
+    @property
+    def trials(self) -> int:
+        """How many trials there are."""
+        return self._trials.count
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What each trial's model returns for its slice of the arguments, trials first."""
+        return self.call(lambda module, *a, **k: module(*a, **k), *args, **kwargs)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `function(model, *args)` returns for each trial: any code that is written for one model."""
+        slots = slots_of(self.module)
+        with installed(self.module, slots, self._wrappers, self._trials):
+            outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
+        if self.training:
+            self.ages.add_(1)
+        return outcome
+
+    def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `function(*args)` returns for each trial: a loss, say, as a vector with one value a trial."""
+        self._trials.streams = Streams(self.seeds, self.ages)
+        entered_args, entered_kwargs = pytree.tree_map(self._enter, (args, kwargs))
+        with TrialMode(self._trials):
+            outcome = function(*entered_args, **entered_kwargs)
+        return pytree.tree_map(self._leave, outcome)
+
+    def _enter(self, value: Any) -> Any:
+        if isinstance(value, Shared):
+            return value.tensor
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0 or value.shape[0] != self.trials:
+            raise FusionError(
+                f"fused module: found an input of shape {tuple(value.shape)}, expected the trials axis "
+                f"first: ({self.trials}, ...); wrap what all trials share as plait.fusion.Shared(x)"
+            )
+        return TrialTensor(value, self._trials)
+
+    def _leave(self, value: Any) -> Any:
+        return unwrap(value, self._trials) if isinstance(value, Tensor) else value
+
+    def split(self) -> list[nn.Module]:
+        """The trials as ordinary modules, which share no memory with this one."""
+        return [self.trial(number) for number in range(self.trials)]
+
+    def trial(self, number: int) -> nn.Module:
+        """One trial as an ordinary module."""
+        memo: dict[int, Any] = {}
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            own = tensor.detach()[number].clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if is_parameter else own
+        made = copy.deepcopy(self.module, memo)
+        for part in made.modules():
+            if isinstance(part.__dict__.get("forward"), Patch):
+                del part.forward
+            for name, value in list(vars(part).items()):
+                if isinstance(value, PerTrial):
+                    setattr(part, name, value.of(number))
+        return made
+
+
+def _stacked(models: list[nn.Module]) -> nn.Module:
+    """A copy of the first model whose tensors are those of all models, one above the other."""
+    states = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
+    buffers = [dict(model.named_buffers(remove_duplicate=False)) for model in models]
+    memo: dict[int, Any] = {}
+    for name, parameter in states[0].items():
+        stacked = stack([state[name] for state in states])
+        memo.setdefault(id(parameter), nn.Parameter(stacked, parameter.requires_grad))
+    for name, buffer in buffers[0].items():
+        memo.setdefault(id(buffer), stack([buffer_dict[name] for buffer_dict in buffers]))
+    module = copy.deepcopy(models[0], memo)
+    for path, attribute, values in hyperparameters(models):
+        setattr(module.get_submodule(path), attribute, PerTrial(values))
+    refresh_recurrent(module)
+    return module

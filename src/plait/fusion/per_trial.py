@@ -1,0 +1,77 @@
+"""A float hyperparameter that each trial has its own value of, such as a dropout probability."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from plait.fusion.errors import FusionError, user_line
+
+
+class PerTrial(float):
+    """A float in the eyes of a module, and one value a trial in those of the rules.
+
+    Arithmetic stays per trial. A comparison answers where all trials agree, and is refused elsewhere: the
+    fused forward cannot take both branches.
+    """
+
+    values: tuple[float, ...]
+
+    def __new__(cls, values: Sequence[float]) -> PerTrial:
+        made = super().__new__(cls, values[0])
+        made.values = tuple(float(value) for value in values)
+        return made
+
+    def of(self, trial: int) -> float:
+        return self.values[trial]
+
+    def __repr__(self) -> str:
+        return f"PerTrial{self.values}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PerTrial, (self.values,))
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+
+def _other_values(other: Any, count: int) -> Sequence[float] | None:
+    if isinstance(other, PerTrial):
+        return other.values
+    return [float(other)] * count if isinstance(other, (int, float)) else None
+
+
+def _arithmetic(operation: Callable[[float, float], float], swapped: bool) -> Callable[..., Any]:
+    def apply(self: PerTrial, other: Any) -> Any:
+        others = _other_values(other, len(self.values))
+        if others is None:
+            return NotImplemented
+        pairs = zip(others, self.values) if swapped else zip(self.values, others)
+        return PerTrial([operation(a, b) for a, b in pairs])
+
+    return apply
+
+
+def _comparison(operation: Callable[[float, float], bool]) -> Callable[..., Any]:
+    def apply(self: PerTrial, other: Any) -> Any:
+        others = _other_values(other, len(self.values))
+        if others is None:
+            return NotImplemented
+        answers = {operation(a, b) for a, b in zip(self.values, others)}
+        if len(answers) > 1:
+            raise FusionError(
+                f"{user_line()}\n  compares a hyperparameter that differs between trials {self.values} with "
+                f"{other}, and the answers differ; fuse trials with equal answers together, or name this "
+                f"module in fuse(..., unfused=[...])"
+            )
+        return answers.pop()
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(PerTrial, f"__{_name}__", _arithmetic(getattr(operator, _name), swapped=False))
+    setattr(PerTrial, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(PerTrial, f"__{_name}__", _comparison(getattr(operator, _name)))

@@ -1,0 +1,140 @@
+"""Random numbers that belong to a trial: a hash of its seed, its age, the call and the element.
+
+No generator has a state, so a trial draws the same numbers wherever and beside whomever it is trained, on any
+device, inside a CUDA graph as well as outside.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from plait.fusion.errors import FusionError, user_line
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORD = (1 << 32) - 1
+
+
+class Streams:
+    """The random streams of K trials during one forward.
+
+    `seeds` and `ages` hold one int64 a trial; the age counts the forwards a trial was trained through.
+    `calls` counts the draws of this forward, so that two dropouts differ; where trials ran one by one and
+    drew unequally often, each has a count of its own.
+    """
+
+    def __init__(self, seeds: Tensor, ages: Tensor, calls: int | tuple[int, ...] = 0) -> None:
+        self.seeds = seeds
+        self.ages = ages
+        self.calls = calls
+        self._keys: tuple[Tensor, Tensor] | None = None
+
+    def bits(self, shape: tuple[int, ...]) -> Tensor:
+        """32 random bits as int32 for each trial and element: (trials, *shape)."""
+        if torch._C._current_graph_task_id() != -1:
+            raise FusionError(
+                f"{user_line()}\n  draws random numbers while a checkpointed part is computed again; the "
+                f"fused forward cannot repeat the first draw there; keep dropout out of checkpointed parts"
+            )
+        if self._keys is None:
+            self._keys = _keys(self.seeds, self.ages)
+        offset, factor = (key ^ self._call_key(number) for number, key in enumerate(self._keys))
+        self._count()
+        counter = torch.arange(math.prod(shape), dtype=torch.int32, device=self.seeds.device)
+        words = counter * (factor | 1).unsqueeze(1)
+        words += offset.unsqueeze(1)
+        return _scramble(words).view(-1, *shape)
+
+    def of_trial(self, trial: int) -> Streams:
+        """The stream of one trial, as it stands now."""
+        one = slice(trial, trial + 1)
+        calls = self.calls if isinstance(self.calls, int) else self.calls[trial]
+        return Streams(self.seeds[one], self.ages[one], calls)
+
+    def follow(self, streams: list[Streams]) -> None:
+        """Go on where the streams of the single trials ended."""
+        counts = tuple(one.calls for one in streams if isinstance(one.calls, int))
+        self.calls = counts[0] if len(set(counts)) == 1 else counts
+
+    def _call_key(self, number: int) -> int | Tensor:
+        if isinstance(self.calls, int):
+            return _signed(_mix(self.calls * 2 + number))
+        keys = [_signed(_mix(calls * 2 + number)) for calls in self.calls]
+        return torch.tensor(keys, dtype=torch.int32, device=self.seeds.device)
+
+    def _count(self) -> None:
+        counts = self.calls
+        self.calls = counts + 1 if isinstance(counts, int) else tuple(calls + 1 for calls in counts)
+
+    def uniform(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Numbers in [0, 1) with 24 random bits: (trials, *shape)."""
+        return ((self.bits(shape) >> 8) & 0xFFFFFF).to(dtype) * 2.0**-24
+
+    def normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Standard normal numbers by Box and Muller's method: (trials, *shape)."""
+        wide = torch.promote_types(dtype, torch.float32)
+        radius = (-2.0 * torch.log1p(-self.uniform(shape, wide))).sqrt()
+        angle = self.uniform(shape, wide) * (2.0 * math.pi)
+        return (radius * angle.cos()).to(dtype)
+
+    def keep(self, shape: tuple[int, ...], chance: float | tuple[float, ...], dtype: torch.dtype) -> Tensor:
+        """1 / (1 - p) where an element is kept and 0 where it is dropped, p being the `chance` to drop."""
+        threshold, scale = _thresholds(chance, len(shape), self.seeds.device, dtype)
+        return (self.bits(shape) >= threshold).to(dtype).mul_(scale)
+
+
+@lru_cache(maxsize=256)
+def _thresholds(
+    chance: float | tuple[float, ...], dims: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor | int, Tensor | float]:
+    chances = (chance,) if isinstance(chance, float) else chance
+    if any(not 0.0 <= p <= 1.0 for p in chances):
+        raise FusionError(f"dropout: found p = {chance}, expected values between 0 and 1")
+    # A p of 1 keeps one element in 2**32, and the scale of 0 drops that one too.
+    levels = [min(round(p * 2**32), _WORD) - 2**31 for p in chances]
+    scales = [1.0 / (1.0 - p) if p < 1.0 else 0.0 for p in chances]
+    if len(chances) == 1:
+        return levels[0], scales[0]
+    shape = (len(chances),) + (1,) * dims
+    return (
+        torch.tensor(levels, dtype=torch.int32, device=device).view(shape),
+        torch.tensor(scales, dtype=dtype, device=device).view(shape),
+    )
+
+
+def _keys(seeds: Tensor, ages: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 keys a trial, by the finaliser of splitmix64 over seed and age."""
+    word = seeds * _signed64(_GOLDEN) + ages * _signed64(0xD1B54A32D192ED03) + 1
+    word = (word ^ ((word >> 30) & ((1 << 34) - 1))) * _signed64(0xBF58476D1CE4E5B9)
+    word = (word ^ ((word >> 27) & ((1 << 37) - 1))) * _signed64(0x94D049BB133111EB)
+    word = word ^ ((word >> 31) & ((1 << 33) - 1))
+    return word.to(torch.int32), (word >> 32).to(torch.int32)
+
+
+def _scramble(words: Tensor) -> Tensor:
+    """The finaliser of murmur3 on each int32, in place; shifts of signed words need a mask."""
+    words ^= (words >> 16) & 0xFFFF
+    words *= _signed(0x85EBCA6B)
+    words ^= (words >> 13) & 0x7FFFF
+    words *= _signed(0xC2B2AE35)
+    words ^= (words >> 16) & 0xFFFF
+    return words
+
+
+def _mix(number: int) -> int:
+    """The finaliser of murmur3 on one Python number."""
+    word = (number + 1) * 0x9E3779B1 & _WORD
+    word = (word ^ (word >> 16)) * 0x85EBCA6B & _WORD
+    word = (word ^ (word >> 13)) * 0xC2B2AE35 & _WORD
+    return word ^ (word >> 16)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _signed64(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word

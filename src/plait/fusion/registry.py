@@ -1,0 +1,51 @@
+"""The table of rules: which of our functions computes a torch function for all trials at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Arguments = tuple[Any, ...]
+Options = dict[str, Any]
+Function = Callable[..., Any]
+# What the model called, with the arguments of that call, trial tensors among them.
+Rule = Callable[[Function, Arguments, Options], Any]
+
+RULES: dict[Function, Rule] = {}
+
+# One operation is reached as torch.relu, Tensor.relu, F.relu; each is a function of its own to torch.
+_PLACES = (torch, torch.Tensor, F, torch._C._nn, torch.special)
+
+
+def spellings(names: Iterable[str]) -> Iterator[Function]:
+    """Every function of torch called one of `names`; a name that this torch has not is left out."""
+    for name in names:
+        for place in _PLACES:
+            function = getattr(place, name, None)
+            if callable(function):
+                yield function
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Make the decorated function the rule for all spellings of `names`."""
+
+    def register(function: Rule) -> Rule:
+        for spelling in spellings(names):
+            RULES[spelling] = function
+        return function
+
+    return register
+
+
+def getter(name: str) -> Function:
+    """What torch calls when a tensor's property `name` is read."""
+    found: Function = vars(torch._C.TensorBase)[name].__get__
+    return found
+
+
+def arguments_of(names: str, defaults: Options, args: Arguments, kwargs: Options) -> Options:
+    """The arguments of a call by name; `names` says their order, `defaults` those that may be left out."""
+    return {**defaults, **dict(zip(names.split(), args)), **kwargs}

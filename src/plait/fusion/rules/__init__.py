@@ -1,0 +1,32 @@
+"""Rules: one function of ours for each function of torch that matters, computed for all trials at once.
+
+Importing this package fills the table in `plait.fusion.registry`.
+"""
+
+from plait.fusion.rules import (
+    attention,
+    convolution,
+    dense,
+    dropout,
+    elementwise,
+    losses,
+    normalisation,
+    pooling,
+    recurrent,
+    reductions,
+    shapes,
+)
+
+__all__ = [
+    "attention",
+    "convolution",
+    "dense",
+    "dropout",
+    "elementwise",
+    "losses",
+    "normalisation",
+    "pooling",
+    "recurrent",
+    "reductions",
+    "shapes",
+]

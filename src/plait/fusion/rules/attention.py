@@ -1,0 +1,82 @@
+"""Attention: the trials join the batch, and one fused call computes all of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.fusion.fallback import vmap_rule
+from plait.fusion.per_trial import PerTrial
+from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
+from plait.fusion.rules.dropout import drop
+from plait.fusion.rules.elementwise import place
+from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
+
+_NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
+_DEFAULTS: Options = {
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
+
+
+@rule("scaled_dot_product_attention")
+def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Masks are honoured; with dropout the weights are made in full, since each trial drops its own."""
+    given = arguments_of(_NAMES, _DEFAULTS, args, kwargs)
+    parts = [given[name] for name in ("query", "key", "value")]
+    trials = trials_of(parts, given["attn_mask"])
+    dims = parts[0].dim()
+    same = all(part.shape[:-2] == parts[0].shape[:-2] for part in parts)
+    drops = isinstance(given["dropout_p"], PerTrial) or given["dropout_p"] > 0
+    if dims not in (3, 4) or (drops and given["enable_gqa"]) or not (same or given["enable_gqa"]):
+        return vmap_rule(function, args, kwargs)
+    query, key, value = (unwrap(part, trials) for part in parts)
+    mask = _mask(given["attn_mask"], query, dims, trials)
+    if drops:
+        return wrap(_with_dropout(query, key, value, mask, given, trials), trials)
+    options = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
+    if dims == 3:
+        return wrap(function(query, key, value, mask, **options), trials)
+    folded = function(
+        *(part.flatten(0, 1) for part in (query, key, value)),
+        None if mask is None else _fold_mask(mask, query),
+        **options,
+    )
+    return wrap(folded.unflatten(0, query.shape[:2]), trials)
+
+
+def _mask(mask: Any, query: Tensor, dims: int, trials: Trials) -> Tensor | None:
+    """The mask with all axes: (trials or 1, batch or 1, ..., query length, key length)."""
+    if mask is None:
+        return None
+    if isinstance(mask, TrialTensor):
+        full: Tensor = place(mask, dims, mask)
+        return full
+    shared: Tensor = mask.view(*(1,) * (dims + 1 - mask.dim()), *mask.shape)
+    return shared
+
+
+def _fold_mask(mask: Tensor, query: Tensor) -> Tensor:
+    if mask.shape[:2] == (1, 1):
+        return mask.squeeze(0)
+    return mask.expand(*query.shape[:2], *mask.shape[2:]).flatten(0, 1)
+
+
+def _with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: Options, trials: Trials
+) -> Tensor:
+    scale = given["scale"] if given["scale"] is not None else 1.0 / math.sqrt(query.shape[-1])
+    scores = (query * scale) @ key.mT
+    if given["is_causal"]:
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(ones.triu(1), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = drop(scores.softmax(-1), given["dropout_p"], trials)
+    return weights.to(value.dtype) @ value

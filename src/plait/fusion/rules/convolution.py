@@ -1,0 +1,191 @@
+"""Convolutions: trials folded into groups, or unfolded into one batched matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.fusion.choice import choose
+from plait.fusion.fallback import vmap_rule
+from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
+from plait.fusion.rules.dense import batched_linear
+from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
+
+_NAMES = "input weight bias stride padding dilation groups"
+_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+_DEFAULTS: Options = {
+    "bias": None,
+    "stride": 1,
+    "padding": 0,
+    "dilation": 1,
+    "groups": 1,
+    "output_padding": 0,
+}
+
+
+def fold_channels(x_tbc: Tensor) -> Tensor:
+    """(trials, batch, channels, ...) as (batch, trials x channels, ...); free where memory lies so."""
+    return x_tbc.movedim(0, 1).flatten(1, 2)
+
+
+def unfold_channels(folded: Tensor, count: int) -> Tensor:
+    """The way back from `fold_channels`, without a copy."""
+    return torch.unflatten(folded, 1, (count, -1)).movedim(1, 0)
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolution(function: Function, args: Arguments, kwargs: Options) -> Any:
+    given = arguments_of(_NAMES, _DEFAULTS, args, kwargs)
+    x, weight = given["input"], given["weight"]
+    trials = trials_of(x, weight)
+    if not isinstance(weight, TrialTensor):
+        return vmap_rule(function, args, kwargs)
+    spatial = weight.dim() - 2
+    if x.dim() == spatial + 1:
+        return convolution(function, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
+    options = {name: given[name] for name in ("stride", "padding", "dilation")}
+    bias = None if given["bias"] is None else unwrap(given["bias"], trials)
+    if not isinstance(x, TrialTensor) and given["groups"] == 1:
+        flat_bias = None if bias is None else bias.reshape(-1)
+        wide = function(x, weight.stacked.flatten(0, 1), flat_bias, **options)
+        return wrap(unfold_channels(wide, trials.count), trials)
+    inner = unwrap(x, trials)
+    return wrap(_per_trial(function, inner, weight.stacked, bias, options, given["groups"]), trials)
+
+
+def _per_trial(
+    function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, groups: int
+) -> Tensor:
+    spatial = weight.dim() - 3
+    numbers = {name: _each(options[name], spatial) for name in options}
+    if groups == 1 and _is_pointwise(weight, numbers):
+        return choose("pointwise", _POINTWISE, x, weight, bias)
+    if groups == 1 and spatial == 2 and "same" not in numbers["padding"]:
+        ways = {name: lambda a, w, b, way=way: way(function, a, w, b, numbers) for name, way in _WAYS.items()}
+        return choose(f"conv2d{sorted(numbers.items())}", ways, x, weight, bias)
+    return _grouped(function, x, weight, bias, options, groups)
+
+
+def _each(value: Any, spatial: int) -> tuple[Any, ...]:
+    """One number for each axis, from one for all or one each; `same` and `valid` for padding."""
+    if value == "valid":
+        return (0,) * spatial
+    return tuple(value) * (spatial // len(value)) if isinstance(value, (tuple, list)) else (value,) * spatial
+
+
+def _is_pointwise(weight: Tensor, numbers: Options) -> bool:
+    ones = all(size == 1 for size in weight.shape[3:]) and all(step == 1 for step in numbers["stride"])
+    return ones and all(pad in (0, "same") for pad in numbers["padding"])
+
+
+def _grouped(
+    function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, groups: int = 1
+) -> Tensor:
+    """One convolution with the trials as groups."""
+    count = weight.shape[0]
+    flat_bias = None if bias is None else bias.reshape(-1)
+    wide = function(fold_channels(x), weight.flatten(0, 1), flat_bias, groups=count * groups, **options)
+    return unfold_channels(wide, count)
+
+
+def _grouped_channels_last(
+    function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options
+) -> Tensor:
+    """The grouped convolution on memory with the channels innermost, which Tensor Cores read fastest."""
+    count = weight.shape[0]
+    layout = torch.channels_last
+    folded = fold_channels(x).contiguous(memory_format=layout)
+    kernel = weight.flatten(0, 1).contiguous(memory_format=layout)
+    flat_bias = None if bias is None else bias.reshape(-1)
+    return unfold_channels(function(folded, kernel, flat_bias, groups=count, **options), count)
+
+
+def _one_by_one(
+    function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options
+) -> Tensor:
+    """Each trial's own convolution: where grouped kernels are slower than the launches they save."""
+    biases: Sequence[Tensor | None] = [None] * x.shape[0] if bias is None else bias.unbind()
+    return torch.stack([function(a, w, b, **options) for a, w, b in zip(x.unbind(), weight.unbind(), biases)])
+
+
+def _unfolded(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """Patches of all images as rows of one batched product."""
+    count, batch = x.shape[:2]
+    kernel = weight.shape[3:]
+    columns = F.unfold(
+        x.flatten(0, 1),
+        kernel,
+        dilation=options["dilation"],
+        padding=options["padding"],
+        stride=options["stride"],
+    )
+    rows = columns.unflatten(0, (count, batch)).transpose(1, 2).flatten(2)
+    out = (
+        torch.bmm(weight.flatten(2), rows)
+        if bias is None
+        else torch.baddbmm(bias.unsqueeze(2), weight.flatten(2), rows)
+    )
+    sizes = [
+        (x.shape[3 + i] + 2 * options["padding"][i] - options["dilation"][i] * (kernel[i] - 1) - 1)
+        // options["stride"][i]
+        + 1
+        for i in range(2)
+    ]
+    return torch.unflatten(out, 2, (batch, *sizes)).transpose(1, 2)
+
+
+_WAYS = {
+    "grouped": _grouped,
+    "grouped channels_last": _grouped_channels_last,
+    "one by one": _one_by_one,
+    "unfolded": _unfolded,
+}
+
+
+def _pointwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A kernel of one point is a dense layer on each point, channels innermost."""
+    rows = x.movedim(2, -1)
+    return batched_linear(rows, weight.flatten(2), bias).movedim(-1, 2)
+
+
+def _pointwise_columns(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same product with points innermost: one small matrix product for each image."""
+    count, batch = x.shape[:2]
+    columns = x.flatten(3)
+    out = torch.matmul(weight.flatten(2).unsqueeze(1), columns)
+    if bias is not None:
+        out = out + bias[:, None, :, None]
+    return out.view(count, batch, -1, *x.shape[3:])
+
+
+def _pointwise_grouped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    function = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 4]
+    return _grouped(function, x, weight, bias, {})
+
+
+_POINTWISE = {"rows": _pointwise_rows, "columns": _pointwise_columns, "grouped": _pointwise_grouped}
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Transposed convolutions keep input channels first in the weight, so trials fold there."""
+    given = arguments_of(_TRANSPOSED, _DEFAULTS, args, kwargs)
+    x, weight = given["input"], given["weight"]
+    trials = trials_of(x, weight)
+    if not isinstance(weight, TrialTensor):
+        return vmap_rule(function, args, kwargs)
+    if x.dim() == weight.dim() - 1:
+        return transposed(function, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
+    options = {name: given[name] for name in ("stride", "padding", "output_padding", "dilation")}
+    bias = None if given["bias"] is None else unwrap(given["bias"], trials).reshape(-1)
+    folded = fold_channels(unwrap(x, trials))
+    kernel = weight.stacked.flatten(0, 1)
+    if folded.is_cuda and folded.dim() == 4:
+        folded = folded.contiguous(memory_format=torch.channels_last)
+        kernel = kernel.contiguous(memory_format=torch.channels_last)
+    wide = function(folded, kernel, bias, groups=trials.count * given["groups"], **options)
+    return wrap(unfold_channels(wide, trials.count), trials)

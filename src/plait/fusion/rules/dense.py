@@ -1,0 +1,152 @@
+"""Products with weights: one batched matrix product for all trials, or one wide one where data is shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.fusion.errors import FusionError, user_line
+from plait.fusion.fallback import loop, vmap_rule
+from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
+from plait.fusion.rules.elementwise import place
+from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
+
+
+@rule("linear")
+def linear(function: Function, args: Arguments, kwargs: Options) -> Any:
+    given = arguments_of("input weight bias", {"bias": None}, args, kwargs)
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    trials = trials_of(x, weight, bias)
+    if not isinstance(weight, TrialTensor):
+        product = F.linear(x.stacked if isinstance(x, TrialTensor) else x, weight)
+        return _with_bias(product, bias, trials) if bias is not None else wrap(product, trials)
+    if weight.dim() != 2 or x.dim() == 0:
+        return vmap_rule(function, args, kwargs)
+    if not isinstance(x, TrialTensor):
+        return TrialTensor(_shared_input(x, weight.stacked, bias, trials), trials)
+    return TrialTensor(batched_linear(x.stacked, weight.stacked, _bias(bias, trials)), trials)
+
+
+def _with_bias(product: Tensor, bias: Any, trials: Trials) -> Any:
+    wrapped = TrialTensor(product, trials) if product.shape[:1] == (trials.count,) else product
+    return wrapped + bias
+
+
+def _bias(bias: Any, trials: Trials) -> Tensor | None:
+    return None if bias is None else unwrap(bias, trials)
+
+
+def batched_linear(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor:
+    """x W^T + b for each trial; axes between the trials and the channels are one batch."""
+    count, middle = x_tbc.shape[0], x_tbc.shape[1:-1]
+    flat = x_tbc if len(middle) == 1 else x_tbc.reshape(count, -1, x_tbc.shape[-1])
+    if bias_to is None:
+        product = torch.bmm(flat, weight_toc.mT)
+    else:
+        product = torch.baddbmm(bias_to.unsqueeze(1), flat, weight_toc.mT)
+    return product if len(middle) == 1 else product.view(count, *middle, product.shape[-1])
+
+
+def _shared_input(x: Tensor, weight_toc: Tensor, bias: Any, trials: Trials) -> Tensor:
+    """All trials see the same data: their weights, one above the other, make one product."""
+    flat_bias = None if bias is None else unwrap(bias, trials).reshape(-1)
+    product = F.linear(x, weight_toc.flatten(0, 1), flat_bias)
+    return product.view(*product.shape[:-1], trials.count, -1).movedim(-2, 0)
+
+
+@rule("bilinear")
+def bilinear(function: Function, args: Arguments, kwargs: Options) -> Any:
+    given = arguments_of("input1 input2 weight bias", {"bias": None}, args, kwargs)
+    trials = trials_of(*given.values())
+    left, right = unwrap(given["input1"], trials), unwrap(given["input2"], trials)
+    middle = left.shape[1:-1]
+    left, right = (
+        left.reshape(trials.count, -1, left.shape[-1]),
+        right.reshape(trials.count, -1, right.shape[-1]),
+    )
+    weight = unwrap(given["weight"], trials)
+    rows = torch.einsum("tbi,toij->tboj", left, weight)
+    product = (rows @ right.unsqueeze(-1)).squeeze(-1)
+    if given["bias"] is not None:
+        product = product + unwrap(given["bias"], trials).unsqueeze(1)
+    return wrap(product.view(trials.count, *middle, -1), trials)
+
+
+@rule("matmul", "__matmul__", "bmm", "mm", "__rmatmul__")
+def matmul(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Batched products; vectors, which torch treats apart, go through vmap."""
+    left, right = args[:2] if len(args) > 1 else (args[0], next(iter(kwargs.values())))
+    if function.__name__ == "__rmatmul__":
+        left, right = right, left
+    if left.dim() < 2 or right.dim() < 2:
+        return vmap_rule(torch.matmul, (left, right), {})
+    trials = trials_of(left, right)
+    dims = max(left.dim(), right.dim())
+    like = left if isinstance(left, TrialTensor) else right
+    return wrap(torch.matmul(place(left, dims, like), place(right, dims, like)), trials)
+
+
+@rule("addmm", "baddbmm")
+def add_product(function: Function, args: Arguments, kwargs: Options) -> Any:
+    if len(args) != 3 or kwargs:
+        return vmap_rule(function, args, kwargs)
+    return args[0] + torch.matmul(args[1], args[2])
+
+
+@rule("embedding")
+def embedding(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Rows of all trials' tables, one above the other."""
+    names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+    defaults = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+    given = arguments_of(names, defaults, args, kwargs)
+    weight, padding = given["weight"], given["padding_idx"]
+    trials = trials_of(given["input"], weight)
+    if not isinstance(weight, TrialTensor):
+        options = {k: v for k, v in given.items() if k not in ("input", "weight")}
+        return wrap(F.embedding(given["input"].stacked, weight, **options), trials)
+    if given["sparse"]:
+        raise FusionError(f"{user_line()}\n  has sparse gradients; a fused model needs sparse=False")
+    if given["max_norm"] is not None or given["scale_grad_by_freq"]:
+        return loop(F.embedding, (), given)
+    rows, index = _rows(weight, given["input"])
+    found = F.embedding(index, rows)
+    if padding is not None:
+        # Each trial has a padding row; torch's function knows one row whose gradient stays zero.
+        at_padding = (unwrap(given["input"], trials) == padding % weight.shape[0]).unsqueeze(-1)
+        found = torch.where(at_padding, found.detach(), found)
+    return wrap(found, trials)
+
+
+def _rows(weight: TrialTensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    count, rows = weight.stacked.shape[:2]
+    offsets = torch.arange(0, count * rows, rows, device=weight.device, dtype=index.dtype)
+    inner = index.stacked if isinstance(index, TrialTensor) else index.unsqueeze(0)
+    return weight.stacked.flatten(0, 1), inner + offsets.view(-1, *(1,) * (inner.dim() - 1))
+
+
+@rule("embedding_bag")
+def embedding_bag(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Bags of all trials' tables; bags given by offsets, and rarer options, trial by trial."""
+    names = (
+        "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights "
+        "include_last_offset padding_idx"
+    )
+    given = arguments_of(names, {}, args, kwargs)
+    plain = not any(given.get(k) for k in ("max_norm", "scale_grad_by_freq", "sparse", "include_last_offset"))
+    bags, weight = given["input"], given["weight"]
+    folds = bags.dim() == 2 and given.get("padding_idx") is None and isinstance(weight, TrialTensor)
+    if not plain or not folds:
+        return loop(F.embedding_bag, (), given)
+    trials = trials_of(bags, weight)
+    rows, index = _rows(weight, bags)
+    weights = given.get("per_sample_weights")
+    found = F.embedding_bag(
+        index.flatten(0, 1),
+        rows,
+        mode=given.get("mode", "mean"),
+        per_sample_weights=None if weights is None else unwrap(weights, trials).flatten(0, 1),
+    )
+    return wrap(found.unflatten(0, (trials.count, -1)), trials)

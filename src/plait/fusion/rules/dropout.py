@@ -1,0 +1,99 @@
+"""Dropout of every kind from each trial's own random stream, with each trial's own probability."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.fusion.per_trial import PerTrial
+from plait.fusion.random import Streams
+from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
+from plait.fusion.tensor import Trials, TrialTensor
+
+_NAMES = "input p training inplace"
+
+
+def streams_of(trials: Trials) -> Streams:
+    assert trials.streams is not None, "a draw outside of a fused forward"
+    return trials.streams
+
+
+def chance_of(p: float) -> float | tuple[float, ...]:
+    return p.values if isinstance(p, PerTrial) else float(p)
+
+
+def drop(inner: Tensor, p: float, trials: Trials, shape: tuple[int, ...] | None = None) -> Tensor:
+    """`inner` with elements, or whole slices where `shape` has ones, dropped per trial."""
+    noise = streams_of(trials).keep(shape or tuple(inner.shape[1:]), chance_of(p), inner.dtype)
+    return inner * noise
+
+
+@rule("dropout", "dropout_")
+def dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x, p, active = _given(args, kwargs)
+    if not active:
+        return x
+    return _put(x, drop(x.stacked, p, x.trials), args, kwargs)
+
+
+@rule("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_")
+def feature_dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Whole channels of (batch, channels, ...), or of (channels, ...) where there is an axis fewer."""
+    x, p, active = _given(args, kwargs)
+    if not active:
+        return x
+    return _put(x, drop(x.stacked, p, x.trials, _channels(function, x)), args, kwargs)
+
+
+def _channels(function: Function, x: Tensor) -> tuple[int, ...]:
+    spatial = {"dropout1d": 1, "dropout2d": 2, "dropout3d": 3}.get(function.__name__, x.dim() - 2)
+    # F.dropout2d takes three axes for a batch, as torch's warning says; the others for one sample.
+    leading = max(x.dim() - spatial, 1) if function.__name__ != "dropout2d" or x.dim() != 3 else 2
+    return (*x.shape[:leading], *(1,) * (x.dim() - leading))
+
+
+@rule("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
+def alpha_dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Dropout that keeps the mean and the variance of SELU's outputs."""
+    x, p, active = _given(args, kwargs)
+    if not active:
+        return x
+    shape = tuple(x.shape)
+    if "feature" in function.__name__:
+        shape = (*shape[:2], *(1,) * (x.dim() - 2))
+    low = -1.7580993408473766  # -alpha x scale of SELU
+    values = p.values if isinstance(p, PerTrial) else (float(p),)
+    scales = [1.0 / math.sqrt((1 - q) * (1 + q * low * low)) if q < 1 else 0.0 for q in values]
+    front = (len(values),) + (1,) * x.dim()
+    scale = torch.tensor(scales, dtype=x.dtype, device=x.device).view(front)
+    chance = torch.tensor(values, dtype=x.dtype, device=x.device).view(front)
+    kept = streams_of(x.trials).keep(shape, chance_of(p), x.dtype) > 0
+    dropped = torch.where(kept, x.stacked, low) * scale - low * chance * scale
+    return _put(x, dropped, args, kwargs)
+
+
+def _given(args: Arguments, kwargs: Options) -> tuple[TrialTensor, float, bool]:
+    given = arguments_of(_NAMES, {"p": 0.5, "training": True}, args, kwargs)
+    p, training = given["p"], given.get("train", given["training"])
+    off = not training or (not isinstance(p, PerTrial) and p == 0)
+    return given["input"], p, not off
+
+
+def _put(x: TrialTensor, outcome: Tensor, args: Arguments, kwargs: Options) -> TrialTensor:
+    inplace = kwargs.get("inplace", args[3] if len(args) > 3 else False)
+    if inplace:
+        x.stacked.copy_(outcome)
+        return x
+    return TrialTensor(outcome, x.trials)
+
+
+@rule("rand_like", "randn_like")
+def random_like(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    kind = kwargs.get("dtype") or x.dtype
+    streams = streams_of(x.trials)
+    draw = streams.uniform if function.__name__ == "rand_like" else streams.normal
+    return TrialTensor(draw(tuple(x.shape), kind), x.trials)

@@ -1,0 +1,166 @@
+"""Losses of torch.nn: one value a trial, with each trial's own smoothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.fusion.fallback import descend, loop, vmap_rule
+from plait.fusion.per_trial import PerTrial
+from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, rule
+from plait.fusion.rules.elementwise import place
+from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
+
+# Losses of two tensors, element by element, that differ in nothing but the formula.
+_ELEMENTWISE = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
+)
+
+
+def elementwise_loss(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """The mean or sum over a trial's elements of what torch computes for each."""
+    names = {"input", "target", *_tensor_options(kwargs)}
+    given = {**dict(zip(("input", "target"), args)), **kwargs}
+    if len(args) > 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+        return descend(function, args, kwargs)
+    trials = trials_of(given)
+    tensors = {name: given[name] for name in names if given.get(name) is not None}
+    dims = max(tensor.dim() for tensor in tensors.values())
+    if (
+        any(tensor.dim() != dims for tensor in tensors.values())
+        or given["input"].shape != given["target"].shape
+    ):
+        return descend(function, args, kwargs)
+    like = wrap(unwrap(given["input"], trials), trials)
+    placed = {
+        name: place(wrap(unwrap(tensor, trials), trials), dims, like) for name, tensor in tensors.items()
+    }
+    rest = {k: v for k, v in given.items() if k not in names and k != "reduction"}
+    each = function(**placed, **rest, reduction="none")
+    return wrap(_reduce(each, given.get("reduction", "mean")), trials)
+
+
+def _tensor_options(kwargs: Options) -> list[str]:
+    return [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+
+
+def _reduce(each: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return each
+    flat = each.reshape(each.shape[0], -1)
+    return flat.mean(1) if reduction == "mean" else flat.sum(1)
+
+
+@rule("cross_entropy")
+def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Cross entropy of class numbers; classes given as probabilities go through torch's own function."""
+    names = "input target weight size_average ignore_index reduce reduction label_smoothing"
+    defaults = {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+    given = arguments_of(names, defaults, args, kwargs)
+    logits, target = given["input"], given["target"]
+    if target.is_floating_point() or given.get("size_average") is not None or given.get("reduce") is not None:
+        return vmap_rule(F.cross_entropy, args, kwargs)
+    trials = trials_of(logits, target)
+    log_chance = F.log_softmax(unwrap(logits, trials), 1 if logits.dim() == 1 else 2)
+    options = {name: given[name] for name in ("weight", "ignore_index", "reduction")}
+    smoothing = given["label_smoothing"]
+    return wrap(_negative_log(log_chance, unwrap(target, trials), smoothing=smoothing, **options), trials)
+
+
+@rule("nll_loss")
+def nll_loss(function: Function, args: Arguments, kwargs: Options) -> Any:
+    names = "input target weight size_average ignore_index reduce reduction"
+    defaults = {"weight": None, "ignore_index": -100, "reduction": "mean"}
+    given = arguments_of(names, defaults, args, kwargs)
+    trials = trials_of(given["input"], given["target"])
+    options = {name: given[name] for name in defaults}
+    log_chance, target = unwrap(given["input"], trials), unwrap(given["target"], trials)
+    return wrap(_negative_log(log_chance, target, smoothing=0.0, **options), trials)
+
+
+def _negative_log(
+    log_chance: Tensor, target: Tensor, weight: Any, ignore_index: int, reduction: str, smoothing: float
+) -> Tensor:
+    """-log of the chance of each target, smoothed and weighted by class as torch does, reduced per trial."""
+    count = log_chance.shape[0]
+    axis = 1 if log_chance.dim() == 2 else 2
+    classes = log_chance.shape[axis]
+    ignored = target == ignore_index
+    index = target.masked_fill(ignored, 0)
+    picked = -log_chance.gather(axis, index.unsqueeze(axis)).squeeze(axis)
+    scale = _class_weights(weight, count, index, log_chance.dtype)
+    picked = picked if scale is None else picked * scale
+    loss = picked
+    if isinstance(smoothing, PerTrial) or smoothing > 0:
+        share = _per_trial_number(smoothing, picked)
+        spread = log_chance if weight is None else log_chance * _along(weight, log_chance, axis)
+        loss = (1 - share) * picked - share / classes * spread.sum(axis)
+    loss = loss.masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return loss
+    total = loss.reshape(count, -1).sum(1)
+    if reduction == "sum":
+        return total
+    counted = torch.ones_like(loss) if scale is None else scale
+    return total / counted.masked_fill(ignored, 0.0).reshape(count, -1).sum(1)
+
+
+def _class_weights(weight: Any, count: int, index: Tensor, kind: torch.dtype) -> Tensor | None:
+    if weight is None:
+        return None
+    inner = weight.stacked if isinstance(weight, TrialTensor) else weight.expand(count, -1)
+    return inner.gather(1, index.reshape(count, -1)).view(index.shape).to(kind)
+
+
+def _along(weight: Any, like: Tensor, axis: int) -> Tensor:
+    inner: Tensor = weight.stacked if isinstance(weight, TrialTensor) else weight.unsqueeze(0)
+    shape = [inner.shape[0]] + [1] * (like.dim() - 1)
+    shape[axis] = -1
+    return inner.view(shape)
+
+
+def _per_trial_number(value: float, like: Tensor) -> Any:
+    if not isinstance(value, PerTrial):
+        return value
+    numbers = torch.tensor(value.values, dtype=like.dtype, device=like.device)
+    return numbers.view(-1, *(1,) * (like.dim() - 1))
+
+
+for _name in _ELEMENTWISE.split():
+    RULES[getattr(F, _name)] = elementwise_loss
+
+
+@rule("backward")
+def backward(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Gradients of each trial's own loss: the trials share nothing, so their sum has them all."""
+    loss = args[0]
+    gradient = kwargs.pop("gradient", args[1] if len(args) > 1 else None)
+    inner = torch.ones_like(loss.stacked) if gradient is None else unwrap(gradient, loss.trials)
+    loss.stacked.backward(inner, **kwargs)
+
+
+def gradients(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """torch.autograd.grad inside a model or a step, for all trials."""
+    given = arguments_of("outputs inputs grad_outputs", {"grad_outputs": None}, args, kwargs)
+    trials = trials_of(given)
+    outputs, inputs, starts = (
+        tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        for value in (given["outputs"], given["inputs"], given["grad_outputs"])
+    )
+    starts = starts if len(starts) == len(outputs) else (None,) * len(outputs)
+    outers = [unwrap(output, trials) for output in outputs]
+    ones = [
+        torch.ones_like(outer) if start is None else unwrap(start, trials).contiguous()
+        for outer, start in zip(outers, starts)
+    ]
+    rest = {k: v for k, v in given.items() if k not in ("outputs", "inputs", "grad_outputs")}
+    found = torch.autograd.grad(outers, [unwrap(x, trials) for x in inputs], ones, **rest)
+    return tuple(None if gradient is None else wrap(gradient, trials) for gradient in found)
+
+
+RULES[torch.autograd.grad] = gradients
+# It looks at its variances, in Python, for negative ones.
+RULES[F.gaussian_nll_loss] = loop

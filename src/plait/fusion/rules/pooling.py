@@ -1,0 +1,66 @@
+"""What treats each image, or each channel, alike: trials fold into whichever axis memory has them beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.fusion.registry import RULES, Arguments, Function, Options, rule, spellings
+from plait.fusion.rules.convolution import fold_channels, unfold_channels
+from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
+
+_POOLS = "max_pool avg_pool adaptive_max_pool adaptive_avg_pool"
+
+
+def pool(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """A pool of any kind; images without a batch axis take the trials for one."""
+    x = args[0] if args else kwargs["input"]
+    rest = {k: v for k, v in kwargs.items() if k != "input"}
+    spatial = _SPATIAL[function]
+    if x.dim() == spatial + 1:
+        return wrap(function(x.stacked, *args[1:], **rest), x.trials)
+    count = x.trials.count
+    if x.stacked.stride(0) == x.stacked.stride(1) * x.stacked.shape[1]:
+        outcome = function(x.stacked.flatten(0, 1), *args[1:], **rest)
+        return wrap(_each(outcome, lambda y: y.unflatten(0, (count, -1))), x.trials)
+    outcome = function(fold_channels(x.stacked), *args[1:], **rest)
+    return wrap(_each(outcome, lambda y: unfold_channels(y, count)), x.trials)
+
+
+def _each(outcome: Any, function: Function) -> Any:
+    return function(outcome) if isinstance(outcome, Tensor) else tuple(function(part) for part in outcome)
+
+
+_SPATIAL: dict[Function, int] = {}
+for _kind in _POOLS.split():
+    for _dims in (1, 2, 3):
+        for _spelling in spellings((f"{_kind}{_dims}d", f"{_kind}{_dims}d_with_indices")):
+            _SPATIAL[_spelling] = _dims
+            RULES[_spelling] = pool
+
+
+@rule("interpolate", "upsample", "unfold", "fold", "grid_sample", "affine_grid")
+def per_image(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Functions of a batch of images, computed for the images of all trials."""
+    if isinstance(args[0], TrialTensor) and function is torch.Tensor.unfold:
+        x, dim = args[0], args[1] if len(args) > 1 else kwargs.pop("dimension")
+        return TrialTensor(x.stacked.unfold(dim + 1 if dim >= 0 else dim, *args[2:], **kwargs), x.trials)
+    trials = trials_of(args, kwargs)
+
+    def fold(value: Any) -> Any:
+        return unwrap(value, trials).flatten(0, 1) if isinstance(value, Tensor) else value
+
+    given = {name: fold(value) for name, value in kwargs.items()}
+    if function.__name__ == "affine_grid":
+        size = args[1] if len(args) > 1 else given.pop("size")
+        args = (args[0], (size[0] * trials.count, *size[1:]), *args[2:])
+    outcome = function(*(fold(value) for value in args), **given)
+    return wrap(outcome.unflatten(0, (trials.count, -1)), trials)
+
+
+@rule("pixel_shuffle", "pixel_unshuffle")
+def shuffle(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Takes any number of leading axes, the trials among them."""
+    return TrialTensor(function(args[0].stacked, *args[1:], **kwargs), args[0].trials)

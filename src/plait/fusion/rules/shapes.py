@@ -1,0 +1,214 @@
+"""Shapes: views, joins and cuts of a trial's tensor, with the trials axis kept in front."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.fusion.errors import FusionError, user_line
+from plait.fusion.fallback import vmap_rule
+from plait.fusion.registry import RULES, Arguments, Function, Options, getter, rule
+from plait.fusion.rules.elementwise import place
+from plait.fusion.rules.reductions import shift, shift_all
+from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
+
+
+def sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    """`x.view(2, 3)` and `x.view((2, 3))` alike."""
+    first = values[0] if values else ()
+    return tuple(first) if isinstance(first, (tuple, list, torch.Size)) else tuple(values)
+
+
+@rule("reshape", "view")
+def reshape(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    wanted = args[1:] or (kwargs.get("shape") or kwargs.get("size") or kwargs.get("dtype"),)
+    if isinstance(wanted[0], torch.dtype):
+        return TrialTensor(x.stacked.view(wanted[0]), x.trials)
+    shape = sizes(wanted)
+    if -1 in shape:
+        rest = -math.prod(shape)
+        shape = tuple(math.prod(x.shape) // rest if size == -1 else size for size in shape) if rest else shape
+    # A lone view may need a copy here, since the trials may lie between the axes that merge.
+    return TrialTensor(x.stacked.reshape(x.trials.count, *shape), x.trials)
+
+
+@rule("view_as", "reshape_as")
+def reshape_as(function: Function, args: Arguments, kwargs: Options) -> Any:
+    return args[0].reshape(tuple(args[1].shape))
+
+
+@rule("flatten")
+def flatten(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    start = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
+    end = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
+    if x.dim() == 0:
+        return TrialTensor(x.stacked.unsqueeze(1), x.trials)
+    return TrialTensor(x.stacked.flatten(shift(start), shift(end)), x.trials)
+
+
+@rule("unflatten")
+def unflatten(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    shape = args[2] if len(args) > 2 else kwargs["sizes"]
+    return TrialTensor(x.stacked.unflatten(shift(dim), tuple(shape)), x.trials)
+
+
+@rule("permute")
+def permute(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    dims = sizes(args[1:] or (kwargs["dims"],))
+    return TrialTensor(x.stacked.permute(0, *(dim % x.dim() + 1 for dim in dims)), x.trials)
+
+
+@rule("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "transpose_")
+def transpose(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    moved = function(x.stacked, *map(shift_all, args[1:]), **{k: shift_all(v) for k, v in kwargs.items()})
+    return TrialTensor(moved, x.trials)
+
+
+@rule("t")
+def swap_last(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    return x if x.dim() < 2 else TrialTensor(x.stacked.transpose(-1, -2), x.trials)
+
+
+for _property in ("T", "mT", "H", "mH"):
+    RULES[getter(_property)] = swap_last
+
+
+@rule("unsqueeze")
+def unsqueeze(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    return TrialTensor(x.stacked.unsqueeze(shift(dim)), x.trials)
+
+
+@rule("squeeze")
+def squeeze(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    axes = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    ones = [axis % x.dim() + 1 for axis in axes if x.dim() and x.shape[axis] == 1]
+    return TrialTensor(x.stacked.squeeze(tuple(ones)) if ones else x.stacked, x.trials)
+
+
+@rule("expand", "broadcast_to")
+def expand(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    shape = sizes(args[1:] or (kwargs["size"],))
+    return TrialTensor(place(x, len(shape), x).expand(-1, *shape), x.trials)
+
+
+@rule("expand_as")
+def expand_as(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x, other = args
+    trials = trials_of(args)
+    return wrap(unwrap(x, trials), trials).expand(tuple(other.shape))
+
+
+@rule("repeat", "tile")
+def repeat(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    times = sizes(args[1:] or tuple(kwargs.values()))
+    times = (1,) * (x.dim() - len(times)) + times
+    return TrialTensor(place(x, len(times), x).repeat(1, *times), x.trials)
+
+
+@rule("cat", "concat", "concatenate", "stack")
+def join(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Tensors that all trials share are repeated where they are joined with a trial's own."""
+    tensors = args[0] if args else kwargs["tensors"]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    trials = trials_of(tensors)
+    return wrap(function([unwrap(tensor, trials) for tensor in tensors], dim=shift(dim)), trials)
+
+
+@rule("split", "chunk", "tensor_split", "unbind", "narrow", "select", "flip", "roll", "split_with_sizes")
+def cut(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Pieces along one axis; what follows the axis in the arguments stays as it is."""
+    x, name = args[0], function.__name__
+    if not isinstance(x, TrialTensor):
+        return vmap_rule(function, args, kwargs)
+    if name == "flip":
+        return TrialTensor(x.stacked.flip(shift_all(sizes(args[1:] or (kwargs["dims"],)))), x.trials)
+    if name in ("unbind", "narrow", "select"):
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        rest = {k: v for k, v in kwargs.items() if k != "dim"}
+        return wrap(function(x.stacked, shift(dim), *args[2:], **rest), x.trials)
+    if name == "roll":
+        return vmap_rule(function, args, kwargs)
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    rest = {k: v for k, v in kwargs.items() if k != "dim"}
+    return wrap(function(x.stacked, *args[1:2], dim=shift(dim), **rest), x.trials)
+
+
+@rule("gather")
+def gather(function: Function, args: Arguments, kwargs: Options) -> Any:
+    if len(args) != 3 or kwargs:
+        return vmap_rule(function, args, kwargs)
+    x, dim, index = args
+    trials = trials_of(args)
+    return wrap(torch.gather(unwrap(x, trials), shift(dim), unwrap(index, trials)), trials)
+
+
+@rule("__getitem__")
+def get_item(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x, index = args
+    index = index if isinstance(index, tuple) else (index,)
+    tensors = [i for i in index if isinstance(i, (Tensor, list))]
+    if not isinstance(x, TrialTensor) or any(isinstance(i, TrialTensor) for i in tensors) or len(tensors) > 1:
+        return _indexed_by_trials(x, index)
+    return TrialTensor(x.stacked[(slice(None), *index)], x.trials)
+
+
+def _indexed_by_trials(x: Tensor, index: tuple[Any, ...]) -> Any:
+    if any(isinstance(i, TrialTensor) and i.dtype == torch.bool for i in index):
+        raise FusionError(
+            f"{user_line()}\n  picks elements by a mask, as many as the mask has; trials may differ in that; "
+            f"use torch.where or masked_fill"
+        )
+    return vmap_rule(torch.Tensor.__getitem__, (x, index), {})
+
+
+@rule("__setitem__")
+def set_item(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x, index, value = args
+    index = index if isinstance(index, tuple) else (index,)
+    mask = index[0] if len(index) == 1 and isinstance(index[0], TrialTensor) else None
+    if not isinstance(x, TrialTensor):
+        return vmap_rule(function, args, kwargs)
+    if mask is not None and mask.dtype == torch.bool:
+        # As many values as the mask has elements cannot be told apart by trial; one value for all can.
+        x.copy_(torch.where(_mask_like(mask, x), value, x))
+        return None
+    if any(isinstance(i, TrialTensor) for i in index):
+        return vmap_rule(function, args, kwargs)
+    target = x.stacked[(slice(None), *index)]
+    new = place(value, target.dim() - 1, x) if isinstance(value, TrialTensor) else value
+    x.stacked[(slice(None), *index)] = new
+    return None
+
+
+def _mask_like(mask: TrialTensor, x: TrialTensor) -> Tensor:
+    return mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))
+
+
+@rule("pad")
+def pad(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Constant padding as it is; the other modes take trials folded into the batch or the channels."""
+    x = args[0] if args else kwargs["input"]
+    rest = {k: v for k, v in kwargs.items() if k != "input"}
+    mode = args[2] if len(args) > 2 else rest.get("mode", "constant")
+    if mode == "constant" or x.dim() < 2:
+        return TrialTensor(function(x.stacked, *args[1:], **rest), x.trials)
+    padded = F.pad(x.stacked.flatten(0, 1), *args[1:], **rest)
+    return TrialTensor(padded.unflatten(0, (x.trials.count, -1)), x.trials)

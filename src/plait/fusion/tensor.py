@@ -1,0 +1,102 @@
+"""A tensor that carries the trials axis, and looks to a module like one trial's tensor.
+
+`stacked` has the trials first: (trials, *shape). Its strides are the memory layout, and rules choose it: a
+convolution leaves the trials folded into the channels, a product leaves them outermost, and what follows
+reads either without a copy where it can. Operations without a rule go through torch.func.vmap, or trial by
+trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plait.fusion.per_trial import PerTrial
+from plait.fusion.random import Streams
+from plait.fusion.registry import RULES, Arguments, Function, Options
+
+
+class Trials:
+    """What the tensors of one forward share: how many trials there are, and their random streams."""
+
+    def __init__(self, count: int, streams: Streams | None = None) -> None:
+        self.count = count
+        self.streams = streams
+
+
+class TrialTensor(torch.Tensor):
+    """One tensor for each trial, under the shape of one."""
+
+    stacked: Tensor
+    trials: Trials
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, trials: Trials) -> TrialTensor:
+        made: TrialTensor = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape[1:], dtype=inner.dtype, device=inner.device
+        )
+        made.stacked = inner
+        made.trials = trials
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
+    ) -> Any:
+        rule = RULES.get(func)
+        if rule is None:
+            from plait.fusion.fallback import find_rule  # the fallback wraps tensors, so it imports us
+
+            rule = RULES[func] = find_rule(func)
+        return rule(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(f"{func} reached the dispatcher with a trial tensor, past the rules")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TrialTensor(trials={self.trials.count}, shape={tuple(self.stacked.shape[1:])})"
+
+
+def trials_of(*values: Any) -> Trials:
+    """What the first trial tensor among `values` shares with the others."""
+    for value in leaves(values):
+        if isinstance(value, TrialTensor):
+            return value.trials
+    raise AssertionError("a rule was called without a trial tensor")
+
+
+def leaves(values: Any) -> Iterator[Any]:
+    """The values within nested tuples, lists and dictionaries."""
+    if isinstance(values, (tuple, list)):
+        for value in values:
+            yield from leaves(value)
+    elif isinstance(values, dict):
+        yield from leaves(tuple(values.values()))
+    else:
+        yield values
+
+
+def wrap(outcome: Any, trials: Trials) -> Any:
+    """`outcome` with its tensors, all of them trials first, as trial tensors."""
+    if isinstance(outcome, Tensor):
+        return TrialTensor(outcome, trials)
+    if isinstance(outcome, (tuple, list)):
+        return pytree.tree_map(lambda x: TrialTensor(x, trials) if isinstance(x, Tensor) else x, outcome)
+    return outcome
+
+
+def unwrap(value: Any, trials: Trials) -> Tensor:
+    """`value` trials first: a trial tensor's own, a shared tensor or a number repeated without a copy."""
+    if isinstance(value, TrialTensor):
+        return value.stacked
+    if isinstance(value, PerTrial):
+        return torch.tensor(value.values)
+    shared = value if isinstance(value, Tensor) else torch.tensor(value)
+    return shared.expand(trials.count, *shared.shape)

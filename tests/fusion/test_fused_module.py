@@ -1,0 +1,229 @@
+"""A fused module: what enters, what leaves, what each trial keeps to itself, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused_checks import CLOSE, alone, assert_equals_lone_models, make_models
+from torch import nn
+
+from plait.fusion import FusionError, Shared, fuse, group_by_shape
+
+
+class Decides(nn.Module):
+    """Looks at a value in Python, and draws once or twice accordingly."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        y = self.drop(self.layer(x))
+        if y.sum() > 0:  # the line that an error should name
+            y = self.drop(y * 2)
+        return y
+
+
+class Remembers(nn.Module):
+    """Re-assigns one buffer and writes into another."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        self.count += 1
+        return y - self.average
+
+
+class Drops(nn.Module):
+    def __init__(self, p=0.4):
+        super().__init__()
+        self.input = nn.Dropout(p)
+        self.layer = nn.Linear(6, 6)
+        self.alpha = nn.AlphaDropout(p)
+        self.channels = nn.Dropout1d(p)
+
+    def forward(self, x):
+        y = self.alpha(self.layer(self.input(x)))
+        y = self.channels(y.unsqueeze(-1)).squeeze(-1)
+        return y + 0.1 * torch.randn_like(y) + torch.rand(6, dtype=y.dtype)
+
+
+def data(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_buffers_that_a_model_assigns_anew_follow_each_trial():
+    models = make_models(Remembers)
+    assert_equals_lone_models(models, [(data(4, 3),) for _ in models])
+    fused = fuse(models)
+    fused(data(3, 4, 3))
+    fused(data(3, 4, 3))
+    assert [trial.count.item() for trial in fused.split()] == [3, 3, 3]
+
+
+def test_tied_weights_stay_tied():
+    def tied():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        model[2].weight = model[0].weight
+        return model
+
+    models = make_models(tied)
+    assert_equals_lone_models(models, [(data(2, 4),) for _ in models])
+    fused = fuse(models)
+    assert fused.module[0].weight is fused.module[2].weight
+    assert all(trial[0].weight is trial[2].weight for trial in fused.split())
+
+
+def test_shared_data_gives_what_copies_of_it_give():
+    models = make_models(
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4))
+    )
+    x = data(5, 2, 4, 4)
+    shared, copied = fuse(models), fuse(models)
+    torch.testing.assert_close(shared(Shared(x)), copied(x.expand(3, *x.shape)), **CLOSE)
+
+
+def test_an_input_without_the_trials_axis_is_refused_with_its_shape():
+    fused = fuse(make_models(lambda: nn.Linear(4, 2)))
+    with pytest.raises(FusionError, match=r"shape \(5, 4\).*\(3, \.\.\.\).*Shared"):
+        fused(data(5, 4))
+
+
+def test_a_trial_drops_the_same_elements_alone_and_beside_others():
+    models = make_models(Drops)
+    fused, singles = fuse(models), alone(models)
+    for _ in range(3):
+        x = data(3, 8, 6)
+        together = fused(x)
+        for number, single in enumerate(singles):
+            torch.testing.assert_close(together[number], single(x[number : number + 1])[0], **CLOSE)
+
+
+def test_trials_differ_in_what_they_drop_and_forwards_do_too():
+    fused = fuse([nn.Dropout(0.5), nn.Dropout(0.5)])
+    ones = torch.ones(2, 1000)
+    first, second = fused(ones), fused(ones)
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], second[0])
+
+
+def test_dropout_keeps_the_share_each_trial_asks_for():
+    fused = fuse([nn.Dropout(0.0), nn.Dropout(0.2), nn.Dropout(0.9), nn.Dropout(1.0)])
+    y = fused(torch.ones(4, 40_000))
+    torch.testing.assert_close((y > 0).float().mean(1), torch.tensor([1.0, 0.8, 0.1, 0.0]), atol=0.01, rtol=0)
+    torch.testing.assert_close(y[1].max(), torch.tensor(1.25))
+    assert [trial.p for trial in fused.split()] == [0.0, 0.2, 0.9, 1.0]
+
+
+def test_random_words_are_uniform_and_uncorrelated():
+    fused = fuse([nn.Identity(), nn.Identity()])
+    drawn = fused.map(lambda x: torch.rand_like(x), torch.ones(2, 100_000, dtype=torch.float64))
+    counts = torch.histc(drawn[0].float(), 64, 0, 1)
+    assert ((counts - 100_000 / 64).square() / (100_000 / 64)).sum() < 120  # chi squared, 63 degrees
+    centred = drawn - drawn.mean(1, keepdim=True)
+    neighbours = (centred[0, 1:] * centred[0, :-1]).mean() / centred[0].square().mean()
+    trials = (centred[0] * centred[1]).mean() / centred[0].square().mean()
+    assert max(neighbours.abs(), trials.abs()) < 0.02
+    normal = fused.map(lambda x: torch.randn_like(x), torch.ones(2, 100_000))
+    assert normal.mean().abs() < 0.01
+    assert abs(normal.std() - 1) < 0.01
+
+
+def test_a_look_at_a_value_is_refused_with_the_line_that_looks():
+    fused = fuse(make_models(Decides))
+    with pytest.raises(FusionError, match=r"(?s)test_fused_module.py:\d+: if y.sum\(\) > 0:.*unfused"):
+        fused(data(3, 2, 4))
+
+
+@pytest.mark.parametrize("unfused", [[""], ["layer"]])
+def test_what_must_not_be_fused_runs_trial_by_trial(unfused):
+    make = Decides if unfused == [""] else Drops
+    width = 4 if unfused == [""] else 6
+    models = make_models(make)
+    fused, singles = fuse(models, unfused=unfused), alone(models)
+    x = data(3, 2, width)
+    for _ in range(3):
+        together = fused(x)
+        for number, single in enumerate(singles):
+            torch.testing.assert_close(together[number], single(x[number : number + 1])[0], **CLOSE)
+
+
+def test_unfused_parts_keep_gradients_and_buffers_per_trial():
+    models = make_models(lambda: nn.Sequential(nn.Linear(3, 3), Remembers(), nn.BatchNorm1d(3)))
+    assert_equals_lone_models(models, [(data(4, 3),) for _ in models], unfused=["1", "2"])
+
+
+def test_an_unknown_unfused_name_is_refused_with_the_nearest():
+    with pytest.raises(FusionError, match="'layr'.*did you mean 'layer'"):
+        fuse(make_models(Decides), unfused=["layr"])
+
+
+def test_values_can_be_read_where_one_trial_is_alone():
+    assert fuse(make_models(Decides, count=1))(data(1, 2, 4)).shape == (1, 2, 4)
+
+
+def test_models_of_other_shapes_are_refused_by_name_and_can_be_grouped():
+    models = [nn.Linear(3, 2), nn.Linear(4, 2), nn.Linear(3, 2)]
+    with pytest.raises(FusionError, match=r"'weight' is \(\(2, 3\).*group_by_shape"):
+        fuse(models)
+    groups = group_by_shape([0, 1, 2], lambda number: models[number])
+    assert groups == [[0, 2], [1]]
+
+
+def test_a_loss_is_mapped_over_trials_with_its_own_smoothing():
+    losses = fuse([nn.CrossEntropyLoss(label_smoothing=s) for s in (0.0, 0.1, 0.5)])
+    logits, target = data(3, 5, 4), torch.randint(0, 4, (3, 5))
+    expected = [
+        F.cross_entropy(logits[k], target[k], label_smoothing=s) for k, s in enumerate((0.0, 0.1, 0.5))
+    ]
+    torch.testing.assert_close(losses(logits, target), torch.stack(expected), **CLOSE)
+
+
+def test_nan_in_one_trial_leaves_its_neighbours_alone():
+    def make():
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+    models = make_models(make)
+    broken, whole = fuse(models), fuse(models)
+    x = data(3, 5, 1, 4, 4)
+    whole(x).square().sum().backward()
+    x = x.clone()
+    x[1, 0] = float("nan")
+    broken(x).square().sum().backward()
+    for found, wanted in zip(broken.parameters(), whole.parameters()):
+        assert found.grad[1].isnan().any()
+        torch.testing.assert_close(found.grad[[0, 2]], wanted.grad[[0, 2]], **CLOSE)
+
+
+def test_a_shared_tensor_cannot_be_written_by_trials():
+    def write(x):
+        common = torch.zeros(4, dtype=x.dtype)
+        return common.add_(x)
+
+    fused = fuse(make_models(lambda: nn.Linear(4, 4)))
+    with pytest.raises(FusionError, match="zeros_like"):
+        fused.map(write, data(3, 4))
+
+
+def test_a_draw_from_torchs_generator_is_refused():
+    fused = fuse(make_models(lambda: nn.Linear(4, 4)))
+    with pytest.raises(FusionError, match="multinomial"):
+        fused.map(lambda x: torch.multinomial(x.softmax(-1), 1), data(3, 4))
+
+
+def test_the_fused_module_moves_and_saves_like_any_other():
+    models = make_models(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    fused = fuse(models)
+    other = fuse(make_models(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), seed=1))
+    other.load_state_dict(fused.state_dict())
+    x = data(3, 4, 3)
+    torch.testing.assert_close(other(x), fused(x), **CLOSE)
+    assert fused.float()(x.float()).dtype == torch.float32
