@@ -10,7 +10,9 @@ import sys
 
 import typer
 
+from plait.cli.bench import bench
 from plait.cli.demo import demo
+from plait.cli.planning import plan, profile
 from plait.cli.runs import evaluate, status, stop
 from plait.cli.train import train
 from plait.core.errors import PlaitError
@@ -23,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (demo, train, evaluate, status, stop):
+for verb in (demo, profile, plan, train, evaluate, status, stop, bench):
     app.command()(verb)
 
 

@@ -1,0 +1,292 @@
+"""`plait profile` and `plait plan`: measure a model, decide how to lay it over devices."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plait.core.errors import InputError
+from plait.core.units import parse_bytes, show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from plait.graph.graph import Graph
+    from plait.planner import Machines, Plan
+    from plait.planner import Settings as PlanSettings
+    from plait.profiler.profile import Profile
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the job (repeatable).")]
+
+
+def profile(
+    job: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", help="Where to write. [default: NAME.profile.json]")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples in a microbatch. [default: the job's batch]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Measured steps; their median counts.")] = 5,
+    threads: Annotated[int, typer.Option(help="Threads of the measured worker.")] = 1,
+    links: Annotated[bool, typer.Option(help="Measure the links between the job's workers too.")] = True,
+    graph: Annotated[Path | None, typer.Option(help="Write PipeDream's graph.txt here too.")] = None,
+    set_: SetOption = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    json_: JsonFlag = False,
+) -> None:
+    """Measure a job's model layer by layer: seconds, bytes, and the links between its workers.
+
+    Example: plait profile examples/digits.yaml --batch 16
+    """
+    from plait.config import read_job
+
+    asked = read_job(job, set_ or [])
+    placement = asked.placement()
+    found = _measure(asked.settings(), batch, threads, repeats, quiet or json_)
+    if links and sum(host.slots for host in placement.hosts) > 1:
+        from plait.runtime.profiling import profile_links
+
+        with tempfile.TemporaryDirectory() as logs:
+            found = found.with_links(profile_links(placement, Path(logs)))
+    from plait.profiler.profile import save_profile
+
+    target = output or Path(f"{asked.name}.profile.json")
+    save_profile(found, target)
+    if graph is not None:
+        from plait.graph import pipedream
+
+        pipedream.write(pipedream.from_graph(found.graph), graph)
+    if json_:
+        print(json.dumps(_profile_summary(found, target)))
+    else:
+        _show_profile(found, target, graph)
+
+
+def _measure(settings: Any, batch: int | None, threads: int, repeats: int, quiet: bool) -> Profile:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from plait.runtime.profiling import profile_job
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=None)
+        return profile_job(
+            settings,
+            batch,
+            threads=threads,
+            repeats=repeats,
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _profile_summary(found: Profile, target: Path) -> dict[str, Any]:
+    graph = found.graph
+    return {
+        "profile": str(target),
+        "model": found.model,
+        "device": found.device,
+        "dtype": found.dtype,
+        "batch": found.batch,
+        "torch_version": found.torch_version,
+        "layers": len(graph.nodes),
+        "step_s": found.step.seconds,
+        "layers_s": graph.compute_s(),
+        "parameter_bytes": graph.parameter_bytes(),
+        "links": [
+            {"source": k.source, "target": k.target, "bytes_per_s": k.bytes_per_s, "latency_s": k.latency_s}
+            for k in found.links
+        ],
+    }
+
+
+def _show_profile(found: Profile, target: Path, graph: Path | None) -> None:
+    nodes, step = found.graph.nodes, found.step
+    print(f"{found.model}: {len(nodes)} layers on {found.device}, batch {found.batch}, {found.dtype}")
+    print(
+        f"{show_seconds(step.seconds)} a step (spread {show_seconds(step.spread_s)}); the layers add up to "
+        f"{found.coverage:.0%} of it; {show_bytes(found.graph.parameter_bytes())} of weights"
+    )
+    for node in sorted(nodes, key=lambda node: -node.compute_s)[:5]:
+        times = f"forward {show_seconds(node.forward_s):>8}  backward {show_seconds(node.backward_s):>8}"
+        sizes = f"output {show_bytes(node.output_bytes):>8}  weights {show_bytes(node.parameter_bytes):>8}"
+        print(f"  {node.id:28} {times}  {sizes}")
+    if found.links:
+        low, *_, high = sorted(link.bytes_per_s for link in found.links)
+        worst = show_seconds(max(link.latency_s for link in found.links))
+        print(f"links: {show_bytes(low)}/s to {show_bytes(high)}/s, latency up to {worst}")
+    if graph is not None:
+        print(f"wrote {graph} (PipeDream's format)")
+    print(f"wrote {target}; next: plait plan {target} --devices {max(2, _ranks(found))}")
+
+
+def _ranks(found: Profile) -> int:
+    return 1 + max((max(link.source, link.target) for link in found.links), default=0)
+
+
+def plan(
+    profile: Annotated[
+        Path, typer.Argument(help="A profile (JSON) or PipeDream's graph.txt.", show_default=False)
+    ],
+    devices: Annotated[str, typer.Option(help="4, or 4x4 with the devices of a host first.")] = "2",
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bytes/s of each level, innermost first: 10e9,1.25e9. [default: measured]"),
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of a device, such as 16GB.")] = None,
+    speeds: Annotated[str | None, typer.Option(help="Relative speed of each device: 1,1,0.5,0.5.")] = None,
+    memories: Annotated[str | None, typer.Option(help="Memory of each device: 16GB,16GB,8GB,8GB.")] = None,
+    schedule: Annotated[
+        str, typer.Option(help="stash, 2bw, flush, gpipe, interleaved, zero-bubble, none.")
+    ] = "stash",
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches a step. [default: chosen]")] = None,
+    pipelines: Annotated[int, typer.Option(help="Pipelines side by side.")] = 1,
+    straight: Annotated[bool, typer.Option("--straight", help="No replicas within a pipeline.")] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Recompute activations in backward.")
+    ] = False,
+    optimizer_copies: Annotated[
+        float, typer.Option(help="Optimizer state per weight: 0 SGD, 1 momentum, 2 Adam.")
+    ] = 1.0,
+    output: Annotated[
+        Path | None, typer.Option("-o", help="Where to write. [default: NAME.plan.json]")
+    ] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Draw the predicted schedule (PNG).")] = None,
+    to_code: Annotated[
+        Path | None, typer.Option(help="Write each stage as a Python module; needs --job.")
+    ] = None,
+    job: Annotated[Path | None, typer.Option(help="The job whose model --to-code writes.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Plan how to lay a profiled model over devices: stages, replicas, schedule.
+
+    Example: plait plan digits.profile.json --devices 4 --bandwidth 1e9
+    """
+    from plait.planner import make_plan, render_plan, save_plan, summary
+
+    if to_code is not None and job is None:
+        raise InputError("--to-code: needs --job JOB, the job file whose model it writes")
+    graph, measured = _read_graph(profile)
+    machines = _machines(devices, bandwidth, memory, speeds, memories, measured)
+    settings = _settings(schedule, microbatches, pipelines, straight, recompute, optimizer_copies)
+    made = make_plan(graph, machines, settings)
+    target = output or profile.with_name(profile.name.split(".")[0] + ".plan.json")
+    save_plan(made, target)
+    wrote = [str(target), *_extras(made, timeline, to_code, job)]
+    if json_:
+        print(json.dumps({**summary(made), "plan": str(target)}))
+        return
+    print(render_plan(made))
+    print(f"\nwrote {', '.join(wrote)}; next: plait train JOB --plan {target}")
+
+
+def _read_graph(path: Path) -> tuple[Graph, Profile | None]:
+    """The graph in `path`, and the profile around it where it is one of ours."""
+    from plait.graph import pipedream
+    from plait.profiler.profile import load_profile
+
+    if path.suffix == ".json":
+        found = load_profile(path)
+        return found.graph, found
+    return pipedream.read(path).graph(), None
+
+
+def _machines(
+    devices: str,
+    bandwidth: str | None,
+    memory: str | None,
+    speeds: str | None,
+    memories: str | None,
+    measured: Profile | None,
+) -> Machines:
+    from plait.planner import Device, machines
+
+    counts = tuple(_number(part, "--devices", int, "4 or 4x4") for part in devices.split("x"))
+    latency = 0.0
+    if bandwidth is not None:
+        rates = tuple(
+            _number(part, "--bandwidth", float, "1e9 or 10e9,1.25e9") for part in bandwidth.split(",")
+        )
+    elif measured is not None and measured.links:
+        rates, latency = _measured_rates(measured, len(counts))
+    elif counts == (1,):
+        rates = (1e9,)
+    else:
+        raise InputError(
+            "--bandwidth: missing, and no links were measured; "
+            "expected bytes/s of each level, innermost first, such as 1e9 or 10e9,1.25e9"
+        )
+    each: tuple[Device, ...] = ()
+    if speeds is not None or memories is not None:
+        paces = [_number(s, "--speeds", float, "1,1,0.5") for s in speeds.split(",")] if speeds else []
+        sizes = [float(parse_bytes(m, "--memories")) for m in memories.split(",")] if memories else []
+        each = _devices(paces, sizes)
+    limit = float(parse_bytes(memory, "--memory")) if memory is not None else None
+    return machines(counts, rates, limit, each, latency)
+
+
+def _measured_rates(measured: Profile, levels: int) -> tuple[tuple[float, ...], float]:
+    """The slowest link within and between hosts, for as many levels as are asked for."""
+    inside = [link.bytes_per_s for link in measured.links if link.same_host]
+    between = [link.bytes_per_s for link in measured.links if not link.same_host]
+    slowest = [min(rates) for rates in (inside, between) if rates]
+    latency = max(link.latency_s for link in measured.links)
+    if levels > len(slowest):
+        raise InputError(
+            f"--bandwidth: missing for {levels} levels; the profile measured links of {len(slowest)} only"
+        )
+    return (tuple(slowest[:levels]) if levels > 1 else (min(slowest),)), latency
+
+
+def _devices(paces: list[float], sizes: list[float]) -> tuple[Any, ...]:
+    from plait.planner import Device
+
+    if paces and sizes and len(paces) != len(sizes):
+        raise InputError(
+            f"--speeds and --memories: found {len(paces)} and {len(sizes)} devices; expected as many"
+        )
+    count = max(len(paces), len(sizes))
+    return tuple(Device(paces[i] if paces else 1.0, sizes[i] if sizes else None) for i in range(count))
+
+
+def _number(text: str, key: str, kind: type[int] | type[float], example: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise InputError(f"{key}: found {text!r}, expected a number as in {example}") from None
+
+
+def _settings(
+    schedule: str, microbatches: int | None, pipelines: int, straight: bool, recompute: bool, copies: float
+) -> PlanSettings:
+    from plait.core.names import did_you_mean
+    from plait.planner import MemorySettings, Schedule, Settings
+
+    names = [s.value for s in Schedule]
+    if schedule not in names:
+        raise InputError(
+            f"--schedule: found {schedule!r}, expected a schedule{did_you_mean(schedule, names)}"
+        )
+    return Settings(Schedule(schedule), microbatches, pipelines, straight, MemorySettings(copies, recompute))
+
+
+def _extras(made: Plan, timeline: Path | None, to_code: Path | None, job: Path | None) -> list[str]:
+    """Draw and write what was asked for beside the plan; their paths."""
+    wrote = []
+    if timeline is not None:
+        from plait.planner import draw_plan
+
+        draw_plan(made, timeline)
+        wrote.append(str(timeline))
+    if to_code is not None and job is not None:
+        from plait.config import read_job
+        from plait.runtime.profiling import trace_job
+        from plait.stages.code import write_code
+
+        traced = trace_job(read_job(job).settings())
+        wrote += [str(p) for p in write_code(traced, [stage.layers for stage in made.stages], to_code)]
+    return wrote

@@ -1,0 +1,121 @@
+"""`plait profile`, `plan` and `bench` as a person uses them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from plait.cli import app
+from plait.core.errors import InputError
+from plait.experiments.planner import PROFILES
+from plait.graph import pipedream
+from plait.planner import load_plan
+from plait.profiler.profile import load_profile
+
+JOB = """
+name: t
+model: plait.workloads.vgg:vgg16_tiny
+data: {kind: digits, batch_size: 32}
+epochs: 1
+parallel: {workers: 2}
+"""
+
+ALEXNET = str(PROFILES / "alexnet.txt")
+
+
+def plait(*words: str) -> str:
+    """What the verb printed, in this process; an input error is raised as it is."""
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_job_is_profiled_planned_drawn_and_written_as_code(tmp_path: Path):
+    (tmp_path / "job.yaml").write_text(JOB)
+    command = [sys.executable, "-m", "plait"]
+    profiled = subprocess.run(
+        [*command, "profile", "job.yaml", "--batch", "8", "--repeats", "2", "--graph", "g.txt"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert profiled.returncode == 0, profiled.stderr
+    assert "wrote t.profile.json; next: plait plan t.profile.json --devices 2" in profiled.stdout
+    profile = load_profile(tmp_path / "t.profile.json")
+    assert (profile.batch, profile.dtype, profile.threads) == (8, "float32", 1)
+    assert {(link.source, link.target) for link in profile.links} == {(0, 1), (1, 0)}
+    assert len(pipedream.read(tmp_path / "g.txt").graph().nodes) == len(profile.graph.nodes)
+
+    planned = subprocess.run(
+        [*command, "plan", "t.profile.json", "--timeline", "t.png", "--to-code", "code", "--job", "job.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert planned.returncode == 0, planned.stderr
+    plan = load_plan(tmp_path / "t.plan.json")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((tmp_path / "code").glob("stage_*.py"))) == len(plan.stages)
+    assert plan.machines.latency_s > 0
+
+
+def test_the_json_of_a_plan_keeps_its_contract(tmp_path: Path):
+    words = ["--devices", "4", "--bandwidth", "1e9", "--json", "-o", str(tmp_path / "p.json")]
+    found = json.loads(plait("plan", ALEXNET, *words))
+    assert found["bottleneck_s"] == pytest.approx(0.034217, abs=1e-6)
+    assert found["lower_bound_s"] <= found["bottleneck_s"]
+    assert found["exact"] is True
+    assert found["solve_s"] > 0
+    assert {"layers", "replicas", "compute_s", "memory_bytes"} <= found["stages"][0].keys()
+    assert found["speedup_over"].keys() == {"single", "data_parallel", "model_parallel"}
+
+
+def test_a_plan_for_people_says_stages_gains_and_reasons(tmp_path: Path):
+    words = ["--devices", "4x4", "--bandwidth", "10e9,1.25e9", "-o", str(tmp_path / "p.json")]
+    shown = plait("plan", ALEXNET, *words)
+    for part in ("stage", "replicas", "memory", "traffic", "x one device", "sets the pace", "wrote "):
+        assert part in shown
+
+
+def test_unlike_devices_can_be_named(tmp_path: Path):
+    words = ["--bandwidth", "1e9", "--speeds", "1,0.25", "--json", "-o", str(tmp_path / "p.json")]
+    stages = json.loads(plait("plan", ALEXNET, "--devices", "2", *words))["stages"]
+    assert len({d for stage in stages for d in stage["devices"]}) >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices", "four"], "--devices: found 'four', expected a number as in 4 or 4x4"),
+        (["--devices", "0"], "found 0 devices, expected at least 1"),
+        (["--bandwidth", "-1"], "found a bandwidth of -1 bytes/s, expected more than 0"),
+        (["--bandwidth", "1e9,1e9"], "found 1 levels of devices (4) and 2 bandwidths"),
+        (["--memory", "lots"], "--memory: found 'lots', expected a size such as 16GB"),
+        (["--memory", "1MB"], "no plan fits: every device has 1 MB"),
+        (["--schedule", "1f1b"], "--schedule: found '1f1b', expected a schedule"),
+        (["--to-code", "x"], "--to-code: needs --job JOB"),
+    ],
+)
+def test_bad_input_is_answered_with_what_would_have_to_change(words: list[str], message: str, tmp_path: Path):
+    given = ["--devices", "4", "--bandwidth", "1e9", "-o", str(tmp_path / "p.json"), *words]
+    with pytest.raises(InputError) as caught:
+        plait("plan", ALEXNET, *given)
+    assert message in str(caught.value)
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_graph_without_links_needs_a_bandwidth():
+    with pytest.raises(InputError, match="--bandwidth: missing, and no links were measured"):
+        plait("plan", ALEXNET, "--devices", "4")
+
+
+def test_a_bench_that_is_not_there_is_answered_with_the_nearest():
+    with pytest.raises(InputError, match="did you mean 'planner'"):
+        plait("bench", "planer")
