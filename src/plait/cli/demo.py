@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from plait.runtime.folder import RunFolder
+from plait.core.files import write_atomic
+from plait.core.units import show_seconds
 
 DIGITS = """\
 name: demo
@@ -16,7 +18,7 @@ model_args: {classes: 10, channels: 1}
 data: {kind: digits, batch_size: 64}
 optimizer: {kind: sgd, lr: 0.05, momentum: 0.9, weight_decay: 5.0e-4}
 lr_schedule: {kind: cosine, warmup_steps: 20}
-epochs: 8
+epochs: 4
 evaluate: {every_steps: 40}
 checkpoint: {every_steps: 100, keep_best: accuracy}
 parallel: {workers: 2}
@@ -24,23 +26,36 @@ parallel: {workers: 2}
 
 
 def demo(
-    run_dir: Annotated[Path, typer.Option(help="Where the run folder goes.")] = Path("runs"),
+    run_dir: Annotated[Path, typer.Option(help="Where the tour's files go.")] = Path("runs"),
 ) -> None:
-    """Take the tour: train a real model on real data over two workers, on this machine.
+    """Take the tour on this machine: measure a model, plan it, train it on real data over two workers.
 
     Example: plait demo
     """
-    from plait.cli.train import run_job, show_result
-    from plait.config import make_job, parse
+    from plait.cli.planning import plan, profile
+    from plait.cli.train import train
 
-    job = make_job(parse(DIGITS, "demo"), [f"run_dir={run_dir}"])
-    print("Plait trains a small ResNet on scikit-learn's 1,797 handwritten digits with two workers.")
-    print("The job file:\n")
-    print("    " + DIGITS.replace("\n", "\n    ").rstrip() + "\n")
-    result = run_job(job)
-    show_result(result)
-    folder = RunFolder(Path(result["run"]))
-    print(
-        f"\nIn {folder.path}: job.yaml, the events in events/, each worker's output in logs/, checkpoints/."
-    )
-    print(f"Change something and run it yourself: plait train {folder.job} -np 1 --set optimizer.lr=0.1")
+    started = time.monotonic()
+    job = run_dir / "demo.yaml"
+    write_atomic(job, f"{DIGITS}run_dir: {run_dir}\n")
+    print("Plait takes a small ResNet and scikit-learn's 1,797 handwritten digits. The job file:\n")
+    print("    " + DIGITS.replace("\n", "\n    ").rstrip())
+
+    measured = run_dir / "demo.profile.json"
+    _say("Measure it, layer by layer", f"plait profile {job} --batch 16 -o {measured}")
+    profile(job, output=measured, batch=16)
+
+    picture = run_dir / "demo.png"
+    _say("Plan it for two devices", f"plait plan {measured} --devices 2 --timeline {picture}")
+    plan(measured, devices="2", timeline=picture)
+
+    _say("Train it over two workers", f"plait train {job}")
+    train(job)
+
+    print(f"\nThe tour took {show_seconds(time.monotonic() - started)}; all of it was measured just now.")
+    print(f"Look at {picture} and the newest {run_dir}/demo-* (events, logs, checkpoints); change something:")
+    print(f"  plait train {job} -np 1 --set optimizer.lr=0.1")
+
+
+def _say(what: str, command: str) -> None:
+    print(f"\n{what}:\n$ {command}", flush=True)
