@@ -1,0 +1,139 @@
+"""Weight versions: the optimizer's writes go to the next buffer, exactly and for any optimizer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.stages.versions import WeightVersions
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "maximize": lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
+}
+
+
+class Net(nn.Module):
+    """An LSTM, which keeps lists of its weights, a tied pair, and a parameter without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5)
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.lstm(x)[0]).tanh())
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+def delayed_reference(make: Any, steps: int, delay: int) -> list[torch.Tensor]:
+    """Whole copies: step t applies the gradient taken at the weights of `delay` steps before."""
+    newest = net()
+    optimizer = make(list(newest.parameters()))
+    history = [copy.deepcopy(newest)]
+    for t in range(steps):
+        at = history[max(0, t - delay)]
+        at.zero_grad()
+        at(batch(t)).square().mean().backward()
+        for ours, theirs in zip(newest.parameters(), at.parameters()):
+            ours.grad = None if theirs.grad is None else theirs.grad.clone()
+        optimizer.step()
+        history.append(copy.deepcopy(newest))
+    return [p.detach() for p in newest.parameters()]
+
+
+def delayed_in_ring(make: Any, steps: int, delay: int) -> tuple[list[torch.Tensor], WeightVersions]:
+    model = net()
+    masters = list(model.parameters())
+    optimizer = make(masters)
+    versions = WeightVersions(model, masters)
+    flying: list[tuple[int, torch.Tensor]] = []
+    for t in range(steps + delay):
+        if t < steps:
+            version = max(0, t - delay)
+            versions.use(version)
+            flying.append((version, model(batch(t)).square().mean()))
+        if t >= delay:
+            version, loss = flying.pop(0)
+            loss.backward()
+            versions.done(version)
+            versions.collect()
+            versions.update(optimizer.step, needed_from=max(0, t + 1 - delay))
+            optimizer.zero_grad()
+    versions.settle()
+    return [p.detach() for p in model.parameters()], versions
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_updates_into_the_ring_equal_updates_of_whole_copies(kind: str, delay: int) -> None:
+    make = OPTIMIZERS[kind]
+    ring, versions = delayed_in_ring(make, 8, delay)
+    for ours, theirs in zip(ring, delayed_reference(make, 8, delay)):
+        assert torch.equal(ours, theirs)
+    assert versions.buffers == delay + 1
+
+
+def test_the_optimizer_writes_once_and_nothing_is_copied() -> None:
+    model = net()
+    masters = [p for p in model.parameters() if p is not model.unused]
+    optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.9)
+    versions = WeightVersions(model, masters)
+    versions.use(0)
+    model(batch(0)).sum().backward()
+    versions.collect()
+    copies: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copies.extend([str(func)] if "copy_." in str(func) else [])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        versions.update(optimizer.step, needed_from=1)
+    assert copies == []
+    assert all(m.data_ptr() != v.data_ptr() for m, v in zip(masters, versions._versions[0].leaves))
+
+
+def test_weights_in_flight_are_not_written_over() -> None:
+    model = net()
+    masters = list(model.parameters())
+    versions = WeightVersions(model, masters)
+    versions.use(0)
+    loss = model(batch(0)).sum()
+    other = net()
+    expected = torch.autograd.grad(other(batch(0)).sum(), [other.first.weight])
+    for _ in range(4):
+        for master in masters:
+            master.grad = torch.ones_like(master)
+        versions.update(torch.optim.SGD(masters, lr=1.0).step, needed_from=versions.newest + 1)
+    for master in masters:
+        master.grad = None
+    loss.backward()
+    versions.collect()
+    assert torch.equal(expected[0], model.first.weight.grad)
