@@ -39,6 +39,7 @@ class RunDisplay:
     def __enter__(self) -> Self:
         if self._live:
             self._progress.start()
+            self._task = self._progress.add_task("starting", total=None, numbers="")
         return self
 
     def __exit__(
@@ -56,10 +57,11 @@ class RunDisplay:
         if self._quiet:
             return
         text = describe(progress)
-        if self._live:
-            if self._task is None:
-                self._task = self._progress.add_task("training", total=progress["steps"], numbers=text)
-            self._progress.update(self._task, completed=progress["step"], numbers=text)
+        if self._task is not None:
+            total, done = progress["steps"], progress["step"]
+            self._progress.update(
+                self._task, description="training", total=total, completed=done, numbers=text
+            )
         elif time.monotonic() - self._said > PLAIN_LINE_S:
             self._say(text)
 
