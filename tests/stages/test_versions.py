@@ -89,12 +89,12 @@ def delayed_in_ring(make: Any, steps: int, delay: int) -> tuple[list[torch.Tenso
     return [p.detach() for p in model.parameters()], versions
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_updates_into_the_ring_equal_updates_of_whole_copies(kind: str, delay: int) -> None:
     make = OPTIMIZERS[kind]
-    ring, versions = delayed_in_ring(make, 8, delay)
-    for ours, theirs in zip(ring, delayed_reference(make, 8, delay)):
+    ring, versions = delayed_in_ring(make, 5, delay)
+    for ours, theirs in zip(ring, delayed_reference(make, 5, delay)):
         assert torch.equal(ours, theirs)
     assert versions.buffers == delay + 1
 
@@ -123,6 +123,7 @@ def test_the_optimizer_writes_once_and_nothing_is_copied() -> None:
 def test_weights_in_flight_are_not_written_over() -> None:
     model = net()
     masters = list(model.parameters())
+    weight = model.first.weight
     versions = WeightVersions(model, masters)
     versions.use(0)
     loss = model(batch(0)).sum()
@@ -136,4 +137,4 @@ def test_weights_in_flight_are_not_written_over() -> None:
         master.grad = None
     loss.backward()
     versions.collect()
-    assert torch.equal(expected[0], model.first.weight.grad)
+    assert torch.equal(expected[0], weight.grad)
