@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, settings
 
-from plait.graph import GraphError, pipedream
+from plait.graph import Graph, GraphError, pipedream
 from support.graphs import PROFILES, graphs
 
 NODE = (
@@ -29,6 +29,13 @@ def test_lists_are_summed_and_milliseconds_become_seconds():
         0.0025,
         16,
     )
+
+
+def test_a_time_that_three_decimals_cannot_hold_is_written_in_full():
+    (node,) = pipedream.parse(NODE.replace("1.000", "0.33333333")).graph().nodes
+    text = str(pipedream.from_graph(Graph((node,), ())))
+    assert "forward_compute_time=0.33333333," in text
+    assert "backward_compute_time=2.500," in text
 
 
 def test_stages_are_read_and_written():

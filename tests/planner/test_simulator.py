@@ -1,5 +1,7 @@
 """The replay, compared with schedules worked out by hand and with the memory model."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,3 +117,20 @@ def test_stashing_without_messages_runs_at_the_bottleneck():
     assert plan.bottleneck_s == pytest.approx(2.0)
     assert plan.step_s / plan.microbatches == pytest.approx(2.0)
     assert plan.idle_share == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.FLUSH])
+def test_more_microbatches_in_flight_hide_messages_where_memory_allows(schedule):
+    graph = chain([1.0] * 4, 20.0, 1.0)
+    # A message takes two seconds, as long as a stage: the schedule's own depth leaves devices waiting.
+    plain = Settings(schedule=schedule, straight=True, microbatches=32)
+    waiting = make_plan(graph, machines(4, 20.0), plain)
+    hidden = make_plan(graph, machines(4, 20.0), replace(plain, hide_messages=True))
+    assert waiting.idle_share > 0.3
+    assert hidden.idle_share < 0.5 * waiting.idle_share
+    assert hidden.stages[0].in_flight > waiting.stages[0].in_flight
+    assert hidden.stages[0].memory_bytes > waiting.stages[0].memory_bytes
+    assert hidden.operations() == operations(schedule, hidden.layout(), 32, dict(enumerate(hidden.depths)))
+    limit = 1.01 * max(stage.memory_bytes for stage in waiting.stages)
+    small = make_plan(graph, machines(4, 20.0, memory_bytes=limit), replace(plain, hide_messages=True))
+    assert small.depths == ()

@@ -1,10 +1,11 @@
 """A proven lower bound on the bottleneck of graphs that have too many ideals to try all.
 
 Let the ideals be covered by intervals (graph/intervals.py). A plan cuts at ideals I_1 < ... < I_q, each in
-one interval. For a stage from a cut in interval a to a cut in interval b the nodes outside a and inside b
-lie in it for certain, so T(a, b) and P(a, b), summed over them, are no more than the stage's true seconds
-and parameter bytes, and O(a), O(b), the minimum cuts, no more than its traffic. If the plan's bottleneck is
-at most z then, with m the replicas of the stage, N the devices and S = 4P/B:
+one interval, several perhaps in the same. For a stage from a cut in interval a to a cut in interval b the
+nodes outside a and inside b lie in it for certain, so T(a, b) and P(a, b), summed over them, are no more
+than the stage's true seconds and parameter bytes, and O(a), O(b), the minimum cuts, no more than its
+traffic. If the plan's bottleneck is at most z then, with m the replicas of the stage, N the devices and
+S = 4P/B:
 
   (1) T(a, b) + S(a, b)(1 - 1/m) <= m z  and  2 O/B <= m z  at its entry and exit, since each term of the
       true cost only grows from these;
@@ -72,7 +73,8 @@ def _relax(cover: Cover, levels: tuple[Level, ...]) -> _Relaxed:
     seconds = _amounts(graph, "compute_s") / inner_devices
     # A node inside the first and outside the second cut: no ideal of the one is part of one of the other.
     possible = inside @ outside.T == 0
-    np.fill_diagonal(possible, False)
+    # Two cuts may lie in one interval; only the empty ideal and the whole graph are single.
+    possible[0, 0] = possible[-1, -1] = False
     compute = np.where(possible, (outside * seconds) @ inside.T, np.inf)
     sync = 4 * (outside * _amounts(graph, "parameter_bytes")) @ inside.T / levels[-1].bytes_per_s
     sync[0] /= levels[-2].count if len(levels) > 1 else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 from plait.core import artefact
 from plait.planner.depth import Schedule
 from plait.planner.machines import Machines
-from plait.planner.operations import Layout
+from plait.planner.operations import Layout, Operations
+from plait.planner.schedules import operations
 
 KIND, VERSION = "plan", 1
 
@@ -65,6 +67,8 @@ class Plan:
     `bottleneck_s` is seconds a microbatch in the steady state, `lower_bound_s` what no plan can go below,
     `exact` whether the plan is proven best. `step_s` and `idle_share` come from replaying the schedule with
     `microbatches`. With several `pipelines`, every stage's devices are dealt to them in equal slices.
+    `depths`, where given, are the microbatches that each stage keeps in flight instead of the schedule's
+    own number.
     """
 
     stages: tuple[Stage, ...]
@@ -82,6 +86,7 @@ class Plan:
     optimizer_copies: float
     recompute: bool
     why: str
+    depths: tuple[int, ...] = ()
 
     @property
     def devices_used(self) -> int:
@@ -94,6 +99,11 @@ class Plan:
             share = len(stage.devices) // self.pipelines
             slices.append(stage.devices[pipeline * share : (pipeline + 1) * share])
         return Layout(tuple(slices))
+
+    def operations(self, microbatches: int | None = None, pipeline: int = 0) -> Operations:
+        """What each worker of a pipeline does with its share of `microbatches` (the plan's own if None)."""
+        share = math.ceil((microbatches or self.microbatches) / self.pipelines)
+        return operations(self.schedule, self.layout(pipeline), share, dict(enumerate(self.depths)))
 
     def stage_of_layer(self) -> dict[str, int]:
         """The stage of each layer, as PipeDream's `stage_id`."""

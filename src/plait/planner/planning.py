@@ -26,6 +26,7 @@ from plait.planner.plan import Plan, Speedups, Stage
 from plait.planner.predict import (
     choose_microbatches,
     data_parallel_s,
+    depths_that_hide_messages,
     model_parallel_s,
     predict_stages,
     single_s,
@@ -86,6 +87,12 @@ def _finish(graph: Graph, machines: Machines, settings: Settings, partition: Par
         stages = _build_stages(graph, machines, settings, partition, count)
     share = math.ceil(count / settings.pipelines)
     prediction = predict_stages(stages, machines, plan.layout(), settings.schedule, share, *terms)
+    if settings.hide_messages and settings.schedule in (Schedule.STASH, Schedule.FLUSH):
+        depths = depths_that_hide_messages(stages, machines, plan.layout(), partition.bottleneck_s)
+        deeper = _build_stages(graph, machines, settings, partition, count, depths)
+        other = predict_stages(stages, machines, plan.layout(), settings.schedule, share, *terms, depths)
+        if other.step_s < prediction.step_s and _misfit(deeper, machines) is None:
+            plan, stages, prediction = replace(plan, depths=depths), deeper, other
     _check_memory(stages, machines)
     _check_work(stages, count)
     speedups = _speedups(graph, machines, settings, partition)
@@ -122,23 +129,36 @@ def _bare(stages: tuple[Stage, ...], machines: Machines, settings: Settings, par
 
 
 def _build_stages(
-    graph: Graph, machines: Machines, settings: Settings, partition: Partition, microbatches: int
+    graph: Graph,
+    machines: Machines,
+    settings: Settings,
+    partition: Partition,
+    microbatches: int,
+    depths: tuple[int, ...] = (),
 ) -> tuple[Stage, ...]:
     layout = Layout(tuple(placed.devices for placed in partition.stages))
-    held = _held(settings.schedule, layout, microbatches)
+    held = _held(settings.schedule, layout, microbatches, depths)
     return tuple(
         _build_stage(graph, machines, settings, partition.ideals, placed, held[s])
         for s, placed in enumerate(partition.stages)
     )
 
 
-def _held(schedule: Schedule, layout: Layout, microbatches: int) -> list[int]:
+def _held(schedule: Schedule, layout: Layout, microbatches: int, depths: tuple[int, ...] = ()) -> list[int]:
     """Microbatches in flight at most in each stage."""
     stages = range(len(layout.stages))
+    if not schedule.synchronous:
+        # The stream of microbatches does not end with the step.
+        microbatches = max(microbatches, layout.devices_from(0), *_spans(layout, depths))
     if schedule is not Schedule.INTERLEAVED:
-        return [in_flight(schedule, layout, stage, microbatches) for stage in stages]
+        given = dict(enumerate(depths))
+        return [in_flight(schedule, layout, stage, microbatches, given) for stage in stages]
     ops = operations(schedule, layout, microbatches)
     return [_most_held(ops[layout.stages[stage][0]], stage) for stage in stages]
+
+
+def _spans(layout: Layout, depths: tuple[int, ...]) -> list[int]:
+    return [depth * len(workers) for depth, workers in zip(depths, layout.stages)]
 
 
 def _most_held(ops: Sequence[Op], stage: int) -> int:
@@ -214,6 +234,17 @@ def _check_work(stages: Sequence[Stage], microbatches: int) -> None:
 
 def _check_memory(stages: Sequence[Stage], machines: Machines) -> None:
     """Refuse a plan that does not fit; only schedules that are planned without their memory come here."""
+    misfit = _misfit(stages, machines)
+    if misfit is not None:
+        device, size, limit = misfit
+        raise PlanError(
+            f"device {device} would need {show_bytes(size)} but has {show_bytes(limit)}; give it more "
+            f"memory, use more devices, smaller microbatches or another schedule"
+        )
+
+
+def _misfit(stages: Sequence[Stage], machines: Machines) -> tuple[int, float, float] | None:
+    """The first device that its stages do not fit on, with what they need and what it has."""
     needed: dict[int, float] = {}
     for stage in stages:
         for device in stage.devices:
@@ -221,10 +252,8 @@ def _check_memory(stages: Sequence[Stage], machines: Machines) -> None:
     for device, size in sorted(needed.items()):
         limit = machines.device(device).memory_bytes
         if limit is not None and size > limit * (1 + 1e-6):
-            raise PlanError(
-                f"device {device} would need {show_bytes(size)} but has {show_bytes(limit)}; give it more "
-                f"memory, use more devices, smaller microbatches or another schedule"
-            )
+            return device, size, limit
+    return None
 
 
 def _interleaved(partition: Partition, machines: Machines) -> Partition:
@@ -236,9 +265,9 @@ def _interleaved(partition: Partition, machines: Machines) -> Partition:
     for placed in stages:
         between = partition.ideals.compute_s[placed.end] - partition.ideals.compute_s[placed.start]
         seconds[placed.devices[0]] += float(between) / machines.device(placed.devices[0]).speed
-    bottleneck = max(*seconds, partition.bottleneck_s)
-    floor = float(partition.ideals.compute_s[-1]) / machines.count
-    return replace(partition, stages=stages, bottleneck_s=bottleneck, lower_bound_s=floor, exact=False)
+    speeds = [machines.device(device).speed for device in range(machines.count)]
+    floor = float(partition.ideals.compute_s[-1]) / sum(speeds)
+    return replace(partition, stages=stages, bottleneck_s=max(seconds), lower_bound_s=floor, exact=False)
 
 
 def _speedups(graph: Graph, machines: Machines, settings: Settings, partition: Partition) -> Speedups:

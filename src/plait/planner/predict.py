@@ -35,6 +35,7 @@ def predict(plan: Plan, schedule: Schedule | None = None, microbatches: int | No
         math.ceil((microbatches or plan.microbatches) / plan.pipelines),
         plan.optimizer_copies,
         plan.recompute,
+        plan.depths if schedule in (None, plan.schedule) else (),
     )
 
 
@@ -46,12 +47,13 @@ def predict_stages(
     microbatches: int,
     optimizer_copies: float,
     recompute: bool,
+    depths: tuple[int, ...] = (),
 ) -> Prediction:
     """Replay one pipeline; asynchronous schedules, which never drain, are timed in their steady state."""
     costs = [_costs(stage, optimizer_copies, recompute) for stage in stages]
-    fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout)
+    fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout, depths)
     drain = 0 if schedule.synchronous else fill
-    ops = operations(schedule, layout, fill + window + drain)
+    ops = operations(schedule, layout, fill + window + drain, dict(enumerate(depths)))
     result = simulate(
         layout,
         ops,
@@ -65,13 +67,14 @@ def predict_stages(
     return Prediction((end - start) * microbatches / window, result.idle_share(start, end), peak, result)
 
 
-def _steady_window(layout: Layout) -> tuple[int, int]:
+def _steady_window(layout: Layout, depths: tuple[int, ...]) -> tuple[int, int]:
     """Microbatches that fill the pipeline, and as many more as show its pace.
 
     The pace repeats after every stage has gone round its replicas; where that takes too long, a long
     stretch stands for it.
     """
-    devices = layout.devices_from(0)
+    deepest = [depth * len(workers) for depth, workers in zip(depths, layout.stages)]
+    devices = max([layout.devices_from(0), *deepest])
     turn = math.lcm(*(len(workers) for workers in layout.stages))
     if turn > 4 * devices:
         return 2 * devices, 4 * devices
@@ -133,6 +136,25 @@ def model_parallel_s(stages: Sequence[Stage], machines: Machines) -> float:
             link = Link(_rate(machines, stage.devices[0], behind.devices[0]), machines.latency_s)
             seconds += 2 * link.seconds(stage.output_bytes)
     return seconds
+
+
+def depths_that_hide_messages(
+    stages: Sequence[Stage], machines: Machines, layout: Layout, bottleneck_s: float
+) -> tuple[int, ...]:
+    """Microbatches in flight in each stage when messages take time.
+
+    The schedule's own depth keeps all devices busy if messages take none. From stage s a microbatch also
+    travels to the last stage and back; meanwhile a replica could take on one more for every
+    `bottleneck_s` times its stage's replicas.
+    """
+    depths, travel = [], 0.0
+    for s in range(len(stages) - 1, -1, -1):
+        if s + 1 < len(stages):
+            rate = _rate(machines, layout.stages[s][0], layout.stages[s + 1][0])
+            travel += 2 * Link(rate, machines.latency_s).seconds(stages[s].output_bytes)
+        own = math.ceil(layout.devices_from(s) / layout.replicas(s))
+        depths.append(own + math.ceil(travel / (bottleneck_s * layout.replicas(s))))
+    return tuple(reversed(depths))
 
 
 def choose_microbatches(

@@ -23,18 +23,26 @@ def reasons(plan: Plan, graph: Graph) -> str:
 
 
 def _pace(plan: Plan) -> str:
-    number, slowest = max(enumerate(plan.stages), key=lambda pair: pair[1].cost_s)
-    if slowest.cost_s < plan.bottleneck_s * 0.999 and len(plan.stages) > 1:
+    device = max(range(plan.machines.count), key=lambda d: _device_s(plan, d))
+    busiest = _device_s(plan, device)
+    if busiest < plan.bottleneck_s * 0.999:
         return f"Messages between stages set the pace at {show_seconds(plan.bottleneck_s)} a microbatch."
-    update = slowest.update_s / slowest.replicas
-    sync = f", {show_seconds(update)} of it to agree on gradients" if update > 0.01 * slowest.cost_s else ""
-    text = f"Stage {number} sets the pace at {show_seconds(slowest.cost_s)} a microbatch{sync}."
-    if slowest.cost_s > plan.bottleneck_s * 1.001:
+    held = [(number, stage) for number, stage in enumerate(plan.stages) if device in stage.devices]
+    names = " and ".join(str(number) for number, _ in held)
+    sets = "Stage {} sets" if len(held) == 1 else "Stages {} on one device set"
+    update = sum(stage.update_s / stage.replicas for _, stage in held)
+    sync = f", {show_seconds(update)} of it to agree on gradients" if update > 0.01 * busiest else ""
+    text = f"{sets.format(names)} the pace at {show_seconds(busiest)} a microbatch{sync}."
+    if busiest > plan.bottleneck_s * 1.001:
         # PipeDream's count spreads a replicated host's synchronisation evenly over its devices.
-        text += (
-            f" (Shared evenly by the devices of each host, it would be {show_seconds(plan.bottleneck_s)}.)"
-        )
+        shared = show_seconds(plan.bottleneck_s)
+        text += f" (Shared evenly by the devices of each host, it would be {shared}.)"
     return text
+
+
+def _device_s(plan: Plan, device: int) -> float:
+    """Seconds a microbatch that the stages of a device cost."""
+    return sum(stage.cost_s for stage in plan.stages if device in stage.devices)
 
 
 def _against_data_parallel(plan: Plan, graph: Graph) -> str:
@@ -58,8 +66,8 @@ def _against_model_parallel(plan: Plan) -> str:
 def _how_near(plan: Plan) -> str:
     gap = plan.bottleneck_s / plan.lower_bound_s - 1
     return (
-        f"The model can be cut in too many ways to try all; no plan takes less than "
-        f"{show_seconds(plan.lower_bound_s)}, so this one is within {gap:.1%} of the best."
+        f"Not every way to cut the model was tried, but none takes less than "
+        f"{show_seconds(plan.lower_bound_s)}: this plan is within {gap:.1%} of the best."
     )
 
 

@@ -68,9 +68,7 @@ def ranges_of(ideals: Ideals, memory: StageMemory, depth: Depth) -> Ranges:
     parameters = ideals.parameter_bytes[None, :] - ideals.parameter_bytes[:, None]
     # Rounding must not make the difference of two sums negative.
     compute = np.where(ideals.nested, np.maximum(compute, 0), np.inf)
-    crossing = ideals.crossing_bytes.copy()
-    crossing[-1] = 0
-    return Ranges(compute, np.maximum(parameters, 0), crossing, memory, depth)
+    return Ranges(compute, np.maximum(parameters, 0), ideals.crossing_bytes, memory, depth)
 
 
 def solve(ranges: Ranges, levels: tuple[Level, ...], limits: Limits) -> Solution | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from plait.core.units import show_seconds
 from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.planner.plan import Plan
 from plait.planner.predict import predict
-from plait.planner.simulator import Simulation
+from plait.planner.simulator import Simulation, Span
 
 _COLOURS: dict[type[Op], tuple[str, str]] = {
     Forward: ("forward", "#4c8bf5"),
@@ -24,7 +25,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     prediction = predict(plan)
     title = (
         f"schedule {plan.schedule.value}, {len(plan.stages)} stages on {plan.devices_used} devices: "
-        f"{prediction.step_s * 1e3:.3g} ms a step, {prediction.idle_share:.0%} idle"
+        f"{show_seconds(prediction.step_s)} a step, {prediction.idle_share:.0%} idle"
     )
     stage_of = {device: s for s, stage in enumerate(plan.stages) for device in stage.devices}
     names = {device: f"device {device} (stage {stage})" for device, stage in stage_of.items()}
@@ -43,7 +44,7 @@ def draw(simulation: Simulation, path: Path, title: str, names: dict[int, str] |
     axes = figure.add_subplot()
     row = {worker: r for r, worker in enumerate(workers)}
     for kind, (label, colour) in _COLOURS.items():
-        spans = [span for span in simulation.spans if type(span.op) is kind]
+        spans = [s for s in simulation.spans if type(s.op) is kind and s.end_s > s.start_s]
         if spans:
             axes.barh(
                 [row[span.worker] for span in spans],
@@ -52,7 +53,8 @@ def draw(simulation: Simulation, path: Path, title: str, names: dict[int, str] |
                 height=0.86,
                 color=colour,
                 edgecolor="white",
-                linewidth=0.4,
+                # Edges would hide what is narrower than they are.
+                linewidth=[0.4 if _is_wide(span, simulation) else 0.0 for span in spans],
                 label=label,
             )
     _number_blocks(axes, simulation, row)
@@ -69,9 +71,13 @@ def draw(simulation: Simulation, path: Path, title: str, names: dict[int, str] |
 
 
 def _number_blocks(axes: Any, simulation: Simulation, row: dict[int, int]) -> None:
-    end = simulation.end_s
     for span in simulation.spans:
-        if isinstance(span.op, Update) or span.end_s - span.start_s < 0.009 * end:
+        if isinstance(span.op, Update) or not _is_wide(span, simulation):
             continue
         middle = (span.start_s + span.end_s) / 2 * 1e3
         axes.text(middle, row[span.worker], str(span.op.microbatch), ha="center", va="center", fontsize=7)
+
+
+def _is_wide(span: Span, simulation: Simulation) -> bool:
+    """Whether a block is wide enough for a number and an edge."""
+    return span.end_s - span.start_s >= 0.009 * simulation.end_s
