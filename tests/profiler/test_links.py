@@ -29,12 +29,12 @@ def test_every_pair_is_measured_both_ways_and_all_ranks_agree() -> None:
 
 
 def slow_one_direction(rank: int) -> tuple[Link, ...]:
-    """Rank 1 sends slowly: 50 ms for each large message."""
+    """Rank 1 sends slowly: 100 ms for each large message."""
     send = dist.isend
 
     def slow(tensor: Any, dst: int) -> Any:
         if rank == 1 and tensor.numel() > 1:
-            time.sleep(0.05)
+            time.sleep(0.1)
         return send(tensor, dst)
 
     dist.isend = slow
@@ -44,7 +44,7 @@ def slow_one_direction(rank: int) -> tuple[Link, ...]:
 def test_a_slow_direction_is_told_from_the_fast_one() -> None:
     there, back = run_ranks(2, slow_one_direction)[0]
     assert (there.source, there.target) == (0, 1)
-    assert back.bytes_per_s < 1.1 * (1 << 20) / 0.05
+    assert back.bytes_per_s < 2 * (1 << 20) / 0.1
     assert there.bytes_per_s > 3 * back.bytes_per_s
 
 

@@ -15,7 +15,7 @@ from plait.core.errors import InputError
 from plait.profiler.failures import TraceError
 from plait.profiler.trace import trace
 from plait.stages.cut import StageError, cut, cut_all
-from support.traced_models import MODELS, Branches, make, staged_step, whole_step
+from support.traced_models import MODELS, Branches, as_double, make, staged_step, whole_step
 
 
 @pytest.mark.parametrize("count", [3, 1000])
@@ -145,6 +145,25 @@ def test_a_value_is_copied_before_the_stage_overwrites_it_for_others() -> None:
     before, after = stages[0].module(x)
     torch.testing.assert_close(before, model.first(x))
     torch.testing.assert_close(stages[1].module(before, after)[0], model(x))
+
+
+def test_a_write_through_a_view_reaches_the_layers_after_it() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            side = x.exp()
+            rows = x.view(2, -1)
+            rows[0] *= 2
+            return self.last(x) + side + rows.view(-1, 4)
+
+    model = Writing().double()
+    inputs = as_double((torch.randn(4, 4),))
+    staged_step(model, inputs, inputs, 1000).assert_equals(whole_step(model, inputs))
 
 
 def test_a_stage_holds_intermediate_tensors_no_longer_than_the_model() -> None:

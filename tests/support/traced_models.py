@@ -142,6 +142,7 @@ class InPlace(nn.Module):
         x = self.relu(before)
         x = self.second(x).add_(1)
         x[:, 0] += 2
+        x[:, 2:4].mul_(3)
         x = x.view(-1, 3)
         x.mul_(0.5)
         x = Doubled.apply(x.view(side.shape[0], 6))

@@ -68,7 +68,8 @@ class Recorder(TorchFunctionMode):
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._values: dict[int, fx.Node] = {}
         self._kept: list[object] = []  # an object that lives keeps its id for itself
-        self._written: dict[int, tuple[int, int]] = {}  # storage -> when and in which group
+        # Of each storage written into: when, by which node, and the value it was written through.
+        self._written: dict[int, tuple[int, fx.Node, fx.Node | None]] = {}
         self._modules: list[tuple[nn.Module, str, int]] = [(model, "", 1)]
         self._calls: Counter[str] = Counter()
         self._group = 0
@@ -100,8 +101,7 @@ class Recorder(TorchFunctionMode):
         """The node that made `tensor`; a parameter, buffer or constant gets a node of its own."""
         node = self._values.get(id(tensor))
         if node is not None:
-            self._check_not_overwritten(node, tensor)
-            return node
+            return self._current(node, tensor)
         name = self._attributes.get(id(tensor))
         if name is None:
             if isinstance(tensor, FakeTensor):
@@ -173,6 +173,8 @@ class Recorder(TorchFunctionMode):
         buffer = module.__dict__.get("_buffers", {}).get(name)
         if self._is_silent() or not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
             return False
+        if _storage(value) == _storage(buffer):
+            return True  # `self.buffer += 1` assigns what it has written into
         if value.requires_grad and torch.is_grad_enabled():
             raise refusal(
                 f"this assigns a tensor with a gradient to the buffer {name!r}",
@@ -214,8 +216,9 @@ class Recorder(TorchFunctionMode):
         if not makes and not changed and not _writes(target):
             return result
         node = self._record(target, args, kwargs)
+        when = len(self._kept)
         for tensor in changed:
-            self._note_change(node, tensor, returned=tensor is result)
+            self._note_change(when, node, tensor, returned=tensor is result)
         return self._bind(node, result, {id(tensor) for tensor in tensors} - {id(t) for t in changed})
 
     def _record(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -303,23 +306,45 @@ class Recorder(TorchFunctionMode):
 
     # Changes in place.
 
-    def _note_change(self, node: fx.Node, tensor: Tensor, returned: bool) -> None:
+    def _note_change(self, when: int, node: fx.Node, tensor: Tensor, returned: bool) -> None:
         storage = _storage(tensor)
+        before = self._values.get(id(tensor))
         node.meta["writes"] = (*node.meta.get("writes", ()), storage)
-        self._written[storage] = (len(self._kept), node.meta["group"])
-        if not returned and id(tensor) in self._values:
-            changed = self._create("call_function", after, (self._values[id(tensor)], node), {})
-            self._describe(changed, tensor)
+        self._written[storage] = (when, node, before)
+        if not returned and before is not None:
+            self._describe(self._create("call_function", after, (before, node), {}), tensor)
 
-    def _check_not_overwritten(self, node: fx.Node, tensor: Tensor) -> None:
-        """Refuse a value that a write through a view of it, in another layer, has changed meanwhile."""
-        written = self._written.get(_storage(tensor))
-        if written is not None and written[0] > node.meta["since"] and written[1] != node.meta["group"]:
+    def _current(self, node: fx.Node, tensor: Tensor) -> fx.Node:
+        """The node that stands for `tensor` now, if a write through a view has changed it since `node`.
+
+        The view must have been made from it in the layer of the write: what is cut apart shares no memory.
+        """
+        when, write, view = self._written.get(_storage(tensor), (0, node, None))
+        if when <= node.meta["since"]:
+            return node
+        if node.meta["group"] != write.meta["group"] and not _leads_to(node, view, write.meta["group"]):
             raise refusal(
                 "this uses a tensor that was changed in place through a view of it in another layer",
                 "let the operation return a new tensor (add in place of add_), or clone the view first",
                 current_line(),
             )
+        with self.graph.inserting_after(write):
+            changed = self.graph.call_function(after, (node, write))
+        changed.meta |= {key: write.meta[key] for key in ("group", "path", "no_grad", "autocast")}
+        self._describe(changed, tensor)
+        return changed
+
+
+def _leads_to(node: fx.Node, value: fx.Node | None, group: int) -> bool:
+    """Whether `value` was made from `node` by operations of `group` alone."""
+    waiting = [value] if value is not None else []
+    while waiting:
+        found = waiting.pop()
+        if found is node:
+            return True
+        if found.meta.get("group") == group:
+            waiting += found.all_input_nodes
+    return False
 
 
 def pick(container: Any, key: Any) -> Any:
@@ -355,6 +380,8 @@ def _writes(target: Any) -> bool:
 
 def _refuse_hooks(function: Any) -> None:
     name = getattr(function, "__name__", "")
+    if name == "__set__" and function.__self__ is Tensor.requires_grad:
+        return  # asks for the gradient of an input, which changes no other
     if name in ("register_hook", "register_post_accumulate_grad_hook", "__set__", "backward"):
         what = "assigns an attribute of a tensor" if name == "__set__" else f"calls {name} inside forward"
         raise refusal(

@@ -81,6 +81,11 @@ class TracedModel:
         return {node.name: node for node in self.graph.nodes}
 
     @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        """The place of each node in the order of execution."""
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    @cached_property
     def layer_of(self) -> dict[str, str]:
         """The layer that makes each value; the model's inputs have none."""
         return {node.name: layer.id for layer in self.layers for node in layer.nodes}
@@ -115,9 +120,8 @@ class TracedModel:
             needed[extra] = None
         final = set(self.outputs)
         given = [n for n in inside if n.name in final or any(user not in inside for user in n.users)]
-        position = {node: i for i, node in enumerate(self.graph.nodes)}
         return Boundary(
-            tuple(node.name for node in sorted(needed, key=position.__getitem__)),
+            tuple(node.name for node in sorted(needed, key=self.position.__getitem__)),
             tuple(node.name for node in given),
         )
 
