@@ -7,5 +7,16 @@ that matters (`rules/`). Hyperparameters are vectors with one entry a trial. Not
 from plait.fusion.check import group_by_shape
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule, Shared, fuse
+from plait.fusion.optim import FusedOptimizer, clip_gradients, fuse_optimizers, split_optimizer
 
-__all__ = ["FusedModule", "FusionError", "Shared", "fuse", "group_by_shape"]
+__all__ = [
+    "FusedModule",
+    "FusedOptimizer",
+    "FusionError",
+    "Shared",
+    "clip_gradients",
+    "fuse",
+    "fuse_optimizers",
+    "group_by_shape",
+    "split_optimizer",
+]

@@ -72,6 +72,7 @@ class FusedModule(nn.Module):
         self.register_buffer("ages", torch.tensor(ages, dtype=torch.int64, device=device))
         self._trials = Trials(len(models))
         self._wrappers = Wrappers(self._trials)
+        self.freeze([])
         patch_norms(self.module)
         patch_unfused(self.module, unfused, self._trials)
 
@@ -91,6 +92,7 @@ class FusedModule(nn.Module):
             outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
         if self.training:
             self.ages.add_(1)
+            self._restore_frozen()
         return outcome
 
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +102,20 @@ class FusedModule(nn.Module):
         with TrialMode(self._trials):
             outcome = function(*entered_args, **entered_kwargs)
         return pytree.tree_map(self._leave, outcome)
+
+    def freeze(self, numbers: Sequence[int]) -> None:
+        """Keep the buffers of these trials, and of no others, as they are now, whatever passes through."""
+        self._frozen = torch.tensor(sorted(numbers), dtype=torch.int64, device=self.seeds.device)
+        self._kept = {name: b[self._frozen].clone() for name, b in self._own_buffers()}
+
+    def _own_buffers(self) -> list[tuple[str, Tensor]]:
+        return [("ages", self.ages), *self.module.named_buffers(prefix="module")]
+
+    def _restore_frozen(self) -> None:
+        if len(self._frozen):
+            for name, buffer in self._own_buffers():
+                # Past autograd, which may have saved the buffer: gradients of these trials are not used.
+                buffer.data.index_copy_(0, self._frozen, self._kept[name])
 
     def _enter(self, value: Any) -> Any:
         if isinstance(value, Shared):

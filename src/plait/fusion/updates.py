@@ -1,0 +1,216 @@
+"""The update of each optimizer, for all trials at once: every coefficient is one number a trial.
+
+A `Kind` says which hyperparameters an optimizer of torch has, which state it keeps, how coefficients follow
+from both, and how one parameter changes. Formulas are those of torch.optim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Hyperparameters or coefficients by name, each with one number a trial.
+Vectors = Mapping[str, Tensor]
+Common = Mapping[str, bool]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One optimizer: hyperparameters with torch's defaults, states beside a parameter, and the formulas.
+
+    `coefficients(h, steps)` gets the hyperparameters and how many steps each trial has behind it;
+    `update(p, g, state, c, common)` changes a parameter and its states in place.
+    """
+
+    torch_class: type[torch.optim.Optimizer]
+    hyperparameters: Mapping[str, float]
+    states: Callable[[Vectors, Common], list[str]]
+    coefficients: Callable[[Vectors, Tensor], dict[str, Tensor]]
+    update: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]
+    common: Mapping[str, bool] = field(default_factory=dict)
+    counts_steps: bool = True
+    # Where a trial stands still, these coefficients are 1 and all others 0.
+    keeping: frozenset[str] = frozenset()
+
+
+def _sgd_states(h: Vectors, common: Common) -> list[str]:
+    return ["momentum_buffer"] if bool((h["momentum"] != 0).any()) else []
+
+
+def _sgd_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
+    # The first step fills the momentum with the whole gradient, whatever the dampening.
+    enter = torch.where(steps == 0, 1.0, 1.0 - h["dampening"])
+    return {"lr": h["lr"], "decay": h["weight_decay"], "momentum": h["momentum"], "enter": enter}
+
+
+def _sgd(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+    g = g + c["decay"] * p
+    if "momentum_buffer" in state:
+        buffer = state["momentum_buffer"]
+        buffer.mul_(c["momentum"]).add_(g * c["enter"])
+        g = g + c["momentum"] * buffer if common["nesterov"] else buffer
+    p.sub_(c["lr"] * g)
+
+
+def _adam_states(h: Vectors, common: Common) -> list[str]:
+    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if common["amsgrad"] else [])]
+
+
+def _adam_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
+    first, second = 1 - h["beta1"] ** (steps + 1), 1 - h["beta2"] ** (steps + 1)
+    return {
+        "size": h["lr"] / first,
+        "root": second.rsqrt(),
+        "eps": h["eps"],
+        "enter1": 1 - h["beta1"],
+        "enter2": 1 - h["beta2"],
+        "keep2": h["beta2"],
+        "decay": h["weight_decay"],
+        "shrink": 1 - h["lr"] * h["weight_decay"],
+    }
+
+
+def _adam(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+    _adam_step(p, g + c["decay"] * p, state, c, common)
+
+
+def _adamw(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+    p.mul_(c["shrink"])
+    _adam_step(p, g, state, c, common)
+
+
+def _adam_step(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    mean.add_((g - mean) * c["enter1"])
+    square.mul_(c["keep2"]).add_(g * g * c["enter2"])
+    if common["amsgrad"]:
+        square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
+    p.sub_(mean / (square.sqrt() * c["root"] + c["eps"]) * c["size"])
+
+
+def _rmsprop_states(h: Vectors, common: Common) -> list[str]:
+    momentum = ["momentum_buffer"] if bool((h["momentum"] != 0).any()) else []
+    return ["square_avg", *momentum, *(["grad_avg"] if common["centered"] else [])]
+
+
+def _rmsprop_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
+    return {
+        "lr": h["lr"],
+        "keep": h["alpha"],
+        "enter": 1 - h["alpha"],
+        "eps": h["eps"],
+        "decay": h["weight_decay"],
+        "momentum": h["momentum"],
+        "push": torch.ones_like(h["lr"]),
+    }
+
+
+def _rmsprop(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+    g = g + c["decay"] * p
+    square = state["square_avg"]
+    square.mul_(c["keep"]).add_(g * g * c["enter"])
+    centre = square
+    if common["centered"]:
+        mean = state["grad_avg"]
+        mean.add_((g - mean) * c["enter"])
+        centre = square - mean * mean
+    change = g / (centre.sqrt() + c["eps"])
+    if "momentum_buffer" in state:
+        change = state["momentum_buffer"].mul_(c["momentum"]).add_(change * c["push"])
+    p.sub_(change * c["lr"])
+
+
+def _adagrad_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
+    rate = h["lr"] / (1 + steps * h["lr_decay"])
+    return {"lr": rate, "eps": h["eps"], "decay": h["weight_decay"]}
+
+
+def _adagrad(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+    g = g + c["decay"] * p
+    total = state["sum"]
+    total.add_(g * g)
+    p.sub_(g / (total.sqrt() + c["eps"]) * c["lr"])
+
+
+def _adadelta_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
+    rho = h["rho"]
+    return {"lr": h["lr"], "eps": h["eps"], "decay": h["weight_decay"], "keep": rho, "enter": 1 - rho}
+
+
+def _adadelta(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+    g = g + c["decay"] * p
+    square, moved = state["square_avg"], state["acc_delta"]
+    square.mul_(c["keep"]).add_(g * g * c["enter"])
+    change = (moved + c["eps"]).sqrt() / (square + c["eps"]).sqrt() * g
+    moved.mul_(c["keep"]).add_(change * change * c["enter"])
+    p.sub_(change * c["lr"])
+
+
+_ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+_ADAM_KEEPING = frozenset(("keep2", "shrink", "root", "eps"))
+
+KINDS: Mapping[str, Kind] = {
+    "sgd": Kind(
+        torch.optim.SGD,
+        {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
+        _sgd_states,
+        _sgd_coefficients,
+        _sgd,
+        {"nesterov": False},
+        counts_steps=False,
+        keeping=frozenset(("momentum",)),
+    ),
+    "adam": Kind(
+        torch.optim.Adam,
+        _ADAM,
+        _adam_states,
+        _adam_coefficients,
+        _adam,
+        {"amsgrad": False},
+        keeping=_ADAM_KEEPING,
+    ),
+    "adamw": Kind(
+        torch.optim.AdamW,
+        {**_ADAM, "weight_decay": 1e-2},
+        _adam_states,
+        _adam_coefficients,
+        _adamw,
+        {"amsgrad": False},
+        keeping=_ADAM_KEEPING,
+    ),
+    "rmsprop": Kind(
+        torch.optim.RMSprop,
+        {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0},
+        _rmsprop_states,
+        _rmsprop_coefficients,
+        _rmsprop,
+        {"centered": False},
+        keeping=frozenset(("keep", "eps", "momentum")),
+    ),
+    "adagrad": Kind(
+        torch.optim.Adagrad,
+        {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+        lambda h, common: ["sum"],
+        _adagrad_coefficients,
+        _adagrad,
+        keeping=frozenset(("eps",)),
+    ),
+    "adadelta": Kind(
+        torch.optim.Adadelta,
+        {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
+        lambda h, common: ["square_avg", "acc_delta"],
+        _adadelta_coefficients,
+        _adadelta,
+        keeping=frozenset(("keep", "eps")),
+    ),
+}
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """The name of the kind that computes as this optimizer of torch does, if there is one."""
+    names: dict[Any, str] = {kind.torch_class: name for name, kind in KINDS.items()}
+    return names.get(type(optimizer))
