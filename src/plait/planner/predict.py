@@ -11,7 +11,7 @@ from plait.planner.depth import Schedule
 from plait.planner.machines import Machines
 from plait.planner.operations import Layout
 from plait.planner.plan import Plan, Stage
-from plait.planner.schedules import operations
+from plait.planner.schedules import least_depth, operations
 from plait.planner.simulator import Link, Simulation, StageCosts, simulate
 
 
@@ -147,13 +147,17 @@ def depths_that_hide_messages(
     travels to the last stage and back; meanwhile a replica could take on one more for every
     `bottleneck_s` times its stage's replicas.
     """
-    depths, travel = [], 0.0
+    depths: list[int] = []
+    travel = 0.0
     for s in range(len(stages) - 1, -1, -1):
         if s + 1 < len(stages):
             rate = _rate(machines, layout.stages[s][0], layout.stages[s + 1][0])
             travel += 2 * Link(rate, machines.latency_s).seconds(stages[s].output_bytes)
         own = math.ceil(layout.devices_from(s) / layout.replicas(s))
-        depths.append(own + math.ceil(travel / (bottleneck_s * layout.replicas(s))))
+        wanted = own + math.ceil(travel / (bottleneck_s * stages[s].replicas))
+        if depths:
+            wanted = max(wanted, least_depth(layout, s, depths[-1]))
+        depths.append(wanted)
     return tuple(reversed(depths))
 
 

@@ -147,21 +147,26 @@ def _check(schedule: Schedule, layout: Layout, microbatches: int, depths: Mappin
         _check_depths(schedule, layout, microbatches, depths)
 
 
-def _check_depths(schedule: Schedule, layout: Layout, microbatches: int, depths: Mapping[int, int]) -> None:
-    """Refuse depths under which a stage would wait for one that waits for it.
+def least_depth(layout: Layout, stage: int, depth_behind: int) -> int:
+    """The fewest microbatches in flight with which `stage` does not starve the stage behind it.
 
-    Before its backward of b, a replica behind has taken b + R'(d' - 1) forward, and the stage before, R
-    replicas with d in flight, sends that one only once its backward of b + R'(d' - 1) - R d is done.
+    Before its backward of b, a replica behind, one of R' with d' in flight, has taken b + R'(d' - 1)
+    forward; the stage before, R replicas with d in flight, sends that one only once its backward of
+    b + R'(d' - 1) - R d is done, which must come before b.
     """
+    return layout.replicas(stage + 1) * (depth_behind - 1) // layout.replicas(stage) + 1
+
+
+def _check_depths(schedule: Schedule, layout: Layout, microbatches: int, depths: Mapping[int, int]) -> None:
+    """Refuse depths under which a stage would wait for one that waits for it."""
     for stage in range(len(layout.stages) - 1):
-        here, behind = layout.replicas(stage), layout.replicas(stage + 1)
         depth = in_flight(schedule, layout, stage, microbatches, depths)
-        deeper = in_flight(schedule, layout, stage + 1, microbatches, depths)
-        whole = math.ceil(microbatches / here) <= depth
-        if not whole and behind * (deeper - 1) >= here * depth:
-            needed = behind * (deeper - 1) // here + 1
+        behind = in_flight(schedule, layout, stage + 1, microbatches, depths)
+        needed = least_depth(layout, stage, behind)
+        holds_all = depth >= math.ceil(microbatches / layout.replicas(stage))
+        if depth < needed and not holds_all:
             raise PlanError(
-                f"stage {stage} keeps {depth} microbatches in flight on {here} replicas, but stage "
-                f"{stage + 1} keeps {deeper} on {behind} and would wait for ever; give stage {stage} "
-                f"at least {needed}"
+                f"stage {stage} keeps {depth} microbatches in flight on each of {layout.replicas(stage)} "
+                f"replicas, but stage {stage + 1} keeps {behind} on each of {layout.replicas(stage + 1)} "
+                f"and would wait for ever; give stage {stage} at least {needed}"
             )
