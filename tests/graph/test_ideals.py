@@ -96,3 +96,13 @@ def test_intervals_hold_every_ideal_exactly_once_with_the_cheapest_cut_of_each(g
             assert chosen in held
             assert graph.crossing_bytes(chosen) == pytest.approx(cut.crossing_bytes)
     assert seen == len(inner)
+
+
+@given(graphs(layers=7))
+@settings(max_examples=40, deadline=None)
+def test_the_family_of_cheap_cuts_holds_only_true_ideals_with_both_ends(graph):
+    sets = as_sets(cover_ideals(graph, 4).ideals(steps=3))
+    assert set(sets) <= down_sets(graph)
+    assert len(sets) == len(set(sets))
+    assert sets[0] == frozenset()
+    assert sets[-1] == {node.id for node in graph.nodes}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -48,13 +47,16 @@ class Cover:
     intervals: tuple[Interval, ...]
     cuts: tuple[Cut, ...]
 
-    @cached_property
-    def ideals(self) -> Ideals:
-        """The cheapest ideals of all the intervals, with the empty and the whole one."""
+    def ideals(self, steps: int) -> Ideals:
+        """The cheapest ideals of all the intervals, and `steps` more that follow the graph's order.
+
+        Cheap cuts lie where the graph is narrow; the others fill the gaps between them, so that stages can
+        be evened out where cheap cuts are far apart.
+        """
         nodes = len(self.graph.order)
-        rows = [np.zeros(nodes, dtype=bool), np.ones(nodes, dtype=bool)]
-        for cut in self.cuts:
-            rows += [cut.smallest, cut.largest]
+        rows = [cut.smallest for cut in self.cuts] + [cut.largest for cut in self.cuts]
+        for step in range(steps + 1):
+            rows.append(np.arange(nodes) < round(step * nodes / steps))
         return family(self.graph, np.array(rows))
 
 

@@ -23,6 +23,9 @@ from plait.planner.solver import Block, Limits, Ranges, level_problem, ranges_of
 # How many ideals are tried at once: all pairs of them for one level, all triples for inner levels.
 _MOST_IDEALS_FLAT = 2000
 _MOST_IDEALS_NESTED = 600
+# With the cheapest cuts of a graph that has too many come so many that follow its order.
+_STEPS_FLAT = 200
+_STEPS_NESTED = 50
 # A bound is refined until it is so near the plan, or so many intervals are in use.
 _NEAR_ENOUGH = 1.03
 _INTERVALS = (250, 500, 1000)
@@ -170,7 +173,8 @@ class _Search:
     def _contracted(self, most: int) -> Partition:
         """The best of a family of cuts, with a bound on what the others could gain."""
         cover = cover_ideals(self.graph, _INTERVALS[0])
-        best = self._solved(cover.ideals, every_ideal=False)
+        steps = _STEPS_FLAT if most == _MOST_IDEALS_FLAT else _STEPS_NESTED
+        best = self._solved(cover.ideals(steps), every_ideal=False)
         contracted = contracted_ideals(self.graph, most)
         if contracted is not None:
             best = min(
