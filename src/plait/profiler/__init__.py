@@ -3,3 +3,23 @@
 `trace` finds the layers, `profile_model` times them and weighs their tensors, `measure_links` times the
 wires between workers. A `Profile` is data: print it, save it, plan on it.
 """
+
+from plait.profiler.failures import TraceError
+from plait.profiler.links import Link, measure_links
+from plait.profiler.profile import Profile, load_profile, profile_model, save_profile
+from plait.profiler.trace import trace
+from plait.profiler.traced import Layer, TracedModel, Value
+
+__all__ = [
+    "Layer",
+    "Link",
+    "Profile",
+    "TraceError",
+    "TracedModel",
+    "Value",
+    "load_profile",
+    "measure_links",
+    "profile_model",
+    "save_profile",
+    "trace",
+]

@@ -127,8 +127,8 @@ class _Writer:
             self._names[node] = self._names[node.args[0]]  # type: ignore[index]
             self._end_values(node)
             return
-        self._enter_context(node)
         self._keep_outputs_that_change(node)
+        self._enter_context(node)
         text = self._statement(node)
         ended = self._end_values(node)
         if node in self._last_use or node in self._outputs:
@@ -167,6 +167,7 @@ class _Writer:
             made = output in self._names and output not in self._kept
             if made and output.meta["storage"] in node.meta.get("writes", ()):
                 self._kept[output] = self._free_name()
+                self._context = ""  # the copy has a gradient even where the write has none
                 self._line(f"{self._kept[output]} = {self._names[output]}.clone()")
 
     def _enter_context(self, node: fx.Node) -> None:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
+from plait.profiler.failures import FIXED_SHAPES, TraceError
 from plait.profiler.symbols import Shape
 
 
@@ -126,23 +127,28 @@ class TracedModel:
         )
 
     def _size_givers(self, inside: dict[fx.Node, None], needed: dict[fx.Node, None]) -> list[fx.Node]:
-        """Values from outside that are needed only because a size is read from them."""
+        """Inputs of the model that are needed only because a size, or the device, is read from them."""
         extra: list[fx.Node] = []
         known = list(needed)
         for node in inside:
-            for symbol in node.meta.get("symbols", ()):
-                if not any(size_source(symbol, [value]) for value in known):
-                    giver = next(n for n in self.graph.nodes if size_source(symbol, [n]) or n is node)
-                    assert giver is not node, f"no tensor has the size {symbol}"
-                    extra.append(giver)
-                    known.append(giver)
+            missing = [s for s in node.meta.get("symbols", ()) if size_source(s, known) is None]
+            for symbol in missing:
+                extra.append(self._input_with(symbol, node))
+                known.append(extra[-1])
             if node.meta.get("device") and not any("shape" in value.meta for value in known):
-                giver = next(iter(self.graph.nodes))
-                extra.append(giver)
-                known.append(giver)
-            if "shape" in node.meta:
-                known.append(node)
+                extra.append(self.node_by_name[self.inputs[0]])
+                known.append(extra[-1])
+            known.append(node)
         return extra
+
+    def _input_with(self, symbol: Symbol, node: fx.Node) -> fx.Node:
+        source = size_source(symbol, (self.node_by_name[name] for name in self.inputs))
+        if source is None:
+            raise TraceError(
+                f"layer {self.layer_of[node.name]!r} needs a size that depends on the values of a tensor in "
+                f"another layer; {FIXED_SHAPES}"
+            )
+        return source[0]
 
     def rebuild_output(self, values: Sequence[Any]) -> Any:
         """What the model would return, from the values named by `outputs`."""
