@@ -157,6 +157,16 @@ def _rates(cluster):
             "needs 8 stages .* model has 3 layers; use at most 1 devices",
         ),
         (
+            lambda: make_plan(vgg(), machines(4, 1e9), Settings(pipelines=3, microbatches=2)),
+            "found 2 microbatches for 3 pipelines",
+        ),
+        (
+            lambda: make_plan(
+                vgg(), machines(2, 1e9, devices=(Device(), Device(0.5))), Settings(pipelines=2)
+            ),
+            "2 pipelines side by side need as many devices alike, but no more than 1 of the 2 are",
+        ),
+        (
             lambda: make_plan(vgg(), machines(4, 1e9, memory_bytes=1e9)),
             "every device has 1 GB, and 4 devices under schedule stash need about .* GB each",
         ),

@@ -75,7 +75,6 @@ class Ideals:
 
     def sums(self, amounts: Sequence[float]) -> Floats:
         """The sum over the members of each ideal; `amounts` follow `graph.order`."""
-        # Summed one ideal at a time in the same order, so equal ideals of two families have equal sums.
         return np.asarray(self.members.astype(np.float64) @ np.asarray(amounts, dtype=np.float64))
 
     def between(self, i: int, j: int) -> tuple[str, ...]:

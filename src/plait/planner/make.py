@@ -117,11 +117,20 @@ def check(graph: Graph, machines: Machines, settings: Settings) -> None:
             f"found {settings.microbatches} microbatches for {settings.pipelines} pipelines; each needs at "
             f"least one, so use {settings.pipelines} or more"
         )
+    if machines.mixed and settings.pipelines > 1:
+        alike = max(len(kind.devices) for kind in kinds_of(machines)[0])
+        if alike < settings.pipelines:
+            raise PlanError(
+                f"{settings.pipelines} pipelines side by side need as many devices alike, but no more than "
+                f"{alike} of the {machines.count} are; use at most {alike} pipelines"
+            )
     if settings.schedule is Schedule.INTERLEAVED:
         stages = machines.count * settings.chunks
-        if settings.pipelines > 1:
+        if settings.pipelines > 1 or machines.mixed:
             raise PlanError(
-                "schedule interleaved runs one pipeline; leave out pipelines or use another schedule"
+                f"schedule interleaved runs one pipeline on devices alike, found {settings.pipelines} "
+                f"pipelines on {machines.count} {'unlike ' if machines.mixed else ''}devices; "
+                f"use another schedule"
             )
         if settings.chunks < 2 or len(graph.nodes) < stages:
             raise PlanError(
@@ -159,8 +168,12 @@ class _Search:
             memory_bytes=math.inf if unlimited else machines.smallest_memory_bytes,
             pipelines=settings.pipelines,
             straight=settings.straight or interleaved,
-            most_replicas=settings.microbatches or math.inf,
+            most_replicas=self._microbatches() or math.inf,
         )
+
+    def _microbatches(self) -> int | None:
+        """What ends with the step: asynchronous schedules go on with the next one's microbatches."""
+        return self.settings.microbatches if self.settings.schedule.synchronous else None
 
     def run(self) -> Partition:
         most = _MOST_IDEALS_FLAT if len(self.levels) == 1 and not self.machines.mixed else _MOST_IDEALS_NESTED
@@ -184,12 +197,12 @@ class _Search:
             if self.machines.mixed or best.bottleneck_s <= best.lower_bound_s * _NEAR_ENOUGH:
                 break
             cover = cover if count == _INTERVALS[0] else cover_ideals(self.graph, count)
-            bound = lower_bound(cover, self.levels, best.bottleneck_s)
+            bound = lower_bound(cover, self.machines.levels, best.bottleneck_s)
             best = replace(best, lower_bound_s=max(best.lower_bound_s, bound))
         return best
 
     def _solved(self, ideals: Ideals, every_ideal: bool) -> Partition:
-        depth = Depth(self.settings.schedule, self.machines.count, self.settings.microbatches)
+        depth = Depth(self.settings.schedule, self.machines.count, self._microbatches())
         memory = stage_memory(ideals, self.settings.schedule, self.settings.memory)
         ranges = ranges_of(ideals, memory, depth)
         if self.settings.schedule is Schedule.INTERLEAVED:
@@ -236,6 +249,7 @@ class _Search:
             limit = max(kind.memory_bytes for kind in kinds)
         else:
             limit = self.limits.memory_bytes
+        who = "the largest device" if self.machines.mixed else "every device"
         flat = (Level(self.machines.count, self.machines.slowest_bytes_per_s),)
         low, high = limit, limit
         while solve(ranges, flat, replace(self.limits, memory_bytes=high)) is None:
@@ -248,7 +262,7 @@ class _Search:
                 high = middle
         hint = "" if self.settings.memory.recompute else ", recompute activations"
         return PlanError(
-            f"no plan fits: every device has {show_bytes(limit)}, and {self.machines.count} devices under "
+            f"no plan fits: {who} has {show_bytes(limit)}, and {self.machines.count} devices under "
             f"schedule {self.settings.schedule.value} need about {show_bytes(high)} each; give them more "
             f"memory, use more devices or smaller microbatches{hint}"
         )

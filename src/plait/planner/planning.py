@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.core.units import show_bytes
 from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, trivial_ideals
 from plait.planner.depth import Schedule, in_flight
-from plait.planner.errors import PlanError
+from plait.planner.fits import check_memory, check_work, misfit
 from plait.planner.machines import Machines
 from plait.planner.make import (
     Partition,
@@ -48,6 +47,8 @@ def make_plan(graph: Graph, machines: Machines, settings: Settings | None = None
 def data_parallel_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
     """Every device holds the whole model; only gradients travel."""
     settings = replace(_settled(settings or Settings(), machines), pipelines=1)
+    if settings.schedule is Schedule.INTERLEAVED:
+        settings = replace(settings, schedule=Schedule.FLUSH)
     graph = planning_graph(graph)
     check(graph, machines, settings)
     ideals = trivial_ideals(graph)
@@ -63,7 +64,8 @@ def model_parallel_plan(graph: Graph, machines: Machines, settings: Settings | N
     partition = make_partition(graph, machines, settings)
     stages = _build_stages(graph, machines, settings, partition, settings.microbatches or 1)
     seconds = model_parallel_s(stages, machines)
-    return _finish(graph, machines, settings, replace(partition, bottleneck_s=seconds, exact=False))
+    plain = replace(partition, bottleneck_s=seconds, lower_bound_s=0.0, exact=False)
+    return _finish(graph, machines, settings, plain)
 
 
 def _settled(settings: Settings, machines: Machines) -> Settings:
@@ -91,10 +93,11 @@ def _finish(graph: Graph, machines: Machines, settings: Settings, partition: Par
         depths = depths_that_hide_messages(stages, machines, plan.layout(), partition.bottleneck_s)
         deeper = _build_stages(graph, machines, settings, partition, count, depths)
         other = predict_stages(stages, machines, plan.layout(), settings.schedule, share, *terms, depths)
-        if other.step_s < prediction.step_s and _misfit(deeper, machines) is None:
+        if other.step_s < prediction.step_s and misfit(deeper, machines) is None:
             plan, stages, prediction = replace(plan, depths=depths), deeper, other
-    _check_memory(stages, machines)
-    _check_work(stages, count)
+    check_memory(stages, machines)
+    if settings.schedule.synchronous:
+        check_work(stages, count)
     speedups = _speedups(graph, machines, settings, partition)
     plan = replace(
         plan,
@@ -216,44 +219,10 @@ def _update_s(machines: Machines, devices: Sequence[int], parameter_bytes: float
     for level in machines.levels:
         units = len({device // unit for device in devices})
         unit *= level.count
-        replicas = units // len({device // unit for device in devices})
+        replicas = math.ceil(units / len({device // unit for device in devices}))
         seconds += 4 * (replicas - 1) * parameter_bytes / (level.bytes_per_s * replicas) / shared
         shared = replicas
     return seconds
-
-
-def _check_work(stages: Sequence[Stage], microbatches: int) -> None:
-    """Refuse replicas without work; only plans over several levels can come to have them."""
-    most = max(stage.replicas for stage in stages)
-    if most > microbatches:
-        raise PlanError(
-            f"a stage would have {most} replicas but only {microbatches} microbatches a step; "
-            f"use {most} microbatches or more, or fewer devices"
-        )
-
-
-def _check_memory(stages: Sequence[Stage], machines: Machines) -> None:
-    """Refuse a plan that does not fit; only schedules that are planned without their memory come here."""
-    misfit = _misfit(stages, machines)
-    if misfit is not None:
-        device, size, limit = misfit
-        raise PlanError(
-            f"device {device} would need {show_bytes(size)} but has {show_bytes(limit)}; give it more "
-            f"memory, use more devices, smaller microbatches or another schedule"
-        )
-
-
-def _misfit(stages: Sequence[Stage], machines: Machines) -> tuple[int, float, float] | None:
-    """The first device that its stages do not fit on, with what they need and what it has."""
-    needed: dict[int, float] = {}
-    for stage in stages:
-        for device in stage.devices:
-            needed[device] = needed.get(device, 0.0) + stage.memory_bytes
-    for device, size in sorted(needed.items()):
-        limit = machines.device(device).memory_bytes
-        if limit is not None and size > limit * (1 + 1e-6):
-            return device, size, limit
-    return None
 
 
 def _interleaved(partition: Partition, machines: Machines) -> Partition:

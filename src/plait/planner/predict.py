@@ -179,7 +179,8 @@ def choose_microbatches(
     if not schedule.synchronous:
         return depth
     seconds: dict[int, float] = {}
-    for count in sorted({1, depth, 2 * depth, 4 * depth, 8 * depth}):
+    fewest = max(len(workers) for workers in layout.stages)
+    for count in sorted({fewest, depth, 2 * depth, 4 * depth, 8 * depth}):
         found = predict_stages(stages, machines, layout, schedule, count, optimizer_copies, recompute)
         if found.peak_bytes <= memory_bytes or not seconds:
             seconds[count] = found.step_s / count

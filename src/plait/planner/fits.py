@@ -1,0 +1,44 @@
+"""Whether finished stages fit their devices and give every replica work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.core.units import show_bytes
+from plait.planner.errors import PlanError
+from plait.planner.machines import Machines
+from plait.planner.plan import Stage
+
+
+def check_work(stages: Sequence[Stage], microbatches: int) -> None:
+    """Refuse replicas without work; only plans over several levels can come to have them."""
+    most = max(stage.replicas for stage in stages)
+    if most > microbatches:
+        raise PlanError(
+            f"a stage would have {most} replicas but only {microbatches} microbatches a step; "
+            f"use {most} microbatches or more, or fewer devices"
+        )
+
+
+def check_memory(stages: Sequence[Stage], machines: Machines) -> None:
+    """Refuse a plan that does not fit; only plans made without regard for memory can fail here."""
+    found = misfit(stages, machines)
+    if found is not None:
+        device, size, limit = found
+        raise PlanError(
+            f"device {device} would need {show_bytes(size)} but has {show_bytes(limit)}; give it more "
+            f"memory, use more devices, smaller microbatches or another schedule"
+        )
+
+
+def misfit(stages: Sequence[Stage], machines: Machines) -> tuple[int, float, float] | None:
+    """The first device that its stages do not fit on, with what they need and what it has."""
+    needed: dict[int, float] = {}
+    for stage in stages:
+        for device in stage.devices:
+            needed[device] = needed.get(device, 0.0) + stage.memory_bytes
+    for device, size in sorted(needed.items()):
+        limit = machines.device(device).memory_bytes
+        if limit is not None and size > limit * (1 + 1e-6):
+            return device, size, limit
+    return None
