@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
-from plait.fusion.updates import KINDS, Kind, kind_of
+from plait.fusion.updates import KINDS, Kind, Pieces, kind_of
 
 Number = float | Sequence[float]
+# The parameters that have a gradient, with their states.
+Updated = list[tuple[Tensor, dict[str, Tensor]]]
+
+
+_WHOLE = (torch.float32, torch.float64)
 
 
 class FusedOptimizer:
@@ -31,7 +36,6 @@ class FusedOptimizer:
         kind: str,
         clip_norm: Number | None = None,
         steps: Sequence[int] | None = None,
-        compiled: bool = False,
         **options: Any,
     ) -> None:
         self.kind = _find_kind(kind)
@@ -44,14 +48,15 @@ class FusedOptimizer:
         wanted = {**self.kind.hyperparameters, **numbers}
         # Kept in float64: they are few, and 1 - beta ** step loses digits in float32.
         self.hyperparameters = {name: self._vector(name, value, device) for name, value in wanted.items()}
+        # The same numbers where Python reads them without waiting for the device.
+        self.numbers = {name: vector.tolist() for name, vector in self.hyperparameters.items()}
         self.clip_norm = None if clip_norm is None else self._vector("clip_norm", clip_norm, device)
-        self.steps = torch.zeros(fused.trials, dtype=torch.float64, device=device)
+        self.steps = torch.zeros(fused.trials, dtype=torch.float32, device=device)
         self.limits = None if steps is None else list(steps)
         self.made = [0] * fused.trials
         self.active: Tensor | None = None
         self._finished: list[int] = []
         self.state = [self._new_state(parameter) for parameter in self.parameters]
-        self._update_all = torch.compile(_update_all, dynamic=False) if compiled else _update_all
         self._notice_finished()
 
     def _vector(self, name: str, value: Number, device: torch.device) -> Tensor:
@@ -77,7 +82,9 @@ class FusedOptimizer:
             if name not in self.hyperparameters:
                 hint = did_you_mean(name, self.hyperparameters)
                 raise FusionError(f"optimizer: no hyperparameter {name!r}{hint}")
-            self.hyperparameters[name].copy_(self._vector(name, value, self.steps.device))
+            vector = self._vector(name, value, torch.device("cpu"))
+            self.numbers[name] = vector.tolist()
+            self.hyperparameters[name].copy_(vector)
         for parameter, state in zip(self.parameters, self.state):
             # A momentum that was zero throughout had no buffer.
             for name, tensor in self._new_state(parameter).items() if "momentum" in values else ():
@@ -90,20 +97,58 @@ class FusedOptimizer:
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
         """One step of every trial that has steps left; `skip` marks trials that make none this time."""
-        still = self.active if skip is None else ~skip if self.active is None else self.active & ~skip
-        updated = [(p, s) for p, s in zip(self.parameters, self.state) if p.grad is not None]
-        gradients = [_of_active(p.grad, still) for p, _ in updated if p.grad is not None]
+        moving = self.active if skip is None else ~skip if self.active is None else self.active & ~skip
+        updated: Updated = [(p, s) for p, s in zip(self.parameters, self.state) if p.grad is not None]
+        gradients = [p.grad for p, _ in updated if p.grad is not None]
         if self.clip_norm is not None:
             clip_gradients(gradients, self.clip_norm)
-        kind = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        coefficients = self.kind.coefficients(self.hyperparameters, self.steps)
-        coefficients = {name: self._hold(name, c, still).to(kind) for name, c in coefficients.items()}
-        self._update_all(
-            self.kind, [p for p, _ in updated], gradients, [s for _, s in updated], coefficients, self.common
-        )
-        self.steps += 1.0 if still is None else still.to(torch.float64)
+        if self._has_kernel():
+            self.steps += 1.0 if moving is None else moving
+            self._step_by_kernel(updated, gradients, skip)
+        else:
+            self._step_by_vectors(updated, gradients, moving)
+            self.steps += 1.0 if moving is None else moving
         self.made = [made + 1 for made in self.made]
         self._notice_finished()
+
+    def _has_kernel(self) -> bool:
+        # On the CPU torch's kernels leave bfloat16 parameters unchanged (seen with 2.13).
+        whole = self.steps.is_cuda or all(p.dtype in _WHOLE for p in self.parameters)
+        return self.kind.kernel is not None and whole and not any(self.numbers.get("dampening", ()))
+
+    def _step_by_kernel(self, updated: Updated, gradients: list[Tensor], skip: Tensor | None) -> None:
+        """Trial by trial, each in one pass over its memory, by torch's own kernels."""
+        assert self.kind.kernel is not None
+        parameters = [p.detach().unbind() for p, _ in updated]
+        slices = [g.unbind() for g in gradients]
+        states = {name: [s[name].unbind() for _, s in updated] for name in self.state[0]}
+        steps = self.steps.unbind()
+        rates = self.hyperparameters["lr"].to(torch.float32).unbind() if self.steps.is_cuda else None
+        infs = None if skip is None else skip.to(torch.float32).unbind()
+        for trial in range(self.fused.trials):
+            if trial in self._finished:
+                continue
+            pieces = Pieces(
+                [p[trial] for p in parameters],
+                [g[trial] for g in slices],
+                {name: [part[trial] for part in parts] for name, parts in states.items()},
+                steps[trial],
+                self.numbers["lr"][trial] if rates is None else rates[trial],
+                {name: values[trial] for name, values in self.numbers.items()},
+                self.common,
+                None if infs is None else infs[trial],
+            )
+            self.kind.kernel(pieces)
+
+    def _step_by_vectors(self, updated: Updated, gradients: list[Tensor], moving: Tensor | None) -> None:
+        """All trials at once, the coefficients broadcast over each parameter."""
+        kind = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        coefficients = self.kind.coefficients(self.hyperparameters, self.steps.to(torch.float64))
+        coefficients = {name: self._hold(name, c, moving).to(kind) for name, c in coefficients.items()}
+        for (parameter, state), gradient in zip(updated, gradients):
+            shape = (-1,) + (1,) * (parameter.dim() - 1)
+            own = {name: c.view(shape) for name, c in coefficients.items()}
+            self.kind.update(parameter, _of_active(gradient, moving), state, own, self.common)
 
     def _hold(self, name: str, coefficient: Tensor, active: Tensor | None) -> Tensor:
         """What leaves a trial that stands still as it is."""
@@ -139,20 +184,6 @@ def clip_gradients(gradients: Sequence[Tensor], limit: Tensor) -> Tensor:
         gradient.mul_(scale.view(-1, *(1,) * (gradient.dim() - 1)))
     found: Tensor = norms
     return found
-
-
-def _update_all(
-    kind: Kind,
-    parameters: list[nn.Parameter],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-    coefficients: Mapping[str, Tensor],
-    common: Mapping[str, bool],
-) -> None:
-    for parameter, gradient, state in zip(parameters, gradients, states):
-        shape = (-1,) + (1,) * (parameter.dim() - 1)
-        own = {name: c.view(shape) for name, c in coefficients.items()}
-        kind.update(parameter, gradient, state, own, common)
 
 
 def _find_kind(name: str) -> Kind:

@@ -6,7 +6,7 @@ from both, and how one parameter changes. Formulas are those of torch.optim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,68 @@ class Kind:
     counts_steps: bool = True
     # Where a trial stands still, these coefficients are 1 and all others 0.
     keeping: frozenset[str] = frozenset()
+    # Torch's kernel that updates all parameters of one trial in one pass over memory, where there is one.
+    kernel: Callable[[Pieces], None] | None = None
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """One trial's slices of everything, as torch's fused kernels take them.
+
+    `found_inf` is a float that is not zero where the trial's gradients are no numbers and it stands still.
+    """
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    states: Mapping[str, Sequence[Tensor]]
+    step: Tensor
+    lr: Tensor | float
+    numbers: Mapping[str, float]
+    common: Common
+    found_inf: Tensor | None
+
+
+def _sgd_kernel(pieces: Pieces) -> None:
+    numbers = pieces.numbers
+    uses_momentum = numbers["momentum"] != 0.0
+    update: Callable[..., None] = torch._fused_sgd_
+    update(
+        pieces.parameters,
+        pieces.gradients,
+        list(pieces.states["momentum_buffer"]) if uses_momentum else [],
+        lr=pieces.lr,
+        weight_decay=numbers["weight_decay"],
+        momentum=numbers["momentum"],
+        dampening=0.0,
+        nesterov=pieces.common["nesterov"],
+        maximize=False,
+        # A buffer of zeros makes the first step like any other.
+        is_first_step=False,
+        found_inf=pieces.found_inf,
+    )
+
+
+def _adam_kernel(function: Callable[..., None]) -> Callable[[Pieces], None]:
+    def update(pieces: Pieces) -> None:
+        numbers, amsgrad = pieces.numbers, pieces.common["amsgrad"]
+        function(
+            pieces.parameters,
+            pieces.gradients,
+            pieces.states["exp_avg"],
+            pieces.states["exp_avg_sq"],
+            pieces.states["max_exp_avg_sq"] if amsgrad else [],
+            [pieces.step] * len(pieces.parameters),
+            lr=pieces.lr,
+            beta1=numbers["beta1"],
+            beta2=numbers["beta2"],
+            weight_decay=numbers["weight_decay"],
+            eps=numbers["eps"],
+            amsgrad=amsgrad,
+            maximize=False,
+            found_inf=pieces.found_inf,
+        )
+
+    return update
 
 
 def _sgd_states(h: Vectors, common: Common) -> list[str]:
@@ -85,8 +147,8 @@ def _adamw(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: C
 
 def _adam_step(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
     mean, square = state["exp_avg"], state["exp_avg_sq"]
-    mean.add_((g - mean) * c["enter1"])
-    square.mul_(c["keep2"]).add_(g * g * c["enter2"])
+    mean.lerp_(g, c["enter1"].to(mean.dtype))
+    square.mul_(c["keep2"]).addcmul_(g, (g * c["enter2"]).to(g.dtype))
     if common["amsgrad"]:
         square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
     p.sub_(mean / (square.sqrt() * c["root"] + c["eps"]) * c["size"])
@@ -163,6 +225,7 @@ KINDS: Mapping[str, Kind] = {
         {"nesterov": False},
         counts_steps=False,
         keeping=frozenset(("momentum",)),
+        kernel=_sgd_kernel,
     ),
     "adam": Kind(
         torch.optim.Adam,
@@ -172,6 +235,7 @@ KINDS: Mapping[str, Kind] = {
         _adam,
         {"amsgrad": False},
         keeping=_ADAM_KEEPING,
+        kernel=_adam_kernel(torch._fused_adam_),
     ),
     "adamw": Kind(
         torch.optim.AdamW,
@@ -181,6 +245,7 @@ KINDS: Mapping[str, Kind] = {
         _adamw,
         {"amsgrad": False},
         keeping=_ADAM_KEEPING,
+        kernel=_adam_kernel(torch._fused_adamw_),
     ),
     "rmsprop": Kind(
         torch.optim.RMSprop,
