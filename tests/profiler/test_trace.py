@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from plait.core.errors import InputError
 from plait.profiler.failures import TraceError
@@ -297,6 +298,41 @@ def test_a_model_that_cannot_be_traced_is_told_the_line_and_what_to_change(
     assert "# the line that is told" in message
     assert what in message
     assert change in message
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_model_that_recomputes_activations_is_traced_through(use_reentrant: bool) -> None:
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(lambda y: self.first(y).tanh(), x, use_reentrant=use_reentrant))
+
+    model = Recomputing().double()
+    inputs = as_double((torch.randn(4, 4).requires_grad_(),))
+    staged_step(model, inputs, inputs, 3).assert_equals(whole_step(model, inputs))
+
+
+def test_a_region_with_its_own_autocast_keeps_it() -> None:
+    class Precise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                return x.float() @ self.first.weight
+
+    model, x = Precise(), torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        traced = trace(model, (x,))
+        (found,) = cut(traced, [layer.id for layer in traced.layers]).module(x)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, model(x))
 
 
 def test_a_failed_trace_leaves_torch_as_it_was() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from plait.profiler.arguments import TrainingArgument, leaves, lower
 from plait.profiler.failures import current_line, refusal
@@ -144,6 +145,9 @@ class Recorder(TorchFunctionMode):
             original = apply.__get__(None, cls)
             if recorder._is_silent():
                 return original(*args, **kwargs)
+            if cls is CheckpointFunction:  # what to recompute is a schedule's choice, not the model's
+                function, _, *inputs = args
+                return function(*inputs)
             return recorder._observe(original, args, kwargs, lambda: original(*args, **kwargs))
 
         def recorded_assignment(module: nn.Module, name: str, value: Any) -> None:

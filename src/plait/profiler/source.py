@@ -195,8 +195,8 @@ class _Writer:
     # Expressions.
 
     def _call(self, node: fx.Node) -> str:
-        arguments = [self._for(node, item) for item in node.args]
-        keywords = [f"{key}={self._for(node, item)}" for key, item in node.kwargs.items()]
+        arguments = [self._expression(item, node) for item in node.args]
+        keywords = [f"{key}={self._expression(item, node)}" for key, item in node.kwargs.items()]
         if node.op == "call_module":
             return f"{attribute_path(str(node.target), is_module=True)}({', '.join(arguments + keywords)})"
         if node.target is pick or _is_operator(node, "getitem"):
@@ -211,9 +211,6 @@ class _Writer:
                 getattr(node.target, "__self__", None) if "." in name else node.target
             )
         return f"{name}({', '.join(arguments + keywords)})"
-
-    def _for(self, node: fx.Node, item: Any) -> str:
-        return self._expression(item, node)
 
     def _index(self, key: Any, node: fx.Node | None = None) -> str:
         if isinstance(key, tuple) and key:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.profiler.build import LayersModule, build
+from plait.profiler.build import build
 from plait.profiler.traced import Boundary, TracedModel
 
 Loss = Callable[[Any], Tensor]
@@ -100,7 +100,8 @@ class LayeredModel:
         for i, (module, boundary) in enumerate(zip(self._modules, self._boundaries)):
             arguments = [values[name] for name in boundary.inputs]
             with around(i):
-                results = _compute(module, arguments)
+                # Past nn.Module.__call__, which would cost each layer what the whole model pays once.
+                results = module.forward(*arguments)
             del arguments
             for name, tensor in zip(boundary.outputs, results):
                 values[name] = tensor
@@ -111,11 +112,6 @@ class LayeredModel:
             for name in self._dying[i]:
                 del values[name]
         return self._traced.rebuild_output([values[name] for name in self._traced.outputs]), ends
-
-
-def _compute(module: LayersModule, arguments: list[Tensor]) -> tuple[Tensor, ...]:
-    # Past nn.Module.__call__, which would cost each layer what the whole model pays once.
-    return module.forward(*arguments)
 
 
 def _last_uses(boundaries: Sequence[Boundary], outputs: Sequence[str]) -> list[list[str]]:
