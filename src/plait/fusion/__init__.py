@@ -6,17 +6,23 @@ that matters (`rules/`). Hyperparameters are vectors with one entry a trial. Not
 
 from plait.fusion.check import group_by_shape
 from plait.fusion.errors import FusionError
+from plait.fusion.membership import add_trials, keep_trials, replace_trial
 from plait.fusion.module import FusedModule, Shared, fuse
 from plait.fusion.optim import FusedOptimizer, clip_gradients, fuse_optimizers, split_optimizer
+from plait.fusion.scaling import LossScales
 
 __all__ = [
     "FusedModule",
     "FusedOptimizer",
     "FusionError",
+    "LossScales",
     "Shared",
+    "add_trials",
     "clip_gradients",
     "fuse",
     "fuse_optimizers",
     "group_by_shape",
+    "keep_trials",
+    "replace_trial",
     "split_optimizer",
 ]

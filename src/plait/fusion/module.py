@@ -103,6 +103,16 @@ class FusedModule(nn.Module):
             outcome = function(*entered_args, **entered_kwargs)
         return pytree.tree_map(self._leave, outcome)
 
+    def set_count(self, count: int) -> None:
+        """Say how many trials there are, after all tensors changed."""
+        self._trials.count = count
+        self._wrappers.forget()
+
+    @property
+    def frozen(self) -> list[int]:
+        """The trials whose buffers stand still."""
+        return self._frozen.tolist()
+
     def freeze(self, numbers: Sequence[int]) -> None:
         """Keep the buffers of these trials, and of no others, as they are now, whatever passes through."""
         self._frozen = torch.tensor(sorted(numbers), dtype=torch.int64, device=self.seeds.device)

@@ -57,7 +57,7 @@ class FusedOptimizer:
         self.active: Tensor | None = None
         self._finished: list[int] = []
         self.state = [self._new_state(parameter) for parameter in self.parameters]
-        self._notice_finished()
+        self.notice_finished()
 
     def _vector(self, name: str, value: Number, device: torch.device) -> Tensor:
         numbers = torch.as_tensor(value, dtype=torch.float64).to(device)
@@ -109,7 +109,7 @@ class FusedOptimizer:
             self._step_by_vectors(updated, gradients, moving)
             self.steps += 1.0 if moving is None else moving
         self.made = [made + 1 for made in self.made]
-        self._notice_finished()
+        self.notice_finished()
 
     def _has_kernel(self) -> bool:
         # On the CPU torch's kernels leave bfloat16 parameters unchanged (seen with 2.13).
@@ -156,7 +156,16 @@ class FusedOptimizer:
             return coefficient
         return torch.where(active, coefficient, 1.0 if name in self.kind.keeping else 0.0)
 
-    def _notice_finished(self) -> None:
+    def forget_trial(self, number: int) -> None:
+        """Begin a trial anew: no steps, no state."""
+        for parameter, state in zip(self.parameters, self.state):
+            for name, fresh in self._new_state(parameter).items():
+                state[name][number] = fresh[number]
+        self.steps[number] = 0.0
+        self.made[number] = 0
+
+    def notice_finished(self) -> None:
+        """Let trials that have made their steps stand still from now on."""
         if self.limits is None:
             return
         finished = [n for n, (made, limit) in enumerate(zip(self.made, self.limits)) if made >= limit]
@@ -164,6 +173,7 @@ class FusedOptimizer:
             self._finished = finished
             self.active = torch.ones_like(self.steps, dtype=torch.bool)
             self.active[finished] = False
+        if finished != self.fused.frozen:
             self.fused.freeze(finished)
 
 

@@ -1,0 +1,136 @@
+"""Who is in the array: trials leave, enter and take another's place while the others train on undisturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.fusion.check import check_models
+from plait.fusion.errors import FusionError
+from plait.fusion.module import FusedModule
+from plait.fusion.optim import FusedOptimizer
+from plait.fusion.per_trial import PerTrial
+
+
+def keep_trials(
+    fused: FusedModule,
+    optimizer: FusedOptimizer,
+    numbers: Sequence[int],
+    seeds: Sequence[int] | None = None,
+) -> None:
+    """Make the array the trials `numbers`, in this order; those not named leave it.
+
+    A number that comes twice makes a copy, as population-based training wants: weights, buffers, optimizer
+    state and hyperparameters. `seeds` gives the trials new random streams.
+    """
+    wrong = [number for number in numbers if not 0 <= number < fused.trials]
+    if wrong or not numbers:
+        raise FusionError(
+            f"keep_trials: found {list(numbers)}, expected one or more of the trials 0 to {fused.trials - 1}"
+        )
+    index = torch.tensor(list(numbers), device=fused.seeds.device)
+    frozen = [place for place, number in enumerate(numbers) if number in fused.frozen]
+    _rewrite(fused, optimizer, lambda tensor: tensor[index])
+    _rewrite_lists(fused, optimizer, lambda values: [values[number] for number in numbers])
+    if seeds is not None:
+        fused.seeds.copy_(torch.tensor(list(seeds)))
+    fused.freeze(frozen)
+
+
+def add_trials(
+    fused: FusedModule,
+    optimizer: FusedOptimizer,
+    models: Sequence[nn.Module],
+    seeds: Sequence[int],
+    hyperparameters: Mapping[str, Sequence[float]] | None = None,
+    steps: Sequence[int] | None = None,
+) -> None:
+    """Let new models join as the last trials, each with a fresh optimizer state.
+
+    Hyperparameters not given are those of trial 0.
+    """
+    before = fused.trials
+    keep_trials(fused, optimizer, [*range(before), *[0] * len(models)])
+    for offset, model in enumerate(models):
+        own = {name: values[offset] for name, values in (hyperparameters or {}).items()}
+        limit = None if steps is None else steps[offset]
+        replace_trial(fused, optimizer, before + offset, model, seeds[offset], own, limit)
+
+
+@torch.no_grad()
+def replace_trial(
+    fused: FusedModule,
+    optimizer: FusedOptimizer,
+    number: int,
+    model: nn.Module,
+    seed: int,
+    hyperparameters: Mapping[str, float] | None = None,
+    steps: int | None = None,
+) -> None:
+    """Put a new model in the place of trial `number`; memory stays where it is.
+
+    `steps` is how many the new trial will make, where the optimizer counts them.
+    """
+    own_module = fused.trial(number)
+    check_models([own_module, model])
+    _write_model(fused, number, model)
+    fused.seeds[number], fused.ages[number] = seed, 0
+    optimizer.forget_trial(number)
+    changed = {**(hyperparameters or {})}
+    optimizer.set(**{name: _with(optimizer.numbers[name], number, value) for name, value in changed.items()})
+    if steps is not None and optimizer.limits is not None:
+        optimizer.limits[number] = steps
+    fused.freeze([other for other in fused.frozen if other != number])
+    optimizer.notice_finished()
+
+
+def _with(values: Sequence[float], number: int, value: float) -> list[float]:
+    return [value if place == number else other for place, other in enumerate(values)]
+
+
+def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
+    own = [*model.parameters(), *model.buffers()]
+    stacked = [*fused.module.parameters(), *fused.module.buffers()]
+    for target, source in zip(stacked, own):
+        target.data[number].copy_(source.detach())
+    parts = dict(model.named_modules())
+    for path, part in fused.module.named_modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and name in vars(parts[path]):
+                values = list(value.values) if isinstance(value, PerTrial) else [value] * fused.trials
+                values[number] = float(getattr(parts[path], name))
+                setattr(part, name, PerTrial(values) if len(set(values)) > 1 else values[0])
+
+
+def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply `change` to every tensor that has the trials axis; parameters stay the same objects."""
+    for parameter in fused.module.parameters():
+        parameter.data = change(parameter.data)
+        parameter.grad = None
+    for part in fused.module.modules():
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else change(buffer)
+    fused.seeds, fused.ages = change(fused.seeds), change(fused.ages)
+    fused.set_count(len(fused.seeds))
+    optimizer.steps = change(optimizer.steps)
+    optimizer.state = [{name: change(t) for name, t in state.items()} for state in optimizer.state]
+    optimizer.hyperparameters = {name: change(v) for name, v in optimizer.hyperparameters.items()}
+    for name in ("clip_norm", "active"):
+        vector = getattr(optimizer, name)
+        setattr(optimizer, name, None if vector is None else change(vector))
+
+
+def _rewrite_lists(
+    fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[list[Any]], list[Any]]
+) -> None:
+    for part in fused.module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, PerTrial):
+                setattr(part, name, PerTrial(change(list(value.values))))
+    optimizer.numbers = {name: change(values) for name, values in optimizer.numbers.items()}
+    optimizer.made = change(optimizer.made)
+    optimizer.limits = None if optimizer.limits is None else change(optimizer.limits)
+    optimizer.notice_finished()

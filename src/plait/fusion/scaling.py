@@ -1,0 +1,61 @@
+"""Loss scales for float16: one a trial, so that one trial's overflow costs no other a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from plait.fusion.optim import FusedOptimizer
+
+
+class LossScales:
+    """A factor on each trial's loss that grows while its gradients are numbers, and shrinks when not.
+
+    The rules and defaults are those of torch.amp.GradScaler, for each trial alone.
+    """
+
+    def __init__(
+        self,
+        trials: int,
+        device: torch.device | str = "cpu",
+        initial: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.scales = torch.full((trials,), initial, dtype=torch.float32, device=device)
+        self.good_steps = torch.zeros(trials, dtype=torch.int32, device=device)
+        self.growth = growth
+        self.backoff = backoff
+        self.growth_interval = growth_interval
+
+    def scale(self, losses: Tensor) -> Tensor:
+        """The losses, one a trial, times their scales: what to sum and differentiate."""
+        return losses * self.scales
+
+    @torch.no_grad()
+    def step(self, optimizer: FusedOptimizer) -> Tensor:
+        """Unscale the gradients, step every trial whose gradients are numbers, and adapt the scales.
+
+        Returns which trials stood still.
+        """
+        overflowed = self._unscale(optimizer.parameters)
+        optimizer.step(skip=overflowed)
+        self.good_steps = torch.where(overflowed, 0, self.good_steps + 1)
+        grown = self.good_steps >= self.growth_interval
+        factor = torch.where(overflowed, self.backoff, torch.where(grown, self.growth, 1.0))
+        self.scales.mul_(factor)
+        self.good_steps.masked_fill_(grown, 0)
+        return overflowed
+
+    def _unscale(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        overflowed = torch.zeros_like(self.good_steps, dtype=torch.bool)
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            shape = (-1,) + (1,) * (parameter.dim() - 1)
+            parameter.grad.mul_((1.0 / self.scales).to(parameter.grad.dtype).view(shape))
+            overflowed |= ~parameter.grad.flatten(1).isfinite().all(1)
+        return overflowed

@@ -1,0 +1,88 @@
+"""Which trials go on: successive halving, ASHA and population-based training as pure functions of results.
+
+A result is a loss, or anything else of which less is better; what is not a number is worst.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from plait.fusion.errors import FusionError
+
+Id = TypeVar("Id", bound=Hashable)
+
+
+def best_first(results: Mapping[Id, float]) -> list[Id]:
+    """The trials by result; equal results keep their order, and what is not a number comes last."""
+    return sorted(results, key=lambda trial: (math.isnan(results[trial]), results[trial]))
+
+
+def survivors(results: Mapping[Id, float], eta: int = 3) -> list[Id]:
+    """The best of each `eta` trials, at least one, best first: one round of successive halving."""
+    _check_eta(eta)
+    return best_first(results)[: max(1, len(results) // eta)]
+
+
+def rungs(least: int, most: int, eta: int = 3) -> list[int]:
+    """The steps after which trials are compared: `least`, `eta` times that, ... up to `most`."""
+    _check_eta(eta)
+    if not 1 <= least <= most:
+        raise FusionError(f"rungs: found least {least} and most {most} steps, expected 1 <= least <= most")
+    steps = [least]
+    while steps[-1] * eta < most:
+        steps.append(steps[-1] * eta)
+    return [*steps, most] if steps[-1] != most else steps
+
+
+def _check_eta(eta: int) -> None:
+    if eta < 2:
+        raise FusionError(f"search: found eta = {eta}, expected 2 or more: one in eta trials goes on")
+
+
+def goes_on(result: float, reached: Sequence[float], eta: int = 3) -> bool:
+    """Whether a trial that reached a rung goes on (ASHA's stopping rule).
+
+    `reached` holds the results of all trials that reached the rung before it. It goes on while it is among
+    the best 1/eta of those and itself; the first to come always does, so nobody waits for a rung to fill.
+    """
+    _check_eta(eta)
+    if math.isnan(result):
+        return False
+    better = sum(other < result for other in reached)
+    return better < max(1, math.ceil((len(reached) + 1) / eta))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A loser takes over a winner's weights and hyperparameters; the factors change the latter."""
+
+    loser: int
+    winner: int
+    factors: Mapping[str, float]
+
+
+def exploit(
+    results: Mapping[int, float],
+    names: Sequence[str],
+    seed: int,
+    share: float = 0.25,
+    factors: Sequence[float] = (0.8, 1.25),
+) -> list[Copy]:
+    """One round of population-based training: the worst `share` become changed copies of the best.
+
+    Each copied hyperparameter in `names` is multiplied by one of `factors`. The same seed and results give
+    the same round.
+    """
+    if not 0 < share <= 0.5:
+        raise FusionError(f"exploit: found a share of {share}, expected more than 0 and at most 0.5")
+    order = best_first(results)
+    count = min(max(1, round(len(order) * share)), len(order) // 2)
+    draw = random.Random(seed)
+    return [
+        Copy(loser, draw.choice(order[:count]), {name: draw.choice(list(factors)) for name in names})
+        for loser in order[len(order) - count :]
+    ]

@@ -1,0 +1,87 @@
+"""The rules of a search, and sweeps as text."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.fusion import FusionError
+from plait.fusion.search import best_first, exploit, goes_on, rungs, survivors
+from plait.fusion.space import grid, parse_over
+
+results = st.dictionaries(st.integers(0, 50), st.floats(allow_nan=True, allow_infinity=True), min_size=1)
+
+
+@given(results, st.integers(2, 5))
+def test_survivors_are_never_worse_than_those_who_leave(found, eta):
+    kept = survivors(found, eta)
+    assert len(kept) == max(1, len(found) // eta)
+    left = [found[trial] for trial in found if trial not in kept]
+    for trial in kept:
+        assert all(math.isnan(other) or found[trial] <= other for other in left)
+
+
+def test_what_is_not_a_number_is_worst():
+    assert best_first({0: math.nan, 1: math.inf, 2: 1.0}) == [2, 1, 0]
+
+
+def test_rungs_grow_by_eta_up_to_the_end():
+    assert rungs(1, 27, 3) == [1, 3, 9, 27]
+    assert rungs(2, 20, 3) == [2, 6, 18, 20]
+    assert rungs(5, 5, 2) == [5]
+    with pytest.raises(FusionError, match="least 9 and most 3"):
+        rungs(9, 3)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.integers(2, 4))
+def test_asha_lets_about_one_in_eta_go_on_whoever_comes_first(values, eta):
+    reached: list[float] = []
+    going = []
+    for value in values:
+        if goes_on(value, reached, eta):
+            going.append(value)
+        reached.append(value)
+    assert going[0] == values[0]
+    assert min(values) in going
+    assert not goes_on(math.nan, reached, eta)
+
+
+@given(st.dictionaries(st.integers(0, 30), st.floats(0, 1), min_size=2), st.integers(0, 5))
+def test_losers_copy_winners_and_never_the_other_way(found, seed):
+    copies = exploit(found, ["lr"], seed)
+    assert copies == exploit(found, ["lr"], seed)
+    assert copies
+    for copy in copies:
+        assert found[copy.winner] <= found[copy.loser]
+        assert copy.winner != copy.loser
+        assert copy.factors["lr"] in (0.8, 1.25)
+    assert {copy.winner for copy in copies}.isdisjoint(copy.loser for copy in copies)
+
+
+def test_over_reads_lists_and_ranges():
+    assert parse_over("optimizer.weight_decay=0,1e-4") == ("optimizer.weight_decay", [0, 1e-4])
+    assert parse_over("optimizer.kind=sgd,adam") == ("optimizer.kind", ["sgd", "adam"])
+    key, values = parse_over("optimizer.lr=log:1e-4:1e-1:4")
+    assert key == "optimizer.lr"
+    assert values == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1])
+    assert parse_over("x=linear:0:1:3")[1] == [0.0, 0.5, 1.0]
+
+
+def test_a_grid_holds_every_combination_once():
+    trials = grid(["a=1,2", "b=x,y,z"])
+    assert len(trials) == 6
+    assert {(t["a"], t["b"]) for t in trials} == {(a, b) for a in (1, 2) for b in "xyz"}
+
+
+@pytest.mark.parametrize("text", ["lr", "lr=", "lr=log:1:2", "lr=log:0:1:4", "lr=linear:0:1:1", "=1"])
+def test_a_malformed_range_is_refused_with_the_form(text):
+    with pytest.raises(FusionError, match="--over"):
+        grid([text])
+
+
+def test_a_key_given_twice_is_refused():
+    with pytest.raises(FusionError, match="lr is given twice"):
+        grid(["lr=1", "lr=2"])
