@@ -1,0 +1,115 @@
+"""BERT (Devlin et al., 2019) as a masked language model, in the sizes of Turc et al. (2019)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.core.errors import InputError
+
+
+def bert(
+    vocabulary: int = 30522,
+    context: int = 512,
+    layers: int = 12,
+    heads: int = 12,
+    width: int = 768,
+    dropout: float = 0.1,
+) -> nn.Sequential:
+    """Tokens (batch, time) in, logits (batch, time, vocabulary) out; each place sees all others.
+
+    The defaults are BERT-base. The head shares the token embedding's weight.
+    """
+    if width % heads:
+        raise InputError(
+            f"bert: width {width} cannot be shared by {heads} heads; use a width that {heads} divides"
+        )
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    embeddings = Embeddings(vocabulary, context, width, dropout)
+    parts["embeddings"] = embeddings
+    for number in range(1, layers + 1):
+        parts[f"layer{number}"] = Layer(width, heads, dropout)
+    parts["head"] = Head(width, embeddings.tokens)
+    model = nn.Sequential(parts)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    return model
+
+
+def bert_medium(vocabulary: int = 30522, dropout: float = 0.1) -> nn.Sequential:
+    """BERT-medium: 8 layers of width 512 with 8 heads."""
+    return bert(vocabulary, layers=8, heads=8, width=512, dropout=dropout)
+
+
+def bert_tiny(vocabulary: int = 256, context: int = 64, dropout: float = 0.0) -> nn.Sequential:
+    """Two layers of width 32 with two heads."""
+    return bert(vocabulary, context, layers=2, heads=2, width=32, dropout=dropout)
+
+
+class Embeddings(nn.Module):
+    """The sum of what each token, each place and the first segment mean, normalised."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.context = context
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(context, width)
+        self.segments = nn.Embedding(2, width)
+        self.norm = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        time = tokens_bt.shape[1]
+        if time > self.context:
+            raise InputError(f"bert: found {time} tokens in a sequence, expected at most {self.context}")
+        places_t = torch.arange(time, device=tokens_bt.device)
+        total = self.tokens(tokens_bt) + self.places(places_t) + self.segments(torch.zeros_like(places_t))
+        x_btc: Tensor = self.dropout(self.norm(total))
+        return x_btc
+
+
+class Layer(nn.Module):
+    """Attention and a perceptron, each normalised after it is added."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_dropout = dropout
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.attention_norm = nn.LayerNorm(width, eps=1e-12)
+        self.expand = nn.Linear(width, 4 * width)
+        self.shrink = nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_btc: Tensor) -> Tensor:
+        joined = self.query_key_value(x_btc).unflatten(-1, (3, self.heads, -1))
+        query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = self.attention_dropout if self.training else 0.0
+        mixed_bhtc = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        attended = self.project(mixed_bhtc.transpose(1, 2).flatten(2))
+        x_btc = self.attention_norm(x_btc + self.dropout(attended))
+        y_btc: Tensor = self.norm(x_btc + self.dropout(self.shrink(F.gelu(self.expand(x_btc)))))
+        return y_btc
+
+
+class Head(nn.Module):
+    """What each place's token may be."""
+
+    def __init__(self, width: int, tokens: nn.Embedding) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=1e-12)
+        self.decoder = nn.Linear(width, tokens.num_embeddings)
+        self.decoder.weight = tokens.weight
+
+    def forward(self, x_btc: Tensor) -> Tensor:
+        logits: Tensor = self.decoder(self.norm(F.gelu(self.dense(x_btc))))
+        return logits
