@@ -21,15 +21,26 @@ def choose(operation: str, ways: Mapping[str, Way], *operands: Tensor | None) ->
     """The outcome of the way that was fastest for these shapes, forward and backward together.
 
     All ways compute the same function. The first call for a shape measures each on copies of its operands;
-    during a CUDA graph's capture, where nothing can be measured, an unknown shape takes the first way.
+    during a CUDA graph's capture, where nothing can be measured, an unknown shape takes the first way that
+    there is.
     """
     key = _key(operation, operands)
     name = _CHOSEN.get(key)
     if name is None:
         if not _can_measure(operands[0]):
-            return next(iter(ways.values()))(*operands)
+            return _first_that_works(ways, operands)
         name = _CHOSEN[key] = _measure(ways, operands)
     return ways[name](*operands)
+
+
+def _first_that_works(ways: Mapping[str, Way], operands: tuple[Tensor | None, ...]) -> Tensor:
+    *others, last = ways.values()
+    for way in others:
+        try:
+            return way(*operands)
+        except RuntimeError:  # a way may not exist for a type or device
+            continue
+    return last(*operands)
 
 
 def chosen() -> dict[tuple[Any, ...], str]:

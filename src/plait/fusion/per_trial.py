@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 
@@ -34,6 +38,12 @@ class PerTrial(float):
 
     def __hash__(self) -> int:
         return hash(self.values)
+
+
+@lru_cache(maxsize=1024)
+def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One number a trial as a tensor; kept, since a copy to a device cannot be part of a CUDA graph."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _other_values(other: Any, count: int) -> Sequence[float] | None:

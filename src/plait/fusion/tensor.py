@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plait.fusion.per_trial import PerTrial
+from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
 from plait.fusion.registry import RULES, Arguments, Function, Options
 
@@ -97,6 +97,6 @@ def unwrap(value: Any, trials: Trials) -> Tensor:
     if isinstance(value, TrialTensor):
         return value.stacked
     if isinstance(value, PerTrial):
-        return torch.tensor(value.values)
+        return on_device(value.values, torch.get_default_dtype(), torch.device("cpu"))
     shared = value if isinstance(value, Tensor) else torch.tensor(value)
     return shared.expand(trials.count, *shared.shape)

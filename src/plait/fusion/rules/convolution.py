@@ -138,7 +138,19 @@ def _unfolded(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None
     return torch.unflatten(out, 2, (batch, *sizes)).transpose(1, 2)
 
 
+def _gathered(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """Our own kernel: products of gathered rows, all trials in one launch."""
+    stride, dilation = set(options["stride"]), set(options["dilation"])
+    if not x.is_cuda or len(stride) > 1 or dilation != {1}:
+        raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
+    from plait.fusion.kernels.convolution import trial_convolution  # needs Triton, which a CPU build has not
+
+    wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), options["padding"])
+    return unfold_channels(wide, weight.shape[0])
+
+
 _WAYS = {
+    "gathered": _gathered,
     "grouped": _grouped,
     "grouped channels_last": _grouped_channels_last,
     "one by one": _one_by_one,
@@ -167,7 +179,21 @@ def _pointwise_grouped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return _grouped(function, x, weight, bias, {})
 
 
-_POINTWISE = {"rows": _pointwise_rows, "columns": _pointwise_columns, "grouped": _pointwise_grouped}
+def _pointwise_gathered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    options = {"stride": (1, 1), "dilation": (1, 1), "padding": (0, 0)}
+    if x.dim() != 4 and x.dim() != 5:
+        raise RuntimeError("the kernel is for one or two axes of points")
+    if x.dim() == 5:
+        return _gathered(F.conv2d, x, weight, bias, options)
+    return _gathered(F.conv2d, x.unsqueeze(3), weight.unsqueeze(3), bias, options).squeeze(3)
+
+
+_POINTWISE = {
+    "gathered": _pointwise_gathered,
+    "rows": _pointwise_rows,
+    "columns": _pointwise_columns,
+    "grouped": _pointwise_grouped,
+}
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")

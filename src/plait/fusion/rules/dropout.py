@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.per_trial import PerTrial
+from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
 from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.tensor import Trials, TrialTensor
@@ -68,8 +68,8 @@ def alpha_dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
     values = p.values if isinstance(p, PerTrial) else (float(p),)
     scales = [1.0 / math.sqrt((1 - q) * (1 + q * low * low)) if q < 1 else 0.0 for q in values]
     front = (len(values),) + (1,) * x.dim()
-    scale = torch.tensor(scales, dtype=x.dtype, device=x.device).view(front)
-    chance = torch.tensor(values, dtype=x.dtype, device=x.device).view(front)
+    scale = on_device(tuple(scales), x.dtype, x.device).view(front)
+    chance = on_device(values, x.dtype, x.device).view(front)
     kept = streams_of(x.trials).keep(shape, chance_of(p), x.dtype) > 0
     dropped = torch.where(kept, x.stacked, low) * scale - low * chance * scale
     return _put(x, dropped, args, kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.fallback import is_in_place, refuse_shared_target
-from plait.fusion.per_trial import PerTrial
+from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.registry import RULES, Arguments, Function, Options, getter, rule, spellings
 from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
 
@@ -72,8 +72,7 @@ def place(value: Any, dims: int, like: TrialTensor) -> Any:
     if isinstance(value, PerTrial):
         # A number takes part in type promotion as a number does: it follows the tensor's type.
         kind = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-        numbers = torch.tensor(value.values, dtype=kind, device=like.device)
-        return numbers.view(-1, *(1,) * dims)
+        return on_device(value.values, kind, like.device).view(-1, *(1,) * dims)
     if not isinstance(value, TrialTensor):
         return value
     inner, own = value.stacked, value.stacked.dim() - 1

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.fallback import descend, loop, vmap_rule
-from plait.fusion.per_trial import PerTrial
+from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, rule
 from plait.fusion.rules.elementwise import place
 from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
@@ -125,8 +125,7 @@ def _along(weight: Any, like: Tensor, axis: int) -> Tensor:
 def _per_trial_number(value: float, like: Tensor) -> Any:
     if not isinstance(value, PerTrial):
         return value
-    numbers = torch.tensor(value.values, dtype=like.dtype, device=like.device)
-    return numbers.view(-1, *(1,) * (like.dim() - 1))
+    return on_device(value.values, like.dtype, like.device).view(-1, *(1,) * (like.dim() - 1))
 
 
 for _name in _ELEMENTWISE.split():

@@ -30,10 +30,12 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     trials = trials_of(*given.values())
     inner = unwrap(given["input"], trials)
     mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
-    folded = F.batch_norm(
-        fold_channels(inner), mean, variance, weight, bias, given["training"], given["momentum"], given["eps"]
-    )
-    return wrap(unfold_channels(folded, trials.count), trials)
+    folded = fold_channels(inner)
+    # Torch sees channels that lie innermost only in images, and would copy sequences.
+    is_sequence = folded.dim() == 3 and folded.is_cuda and folded.stride(1) == 1
+    x = folded.unsqueeze(2) if is_sequence else folded
+    y = F.batch_norm(x, mean, variance, weight, bias, given["training"], given["momentum"], given["eps"])
+    return wrap(unfold_channels(y.squeeze(2) if is_sequence else y, trials.count), trials)
 
 
 @rule("instance_norm")
