@@ -1,0 +1,172 @@
+"""Channels: tensors from worker to worker, tagged, in order, without waiting for each other.
+
+Workers of one host hand tensors over in shared memory; others use gloo, and so do all where the system
+has no anonymous shared memory. Tensors of any type and device may be sent; they arrive on the CPU. Every
+wait has a deadline, and its error names the peer and what was waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.cluster.messages import Message
+from plait.cluster.remote import RemoteLink
+from plait.cluster.shared import Door, SharedLink, knock, wait_for_notices
+from plait.core.errors import PlaitError
+
+Link = SharedLink | RemoteLink
+
+
+class PeerError(PlaitError, RuntimeError):
+    """Another worker is gone or silent."""
+
+
+class Channels:
+    """This worker's channels to its peers.
+
+    A channel is a number that both ends use for one stream of messages; each message has a number of its
+    own (a microbatch), rising on each channel. At most `window` messages of a channel are under way.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, Link], deadline_s: float, window: int) -> None:
+        self._rank = rank
+        self._links = dict(links)
+        self._shared = [link for link in links.values() if isinstance(link, SharedLink)]
+        self._deadline_s = deadline_s
+        self._window = window
+
+    def send(
+        self,
+        peer: int,
+        channel: int,
+        number: int,
+        tensors: Sequence[Tensor | None],
+        what: str,
+        note: str = "",
+    ) -> None:
+        """Start a message on its way; `what` it is, in words, for errors. The tensors may change at once."""
+        link = self._links[peer]
+        if isinstance(link, RemoteLink):
+            try:
+                link.send(channel, number, tensors, note, self._deadline_s)
+            except RuntimeError as failure:
+                raise self._failed(peer, f"to send {what} to it", failure) from failure
+            return
+        end = time.monotonic() + self._deadline_s
+        while link.under_way(channel) >= self._window:
+            self._wait(peer, end, f"to take {what}")
+        link.send(channel, number, tensors, note)
+
+    def receive(self, peer: int, channel: int, number: int, what: str) -> Message:
+        """Message `number` of the channel; `what` it is, in words, for errors."""
+        link = self._links[peer]
+        if isinstance(link, RemoteLink):
+            try:
+                message = link.receive(channel, self._deadline_s)
+            except RuntimeError as failure:
+                raise self._failed(peer, f"for {what}", failure) from failure
+        else:
+            message = self._receive_shared(peer, link, channel, what)
+        if message.content.number != number:
+            raise PeerError(
+                f"worker {self._rank} waited for {what}, number {number}, but worker {peer} sent number "
+                f"{message.content.number}; the workers run different schedules"
+            )
+        return message
+
+    def expect(self, peer: int, channel: int) -> None:
+        """Post a receive ahead, where the transport has use for it."""
+        link = self._links[peer]
+        if isinstance(link, RemoteLink):
+            link.expect(channel)
+
+    def close(self) -> None:
+        """End all channels; peers that wait for nothing more take no notice."""
+        for link in self._links.values():
+            if isinstance(link, RemoteLink):
+                link.close(self._deadline_s)
+            else:
+                link.close()
+
+    def _receive_shared(self, peer: int, link: SharedLink, channel: int, what: str) -> Message:
+        message = link.take(channel)
+        end = time.monotonic() + self._deadline_s
+        while message is None:
+            self._wait(peer, end, f"for {what}")
+            message = link.take(channel)
+        return message
+
+    def _wait(self, peer: int, end: float, what: str) -> None:
+        """Wait for a word from any peer; a peer that died is named even where another is waited for."""
+        gone = [p for p, link in self._links.items() if isinstance(link, SharedLink) and link.lost]
+        link = self._links[peer]
+        assert isinstance(link, SharedLink)
+        if gone:
+            raise PeerError(
+                f"Connection closed by peer: worker {gone[0]} is gone while worker {self._rank} waited "
+                f"{what} (worker {peer}); look at the log of worker {gone[0]}"
+            )
+        if link.ended:
+            raise PeerError(f"worker {self._rank} waited {what}, but worker {peer} has ended")
+        if time.monotonic() >= end:
+            self._say_silent(peer, what)
+        wait_for_notices(self._shared, end - time.monotonic())
+
+    def _say_silent(self, peer: int, what: str) -> NoReturn:
+        raise PeerError(
+            f"Timed out waiting: worker {self._rank} waited {self._deadline_s:g} s for worker {peer} "
+            f"{what}; it hangs, or is slower than parallel.timeout_s allows"
+        )
+
+    def _failed(self, peer: int, what: str, failure: Exception) -> PeerError:
+        return PeerError(
+            f"Timed out waiting: worker {self._rank} waited {self._deadline_s:g} s at most for worker "
+            f"{peer} {what}: {failure}"
+        )
+
+
+def connect(
+    rank: int, hosts: Sequence[str], peers: Iterable[int], *, deadline_s: float, window: int = 64
+) -> Channels:
+    """Channels to `peers`; all ranks of the world's process group call it together.
+
+    `hosts` names the host of each rank. Two workers are each other's peers, or neither is.
+    """
+    peers = sorted(set(peers) - {rank})
+    can_share = hasattr(os, "memfd_create")
+    near = [peer for peer in peers if can_share and hosts[peer] == hosts[rank]]
+    door = Door(f"plait-{uuid.uuid4().hex}") if can_share else None
+    names: list[str | None] = [None] * len(hosts)
+    dist.all_gather_object(names, door.name if door else None)
+    links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in near}
+    if door is not None:
+        links |= _link_near(rank, near, names, door, time.monotonic() + deadline_s)
+        door.close()
+    return Channels(rank, links, deadline_s, window)
+
+
+def _link_near(
+    rank: int, near: Sequence[int], names: Sequence[str | None], door: Door, end: float
+) -> dict[int, Link]:
+    """Knock at the doors of lower ranks, and open to higher ones."""
+    links: dict[int, Link] = {}
+    for peer in (p for p in near if p < rank):
+        name = names[peer]
+        assert name is not None
+        links[peer] = knock(name, rank, end - time.monotonic())
+    waiting = {p for p in near if p > rank}
+    while waiting:
+        try:
+            peer, link = door.accept(end)
+        except TimeoutError:
+            raise PeerError(f"worker {rank}: no word from workers {sorted(waiting)} while linking") from None
+        links[peer] = link
+        waiting.discard(peer)
+    return links

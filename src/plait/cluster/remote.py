@@ -1,0 +1,99 @@
+"""gloo between two workers: one flat message after the other, the next receive posted ahead.
+
+Both ends agree on a size and every message has it; one that needs more is preceded by a message of the old
+size that says so. Smaller ones cost nothing but their rest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.cluster.messages import Buffer, Message, packing_of
+
+_FIRST_CAPACITY = 1 << 12
+
+
+@dataclass
+class _Outgoing:
+    capacity: int = _FIRST_CAPACITY
+    under_way: deque[tuple[dist.Work, Buffer]] = field(default_factory=deque)
+
+
+@dataclass
+class _Incoming:
+    capacity: int = _FIRST_CAPACITY
+    posted: tuple[dist.Work, Buffer] | None = None
+    free: list[Buffer] = field(default_factory=list)
+
+
+class RemoteLink:
+    """One end of the connection to a worker of another host; it goes through the world's process group."""
+
+    def __init__(self, peer: int, window: int) -> None:
+        self._peer = peer
+        self._window = window
+        self._outgoing: dict[int, _Outgoing] = defaultdict(_Outgoing)
+        self._incoming: dict[int, _Incoming] = defaultdict(_Incoming)
+
+    def send(
+        self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str, seconds: float
+    ) -> None:
+        """Start a message on its way; waits only where a window of messages is under way already."""
+        out = self._outgoing[channel]
+        packing = packing_of(tensors, note)
+        if packing.size > out.capacity:
+            wish = Buffer(torch.empty(out.capacity, dtype=torch.uint8))
+            wish.write_need(packing.size)
+            self._start(channel, out, wish)
+            out.capacity = packing.size
+        while len(out.under_way) >= self._window:
+            out.under_way[0][0].wait(timedelta(seconds=seconds))
+            out.under_way.popleft()
+        buffer = Buffer(torch.empty(out.capacity, dtype=torch.uint8))
+        buffer.write(number, packing, tensors)
+        self._start(channel, out, buffer)
+
+    def _start(self, channel: int, out: _Outgoing, buffer: Buffer) -> None:
+        work = dist.isend(buffer.flat, self._peer, tag=channel)
+        assert work is not None
+        out.under_way.append((work, buffer))
+
+    def expect(self, channel: int) -> None:
+        """Post the receive for the next message of `channel`."""
+        into = self._incoming[channel]
+        if into.posted is None:
+            fitting = [b for b in into.free if b.capacity == into.capacity]
+            into.free = fitting[1:]
+            buffer = fitting[0] if fitting else Buffer(torch.empty(into.capacity, dtype=torch.uint8))
+            work = dist.irecv(buffer.flat, self._peer, tag=channel)
+            assert work is not None
+            into.posted = (work, buffer)
+
+    def receive(self, channel: int, seconds: float) -> Message:
+        """The next message of `channel`, waited for `seconds` at most; the one after it is then expected."""
+        into = self._incoming[channel]
+        while True:
+            self.expect(channel)
+            assert into.posted is not None
+            work, buffer = into.posted
+            work.wait(timedelta(seconds=seconds))
+            into.posted = None
+            need = buffer.need()
+            if need is None:
+                break
+            into.capacity = need
+        self.expect(channel)
+        return Message(buffer.read(), lambda: into.free.append(buffer))
+
+    def close(self, seconds: float) -> None:
+        """Wait until the peer has received everything."""
+        for out in self._outgoing.values():
+            for work, _ in out.under_way:
+                work.wait(timedelta(seconds=seconds))

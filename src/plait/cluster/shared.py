@@ -1,0 +1,191 @@
+"""Shared memory between two workers of one host: tensors cross with one copy, the sender's.
+
+A socket between the two tells which buffer holds the next message and which is free again. Buffers are
+files without a name, handed over through the socket, so nothing is left behind however a worker ends. A
+sender that finds no free buffer makes one, up to the window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.cluster.messages import Buffer, Message, packing_of
+
+_NOTICE = struct.Struct("<BIIQ")
+_FULL, _FREE, _END = 1, 2, 3
+_PAGE = mmap.PAGESIZE
+# Room beside a notice for one descriptor.
+_EXTRA = socket.CMSG_LEN(struct.calcsize("i"))
+
+
+@dataclass
+class _Slot:
+    """One buffer of ours: the peer reads it while `busy` says for which channel."""
+
+    number: int
+    buffer: Buffer
+    descriptor: int | None
+
+
+class SharedLink:
+    """One end of the connection to a worker of the same host."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._ours: list[_Slot] = []
+        self._free: list[_Slot] = []
+        self._theirs: dict[int, Buffer] = {}
+        self._arrived: dict[int, deque[int]] = defaultdict(deque)
+        self._under_way: dict[int, int] = defaultdict(int)
+        self._channel_of: dict[int, int] = {}
+        self.ended = False
+        self.lost = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def under_way(self, channel: int) -> int:
+        """Messages sent on `channel` whose memory the peer has not given back."""
+        return self._under_way[channel]
+
+    def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
+        """Copy a message into a free buffer and tell the peer; never waits."""
+        self.take_notices()
+        packing = packing_of(tensors, note)
+        slot = self._find(packing.size)
+        slot.buffer.write(number, packing, tensors)
+        self._under_way[channel] += 1
+        self._channel_of[slot.number] = channel
+        notice = _NOTICE.pack(_FULL, channel, slot.number, slot.buffer.capacity)
+        if slot.descriptor is None:
+            self._tell(notice)
+            return
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [notice], [slot.descriptor])
+        os.close(slot.descriptor)
+        slot.descriptor = None
+
+    def take(self, channel: int) -> Message | None:
+        """The next message of `channel`, if one has arrived."""
+        if not self._arrived[channel]:
+            return None
+        number = self._arrived[channel].popleft()
+
+        def release() -> None:
+            self._tell(_NOTICE.pack(_FREE, 0, number, 0))
+
+        return Message(self._theirs[number].read(), release)
+
+    def take_notices(self) -> None:
+        """Read what the peer has told, without waiting."""
+        while not self.lost and not self.ended:
+            try:
+                data, extra, _, _ = self._socket.recvmsg(_NOTICE.size, _EXTRA, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                # The peer closed without reading all of ours; what it sent before can still be read.
+                continue
+            except OSError:
+                data, extra = b"", []
+            if not data:
+                self.lost = True
+                return
+            kind, channel, number, size = _NOTICE.unpack(data)
+            descriptors = [struct.unpack("i", content)[0] for _, _, content in extra]
+            self._take_notice(kind, channel, number, size, descriptors)
+
+    def _take_notice(self, kind: int, channel: int, number: int, size: int, descriptors: list[int]) -> None:
+        if kind == _FULL:
+            for descriptor in descriptors:
+                self._theirs[number] = Buffer(_map(descriptor, size))
+                os.close(descriptor)
+            self._arrived[channel].append(number)
+        elif kind == _FREE:
+            self._free.append(self._ours[number])
+            self._under_way[self._channel_of.pop(number)] -= 1
+        else:
+            self.ended = True
+
+    def close(self) -> None:
+        """Tell the peer that this end was closed on purpose."""
+        self._tell(_NOTICE.pack(_END, 0, 0, 0))
+        self._socket.close()
+
+    def _tell(self, notice: bytes) -> None:
+        # Where the peer is gone, whoever waits for it next reads the end of the connection and says so.
+        with contextlib.suppress(OSError):
+            self._socket.send(notice)
+
+    def _find(self, size: int) -> _Slot:
+        """The smallest free buffer that is large enough, or a new one."""
+        fitting = [slot for slot in self._free if slot.buffer.capacity >= size]
+        if fitting:
+            slot = min(fitting, key=lambda s: s.buffer.capacity)
+            self._free.remove(slot)
+            return slot
+        capacity = -(-size // _PAGE) * _PAGE
+        descriptor = os.memfd_create("plait")
+        os.ftruncate(descriptor, capacity)
+        slot = _Slot(len(self._ours), Buffer(_map(descriptor, capacity)), descriptor)
+        self._ours.append(slot)
+        return slot
+
+
+def _map(descriptor: int, size: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+
+def wait_for_notices(links: Sequence[SharedLink], seconds: float) -> None:
+    """Return when some peer has told something, and have it read; or after `seconds`."""
+    poll = select.poll()
+    by_descriptor = {link.fileno(): link for link in links if not link.ended and not link.lost}
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    for descriptor, _ in poll.poll(max(0.0, seconds) * 1e3):
+        by_descriptor[descriptor].take_notices()
+
+
+class Door:
+    """Where other workers of this host knock to be linked with this one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A name in no folder: it ends with the process.
+        self._socket.bind(f"\0{name}")
+        self._socket.listen(128)
+
+    def accept(self, deadline: float) -> tuple[int, SharedLink]:
+        """The rank that knocked, and the link to it."""
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        connection, _ = self._socket.accept()
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        rank = int(connection.recv(16))
+        connection.settimeout(None)
+        return rank, SharedLink(connection)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def knock(name: str, rank: int, seconds: float) -> SharedLink:
+    """The link to the worker behind the door `name`, told that `rank` knocks."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(max(0.001, seconds))
+    connection.connect(f"\0{name}")
+    connection.send(str(rank).encode())
+    connection.settimeout(None)
+    return SharedLink(connection)

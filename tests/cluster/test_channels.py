@@ -1,0 +1,167 @@
+"""Channels: what one worker sends, another receives, whatever its type, and no wait is silent."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from plait.cluster.channels import Channels, PeerError, connect
+from support.world import run_ranks
+
+FAR = ("a", "b", "c")
+NEAR = ("a", "a", "a")
+
+KINDS = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8,
+    torch.complex64,
+]  # fmt: skip
+
+
+def open_channels(rank: int, hosts: tuple[str, ...], deadline_s: float = 20.0, window: int = 8) -> Channels:
+    return connect(rank, hosts, range(len(hosts)), deadline_s=deadline_s, window=window)
+
+
+def examples(number: int) -> list[torch.Tensor | None]:
+    torch.manual_seed(number)
+    whole = torch.randn(3 + number % 4, 5) * 10
+    kinds: list[torch.Tensor | None] = [whole.to(kind) for kind in KINDS]
+    return [*kinds, None, torch.tensor(3.5), whole.t(), torch.empty(0, 4)]
+
+
+def pass_on(rank: int, hosts: tuple[str, ...]) -> bool:
+    """Rank 0 sends to 1, which sends on to 2, which checks; shapes change from message to message."""
+    channels = open_channels(rank, hosts)
+    good = True
+    for number in range(12):
+        sent = examples(number)
+        if rank > 0:
+            message = channels.receive(rank - 1, 7, number, "a test")
+            good = good and message.content.note == f"note {number // 5}"
+            good = good and all(
+                (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+                for a, b in zip(message.content.tensors, sent, strict=True)
+            )
+            sent = list(message.content.tensors)
+        if rank < 2:
+            channels.send(rank + 1, 7, number, sent, "a test", note=f"note {number // 5}")
+        if rank > 0:
+            message.release()
+    channels.close()
+    return good
+
+
+@pytest.mark.parametrize("hosts", [NEAR, FAR, ("a", "a", "b")])
+def test_tensors_of_any_type_and_changing_shape_arrive_as_they_were(hosts: tuple[str, ...]) -> None:
+    assert run_ranks(3, pass_on, hosts) == [True, True, True]
+
+
+def send_before_anyone_receives(rank: int, hosts: tuple[str, ...]) -> float:
+    """Both send several messages on several channels first, and receive the later channel first."""
+    channels = open_channels(rank, hosts)
+    other = 1 - rank
+    big = torch.arange(1 << 18, dtype=torch.float32) + rank
+    for number in range(6):
+        for channel in (1, 2):
+            channels.send(other, channel, number, [big * channel], "a test")
+    total = 0.0
+    for channel in (2, 1):
+        for number in range(6):
+            message = channels.receive(other, channel, number, "a test")
+            (tensor,) = message.content.tensors
+            assert tensor is not None
+            total += float(tensor[1]) / channel
+            message.release()
+    channels.close()
+    return total
+
+
+@pytest.mark.parametrize("hosts", [NEAR[:2], FAR[:2]])
+def test_sending_waits_for_nobody_and_channels_are_apart(hosts: tuple[str, ...]) -> None:
+    assert run_ranks(2, send_before_anyone_receives, hosts) == [24.0, 12.0]
+
+
+def hold_a_message(rank: int) -> tuple[float, float]:
+    """What is received stays as it is until it is released, and memory is used again after that."""
+    channels = open_channels(rank, NEAR[:2])
+    if rank == 0:
+        for number in range(40):
+            channels.send(1, 0, number, [torch.full((4096,), float(number))], "a test")
+        return 0.0, 0.0
+    first = channels.receive(0, 0, 0, "a test")
+    for number in range(1, 40):
+        message = channels.receive(0, 0, number, "a test")
+        message.release()
+    tensor = first.content.tensors[0]
+    assert tensor is not None
+    return float(tensor.sum()), len(channels._links[0]._theirs)  # type: ignore[union-attr]
+
+
+def test_a_message_keeps_its_memory_until_released_and_no_more_than_a_window_is_used() -> None:
+    held, buffers = run_ranks(2, hold_a_message)[1]
+    assert held == 0.0
+    assert buffers <= 8
+
+
+def wait_for_the_silent(rank: int, hosts: tuple[str, ...]) -> Any:
+    channels = open_channels(rank, hosts, deadline_s=1.0)
+    if rank == 1:
+        time.sleep(3)
+        return None
+    started = time.monotonic()
+    try:
+        channels.receive(1, 0, 5, "the forward of microbatch 5 in stage 2")
+    except PeerError as failure:
+        return time.monotonic() - started, str(failure)
+    return None
+
+
+@pytest.mark.parametrize("hosts", [NEAR[:2], FAR[:2]])
+def test_a_silent_peer_is_named_with_what_was_waited_for(hosts: tuple[str, ...]) -> None:
+    seconds, words = run_ranks(2, wait_for_the_silent, hosts)[0]
+    assert 0.9 < seconds < 2.5
+    assert "worker 1" in words
+    assert "forward of microbatch 5 in stage 2" in words
+
+
+def wait_beside_the_dead(rank: int) -> Any:
+    channels = open_channels(rank, NEAR)
+    if rank == 2:
+        time.sleep(0.3)
+        os._exit(9)
+    started = time.monotonic()
+    # Rank 1 waits for the dead; rank 0 only for rank 1, which raises and tells nothing.
+    try:
+        channels.receive(1 if rank == 0 else 2, 0, 0, "the backward of microbatch 3 in stage 1")
+    except PeerError as failure:
+        return time.monotonic() - started, str(failure)
+    return None
+
+
+def test_a_peer_that_died_is_named_at_once_even_by_those_who_wait_for_others() -> None:
+    answers = run_ranks(3, wait_beside_the_dead, may_die=(2,))
+    for seconds, words in answers[:2]:
+        assert seconds < 3
+        assert "worker 2 is gone" in words
+        assert "backward of microbatch 3 in stage 1" in words
+
+
+def end_early(rank: int) -> float:
+    channels = open_channels(rank, NEAR)
+    if rank == 2:
+        channels.close()
+        return 0.0
+    time.sleep(0.3)
+    if rank == 0:
+        channels.send(1, 0, 0, [torch.ones(3)], "a test")
+        return 0.0
+    message = channels.receive(0, 0, 0, "a test")
+    assert message.content.tensors[0] is not None
+    return float(message.content.tensors[0].sum())
+
+
+def test_a_peer_that_ended_on_purpose_disturbs_nobody() -> None:
+    assert run_ranks(3, end_early) == [0.0, 3.0, 0.0]
