@@ -113,13 +113,12 @@ class Ours:
         parts = build.build(settings, torch.device("cpu"))
         worker: Any = LoneWorker(rank, world_size)
         self.trainer = Trainer(worker, settings, parts, RunFolder(folder))
-        self.trainer._recorder.start(0)
 
     def run(self, steps: int) -> float:
         trainer = self.trainer
-        object.__setattr__(trainer.parts, "steps", trainer.step + steps)
+        trainer.begin(trainer.step + steps)
         started = time.perf_counter()
-        trainer._train()
+        trainer.train()
         return (time.perf_counter() - started) / steps
 
 

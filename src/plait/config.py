@@ -21,6 +21,12 @@ from plait.runtime import settings as run
 from plait.runtime.folder import choose_folder
 from plait.runtime.launch import Display, Placement, Silent, launch
 
+# What keys with a form of their own look like, in words.
+FORMS = {
+    "name": "letters, digits, '.', '_' and '-', as in a folder's name",
+    "cluster.shell": "a command with {host} in it, such as 'ssh {host}'",
+}
+
 
 class Section(BaseModel):
     """A part of the job file: unknown keys and values of another type are mistakes."""
@@ -100,7 +106,7 @@ class Cluster(Section):
     """`cluster`: the hosts and how they are reached."""
 
     hosts: list[str] = Field(default_factory=list)
-    shell: str = "ssh {host}"
+    shell: str = Field(default="ssh {host}", pattern=r"^[^{}]*\{host\}[^{}]*$")
     nic: str | None = None
     python: str | None = None
     link_timeout_s: float = Field(default=10.0, gt=0)
@@ -314,6 +320,8 @@ def _explain(error: Any) -> str:
         valid = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         hint = did_you_mean(str(found), valid)
         return f"{path}: found {found!r}, expected {' or '.join(valid)}{hint if 'mean' in hint else ''}"
+    if kind == "string_pattern_mismatch":
+        return f"{path}: found {found!r}, expected {FORMS[path]}"
     words = error["msg"].removeprefix("Input should be ").removeprefix("String should ")
     return f"{path}: found {found!r}, expected {words}"
 

@@ -89,6 +89,25 @@ def test_a_job_trains_evaluates_and_leaves_its_record(folder: Path):
     assert "holds a run already; go on with --resume" in over.stderr
 
 
+def test_a_refused_resume_leaves_the_run_as_it_was(folder: Path):
+    assert plait("train", "job.yaml", "-q", cwd=folder).returncode == 0
+    before = (folder / "runs/t-001/status.json").read_text()
+    assert plait("train", "job.yaml", "--resume", "--set", "optimizer.kind=foo", cwd=folder).returncode == 2
+    assert (folder / "runs/t-001/status.json").read_text() == before
+
+
+def test_a_model_of_ones_own_is_found_by_the_installed_command(folder: Path):
+    (folder / "mine.py").write_text(
+        "import torch\n"
+        "def net(classes=10):\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))\n"
+    )
+    command = [str(Path(sys.executable).parent / "plait")]
+    for words in (["train", "job.yaml", "--set", "model=mine:net", "-q"], ["evaluate", "t"]):
+        done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stderr
+
+
 def test_json_mode_prints_one_object_and_nothing_else(folder: Path):
     done = plait("train", "job.yaml", "--json", cwd=folder)
     assert json.loads(done.stdout)["reason"] == "finished"
@@ -146,6 +165,7 @@ def test_a_crash_in_the_users_model_shows_its_traceback_once(folder: Path):
     done = plait("train", "job.yaml", "-np", "2", "--set", "model=mine:Net", cwd=folder)
     assert done.returncode == 1
     assert done.stderr.count("wrong on purpose") == 1
+    assert "wrong on purpose" in (folder / "runs/t-001/failure.txt").read_text()
     assert re.search(r"plait: worker [01] on localhost failed: RuntimeError", done.stderr)
 
 

@@ -31,7 +31,9 @@ def fail(worker: Any, settings: dict[str, Any]) -> None:
             raise ZeroDivisionError("a fault of the model's")
         if settings["how"] == "input":
             raise JobError("data.path: found nothing, expected a folder")
-        os.kill(os.getpid(), signal.SIGKILL)
+        if settings["how"] == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGTERM if settings["how"] == "terminate" else signal.SIGKILL)
     dist.all_reduce(torch.zeros(1))
 
 
@@ -48,7 +50,7 @@ def work_until_stopped(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.02)
         if worker.rank == 0:
             worker.report({"step": steps})
-    return {"steps": steps, "stopped": bool(stop.item())}
+    return {"steps": steps, "stopped": bool(stop.item()), "port": worker.store.port}
 
 
 def refuse(settings: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def test_a_link_that_goes_down_ends_the_job_with_a_clear_message_in_bounded_time
         hosts.cut("w1")
         cut.append(time.monotonic())
 
-    with pytest.raises(LaunchError, match=r"w1 could not reach w0 at 10\.77\.0\.1:\d+ for 3 s"):
+    with pytest.raises(LaunchError, match="w1 and w0 could not reach each other for 3 s"):
         launch_entry(
             "work_until_stopped",
             tmp_path,

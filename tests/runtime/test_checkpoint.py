@@ -35,7 +35,8 @@ JOB = digits_job(
     optimizer=OptimizerSettings("adam", {"lr": 0.01}),
     lr_schedule=LrScheduleSettings("cosine", warmup_steps=5),
     evaluate=EvaluateSettings(every_steps=9),
-    checkpoint=CheckpointSettings(every_steps=7, keep_last=2),
+    early_stop=EarlyStopSettings(patience=4, metric="accuracy"),
+    checkpoint=CheckpointSettings(every_steps=7, keep_last=2, keep_best="loss"),
     precision="float32",
     steps=60,
 )
@@ -123,14 +124,14 @@ def test_a_crash_while_writing_leaves_the_old_checkpoints_and_is_cleaned_up_late
     monkeypatch.undo()
     assert [p.name for p in checkpoints.list_checkpoints(tmp_path)] == ["step-000000001"]
     checkpoints.save(tmp_path, some_state(3))
-    checkpoints.prune(tmp_path, keep_last=1, best=None)
+    checkpoints.prune(tmp_path, 3, keep_last=1, best=None)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000003"]
 
 
 def test_the_last_k_and_the_best_are_kept(tmp_path: Path):
     for step in range(1, 7):
         checkpoints.save(tmp_path, some_state(step))
-        checkpoints.prune(tmp_path, keep_last=2, best=2 if step >= 2 else None)
+        checkpoints.prune(tmp_path, step, keep_last=2, best=2 if step >= 2 else None)
     assert [int(p.name[5:]) for p in checkpoints.list_checkpoints(tmp_path)] == [6, 5, 2]
 
 
@@ -144,19 +145,33 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_difference():
         checkpoints.load_model_state(torch.nn.Linear(3, 2, bias=False), state)
 
 
+class Moment:
+    """Comes `delay_s` after a checkpoint of at least `step` steps has appeared."""
+
+    def __init__(self, folder: Path, step: int, delay_s: float) -> None:
+        self._folder, self._step, self._delay_s = folder, step, delay_s
+        self._appeared: float | None = None
+
+    def has_come(self) -> bool:
+        if self._appeared is None:
+            found = checkpoints.list_checkpoints(self._folder)
+            if found and int(found[0].name[5:]) >= self._step:
+                self._appeared = time.monotonic()
+        return self._appeared is not None and time.monotonic() - self._appeared >= self._delay_s
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_random_points_and_resumed_a_run_ends_with_the_same_bits(workers: int, tmp_path: Path):
-    started = time.monotonic()
     whole = run_ranks(workers, train_rank, JOB, tmp_path / "whole")
-    duration = time.monotonic() - started
     luck = random.Random(11 * workers)
     folder, kills = tmp_path / "killed", 0
-    for _ in range(5):
-        after = luck.uniform(0.2, 0.8) * duration
-        done = run_ranks(workers, train_rank, JOB, folder, True, kill_after_s=after)
+    for target in (1, 8, 15, 29, 43):
+        # Somewhere after the checkpoint of that step appears: between two steps, in one, in the next write.
+        moment = Moment(folder / "checkpoints", target, luck.uniform(0.0, 0.03))
+        done = run_ranks(workers, train_rank, JOB, folder, True, kill_when=moment.has_come)
         kills += any(result is None for result in done)
     done = run_ranks(workers, train_rank, JOB, folder, True)
-    assert kills > 0
+    assert kills >= 3
     for (_, weights), (_, expected) in zip(done, whole):
         assert largest_difference(weights, expected) == 0.0
 
@@ -186,7 +201,7 @@ def test_all_workers_stop_at_the_same_step(tmp_path: Path):
 def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path):
     _, expected = train_here(JOB, tmp_path / "whole")
     train_here(dataclasses.replace(JOB, steps=60), tmp_path / "run")
-    newest, before = checkpoints.list_checkpoints(tmp_path / "run" / "checkpoints")
+    newest, before, *_ = checkpoints.list_checkpoints(tmp_path / "run" / "checkpoints")
     damage_truncate(newest)
     _, weights = train_here(JOB, tmp_path / "run", resume=True)
     assert largest_difference(weights, expected) == 0.0
@@ -196,6 +211,24 @@ def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Pat
     assert "truncated" in refused[0].reason
     started = [e.step for e in log if isinstance(e, events.RunStarted)]
     assert started == [0, int(before.name[5:])]
+
+
+def test_a_damaged_later_checkpoint_never_takes_the_place_of_a_good_one(tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    job = digits_job(steps=20, checkpoint=CheckpointSettings(every_steps=5, keep_last=1))
+    train_here(job, tmp_path)
+    damage_truncate(folder / "step-000000020")
+    checkpoints.save(folder, some_state(4))
+    checkpoints.prune(folder, 4, keep_last=1, best=None)
+    assert [int(p.name[5:]) for p in checkpoints.list_checkpoints(folder)] == [20, 4]
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path):
+    job = digits_job(steps=5)
+    train_here(job, tmp_path)
+    other = dataclasses.replace(job, optimizer=OptimizerSettings("adam", {"lr": 0.01}))
+    with pytest.raises(CheckpointError, match="its optimizer is 'sgd', the job's is 'adam'"):
+        train_here(other, tmp_path, resume=True)
 
 
 def test_when_no_checkpoint_can_be_used_the_run_says_so_instead_of_starting_over(tmp_path: Path):
@@ -213,6 +246,21 @@ def test_the_world_size_may_change_on_resume_without_repeating_or_skipping_sampl
     run_ranks(2, train_rank, dataclasses.replace(job, steps=15), tmp_path / "run")
     done = run_ranks(3, train_rank, job, tmp_path / "run", True)
     assert largest_difference(done[0][1], expected) < 1e-10
+
+
+@pytest.mark.parametrize("size", [24, 96])
+def test_the_batch_size_may_change_on_resume_and_epochs_still_end_where_they_end(size: int, tmp_path: Path):
+    job = digits_job(steps=None, epochs=3, data=DataSettings("digits", 48))
+    stop = tmp_path / "stop"
+    stop.touch()
+    train_here(job, tmp_path / "run", stop_file=stop)
+    stop.unlink()
+    changed = dataclasses.replace(job, data=DataSettings("digits", size))
+    train_here(changed, tmp_path / "run", resume=True)
+    newest = checkpoints.load(checkpoints.list_checkpoints(tmp_path / "run" / "checkpoints")[0])
+    assert newest.progress["position"] == {"epoch": 3, "sample": 0}
+    log = [r.event for r in core_events.read(tmp_path / "run" / "events" / "rank0.jsonl")]
+    assert sum(e.samples for e in log if isinstance(e, events.Step)) == 3 * 1442
 
 
 def test_workers_without_a_shared_folder_take_up_the_first_ones_checkpoint(tmp_path: Path):
@@ -242,3 +290,19 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(tmp_path: Path):
     assert kept == [8, 2]
     state = json.loads((tmp_path / "checkpoints" / "step-000000008" / "state.json").read_text())
     assert state["progress"]["best"]["step"] == 2
+    # Patience that is spent stays spent.
+    again, _ = train_here(job, tmp_path, resume=True)
+    assert (again["reason"], again["step"]) == ("early-stop", 8)
+
+
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path):
+    job = digits_job(
+        model=ModelSettings("support.training:NanAtFirst"),
+        steps=6,
+        evaluate=EvaluateSettings(every_steps=2),
+        checkpoint=CheckpointSettings(every_steps=100, keep_best="loss"),
+    )
+    result, _ = train_here(job, tmp_path)
+    assert result["best"]["step"] > 2
+    log = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
+    assert next(e.metrics["loss"] for e in log if isinstance(e, events.Evaluated)) is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait.core.errors import JobError
-from plait.runtime.optim import build_lr_factor, build_optimizer, optimizer_kinds
+from plait.runtime.optim import build_lr_factor, build_optimizer, check_lr_schedule, optimizer_kinds
 from plait.runtime.settings import LrScheduleSettings, OptimizerSettings
 
 
@@ -54,6 +54,7 @@ def test_any_optimizer_of_torch_can_be_named(kind: str):
             OptimizerSettings("sgd", {"momentun": 1}),
             "optimizer.momentun: SGD takes no.*did you mean 'momentum'",
         ),
+        (OptimizerSettings("lbfgs"), "optimizer.kind: lbfgs runs the model several times a step"),
         (OptimizerSettings("sgd", {"lr": -1}), "optimizer: sgd refused .*Invalid learning rate"),
     ],
 )
@@ -63,7 +64,13 @@ def test_a_wrong_optimizer_is_explained(settings: OptimizerSettings, message: st
 
 
 def test_a_wrong_schedule_is_explained():
+    with pytest.raises(JobError, match="lr_schedule: step refused .*ZeroDivisionError"):
+        check_lr_schedule(LrScheduleSettings("step", 5, {"every_steps": 0}))
+    with pytest.raises(JobError, match="step needs 'every_steps'; add lr_schedule.every_steps"):
+        check_lr_schedule(LrScheduleSettings("step"))
+    with pytest.raises(JobError, match="did you mean 'warmup_steps'"):
+        check_lr_schedule(LrScheduleSettings("cosine", 0, {"warmup_step": 3}))
     with pytest.raises(JobError, match="lr_schedule.kind: found 'cosin'.*did you mean 'cosine'"):
         build_lr_factor(LrScheduleSettings("cosin"), 10)
     with pytest.raises(JobError, match="lr_schedule.gama: step takes no 'gama'; did you mean 'gamma'"):
-        build_lr_factor(LrScheduleSettings("step", 0, {"gama": 1}), 10)
+        build_lr_factor(LrScheduleSettings("step", 0, {"every_steps": 1, "gama": 1}), 10)

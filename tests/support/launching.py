@@ -56,13 +56,13 @@ def launch_entry(
     return memory.supervisor.run()
 
 
-def descendants() -> list[str]:
-    """Command lines of living processes below this one that belong to a launch."""
+def left_behind() -> list[str]:
+    """Command lines of living processes of launches: agents, and workers of tests/cluster/entries.py."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            if "plait.cluster" in line and process.status() != psutil.STATUS_ZOMBIE:
+            if ("plait.cluster.agent" in line or "'entries'" in line) and process.status() != "zombie":
                 found.append(line)
         except psutil.NoSuchProcess:
             continue

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -75,6 +77,37 @@ class HalfUsed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.used(x.flatten(1))
+
+
+class NanAtFirst(nn.Module):
+    """A model whose first evaluation is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.evaluations = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x.flatten(1))
+        if self.training:
+            return y
+        self.evaluations += 1
+        return y * float("nan") if self.evaluations == 1 else y
+
+
+class Drawing(nn.Module):
+    """A model that remembers what it drew at random, from each source, in its last training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("drawn", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            numbers = (int(torch.randint(1 << 30, ())), random.getrandbits(30), numpy.random.randint(1 << 30))
+            self.drawn.copy_(torch.tensor(numbers))
+        return self.layer(x.flatten(1))
 
 
 def digits_job(**changes: Any) -> TrainSettings:

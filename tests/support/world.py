@@ -35,21 +35,21 @@ def run_ranks(
     *args: Any,
     deadline_s: float = 60.0,
     may_die: tuple[int, ...] = (),
-    kill_after_s: float | None = None,
+    kill_when: Callable[[], bool] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """What `fn(rank, *args, **kwargs)` returned on each of `n` ranks of one gloo world.
 
     `fn` and its values must be picklable (module level). Ranks in `may_die` may end without a word: their
-    place in the result holds None. All others must return within `deadline_s`. With `kill_after_s` every
-    rank that has not returned by then is killed (SIGKILL) and has None in the result.
+    place in the result holds None. All others must return within `deadline_s`. Once `kill_when` says
+    so, every rank is killed (SIGKILL) and has None in the result.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start(r, n, folder, fn, args, kwargs, deadline_s) for r in range(n)]
         try:
-            if kill_after_s is not None:
-                return _collect(ranks, kill_after_s, may_die, kill=True)
-            return _collect(ranks, deadline_s, may_die)
+            if kill_when is not None:
+                may_die = _wait_to_kill(ranks, deadline_s, kill_when)
+            return _collect(ranks, Path(folder), deadline_s, may_die)
         finally:
             for process, _ in ranks:
                 process.kill()
@@ -94,18 +94,18 @@ def _rank_main(
         os._exit(0)
 
 
-def _collect(ranks: list[Any], deadline_s: float, may_die: tuple[int, ...], kill: bool = False) -> list[Any]:
+def _collect(ranks: list[Any], folder: Path, deadline_s: float, may_die: tuple[int, ...]) -> list[Any]:
     results: list[Any] = [None] * len(ranks)
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     failures: list[str] = []
     end = time.monotonic() + deadline_s
     while waiting and set(waiting.values()) - set(may_die):
         ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
-        if not ready and kill:
-            return results
         if not ready:
             silent = sorted(set(waiting.values()) - set(may_die))
-            raise WorldError(f"no answer from ranks {silent} within {deadline_s} s\n" + "\n".join(failures))
+            stacks = [f"rank {r} hung at:\n{(folder / f'stacks-{r}').read_text()}" for r in silent]
+            story = "\n".join([*failures, *stacks])
+            raise WorldError(f"no answer from ranks {silent} within {deadline_s} s\n{story}")
         for pipe in ready:
             rank = waiting.pop(pipe)
             results[rank], failure = _receive(pipe, ranks[rank][0], rank, rank in may_die)
@@ -116,6 +116,18 @@ def _collect(ranks: list[Any], deadline_s: float, may_die: tuple[int, ...], kill
     if failures:
         raise WorldError("\n".join(failures))
     return results
+
+
+def _wait_to_kill(ranks: list[Any], deadline_s: float, moment: Callable[[], bool]) -> tuple[int, ...]:
+    """Wait until the moment has come or all ranks have answered; the ranks that had not by then."""
+    pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+    end = time.monotonic() + deadline_s
+    while not moment() and time.monotonic() < end:
+        if len(wait(list(pipes), timeout=0.002)) == len(pipes):
+            return ()
+    for process, _ in ranks:
+        process.kill()
+    return tuple(range(len(ranks)))
 
 
 def _receive(pipe: Any, process: Any, rank: int, may_die: bool) -> tuple[Any, str | None]:

@@ -6,6 +6,7 @@ Exit status: 0 success, 1 a failed run, 2 bad input with one clear message, 130 
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import typer
@@ -43,6 +44,8 @@ def root(
 
 def main() -> None:
     """Run the verb that the arguments name; a person's mistake or a failed run ends with one message."""
+    # A user's own modules are looked for in the folder they stand in, as the workers do.
+    sys.path.insert(0, os.getcwd())
     try:
         app()
     except PlaitError as failure:
@@ -52,6 +55,3 @@ def main() -> None:
         if "--json" in sys.argv:
             print(json.dumps({"error": str(failure)}))
         sys.exit(failure.exit_status)
-    except KeyboardInterrupt:
-        print("plait: interrupted; all workers were ended at once", file=sys.stderr)
-        sys.exit(130)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +50,7 @@ def status(run: RunArgument, run_dir: RunDir = Path("runs"), json_: JsonFlag = F
 def read_status(folder: RunFolder) -> dict[str, Any]:
     """The run's status file, with what is true of it now: is the supervisor there, is each worker."""
     found = read_json(folder.status, "status")
-    running = folder.is_locked()
+    running = folder.holder() is not None
     if not running and found["state"] in ("starting", "running", "stopping"):
         found["state"] = "died"
     for worker in found["workers"]:
@@ -76,12 +77,16 @@ def stop(
     Example: plait stop digits
     """
     folder = find_run(run, run_dir)
-    found = read_status(folder)
-    if not folder.is_locked():
-        raise InputError(f"{folder.path}: not running ({found['state']}); nothing to stop")
-    os.kill(found["pid"], signal.SIGTERM)
+    holder = folder.holder()
+    if holder is None:
+        state = read_status(folder)["state"] if folder.status.exists() else "never started"
+        raise InputError(f"{folder.path}: not running ({state}); nothing to stop")
+    host, pid = holder
+    if host != socket.gethostname():
+        raise InputError(f"{folder.path}: it is run from {host}; stop it there")
+    os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + timeout
-    while folder.is_locked():
+    while folder.holder() is not None:
         if time.monotonic() > end:
             raise PlaitError(
                 f"{folder.path}: still running after {timeout:.0f} s; stop it again to end it at once"

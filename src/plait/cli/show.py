@@ -82,16 +82,18 @@ def describe(progress: Mapping[str, Any]) -> str:
     """`step 40/120  loss 0.41  accuracy 93.1%  5120 samples/s  2.1 s left`"""
     parts = [f"step {progress['step']}/{progress['steps']}"]
     if "loss" in progress:
-        parts.append(f"loss {progress['loss']:.4g}")
+        parts.append(f"loss {show_metric('loss', progress['loss'])}")
     if "test_accuracy" in progress:
-        parts.append(f"test accuracy {progress['test_accuracy']:.1%}")
+        parts.append(f"test accuracy {show_metric('accuracy', progress['test_accuracy'])}")
     if "samples_per_s" in progress:
         parts.append(f"{progress['samples_per_s']:,.0f} samples/s")
         parts.append(f"{show_seconds(progress['left_s'])} left")
     return "  ".join(parts)
 
 
-def show_metric(name: str, value: float) -> str:
+def show_metric(name: str, value: float | None) -> str:
+    if value is None:
+        return "not a number"
     return f"{value:.1%}" if name == "accuracy" else f"{value:.4g}"
 
 
@@ -99,8 +101,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     """What a run came to, as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("steps", f"{result['step']} of {result['steps']}")
-    if result["train_loss"] is not None:
-        table.add_row("training loss", f"{result['train_loss']:.4g}")
+    table.add_row("training loss", show_metric("loss", result["train_loss"]))
     for name, value in result["test"].items():
         table.add_row(f"test {name}", show_metric(name, value))
     if result["best"]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -29,6 +29,7 @@ from plait.core.names import resolve
 
 END_WORKERS_S = 3
 PROGRESS_S = 0.1
+LINK_S = 1.0
 
 
 class RankLogs(LogsSpecs):
@@ -65,13 +66,15 @@ class HostAgent(LocalElasticAgent):
         self._talk.say(workers={ranks[local]: pid for local, pid in pids.items()})
         return pids
 
-    def killed(self) -> dict[int, int]:
-        """The signal that ended each rank which left no word, where it was not this agent's own."""
-        context = getattr(self._pcontext, "_pc", None)
-        if context is None:
-            return {}
-        codes = {w.global_rank: context.processes[w.local_rank].exitcode for w in self._worker_group.workers}
-        return {rank: -code for rank, code in codes.items() if code is not None and code < 0 and code != -15}
+    def endings(self, result: RunResult) -> dict[int, int]:
+        """The exit codes of the ranks that ended badly; this agent itself ends the rest by SIGTERM."""
+        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        processes = getattr(getattr(self._pcontext, "_pc", None), "processes", ())
+        for worker in self._worker_group.workers if processes else ():
+            code = processes[worker.local_rank].exitcode
+            if code:
+                codes.setdefault(worker.global_rank, code)
+        return codes
 
 
 def serve(order: dict[str, Any], talk: Talk) -> int:
@@ -92,16 +95,19 @@ def serve(order: dict[str, Any], talk: Talk) -> int:
         except EOFError:
             return 1
         talk.watch(Path(folder, "stop").touch)
-        if order["index"] == 0:
+        index, timeout_s = order["index"], order["link_timeout_s"]
+        if index == 0:
             _start(_pass_on_progress, store, talk)
+            _start(_watch_hosts, store, order["hosts"], timeout_s, talk)
         else:
-            _start(_watch_link, address, port, order["link_timeout_s"], talk)
+            _start(_beat, address, port, index)
+            _start(_watch_link, address, port, timeout_s, talk, index)
         return _run_workers(order, talk, folder, address, port)
 
 
 def _open_store(order: dict[str, Any]) -> dist.TCPStore:
     """The job's store, should this be the first host, on a port that the system chooses."""
-    address = address_of(order["nic"], order["host"])
+    address = address_of(order["nic"], order["host"], alone=order["hosts"] == 1)
     if order["check"]:
         resolve(order["check"], "check")(order["settings"])
     return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
@@ -112,7 +118,7 @@ def _start(function: Any, *args: Any) -> None:
 
 
 def _run_workers(order: dict[str, Any], talk: Talk, folder: str, address: str, port: int) -> int:
-    nic = order["nic"] or interface_of(address_of(None, order["host"]))
+    nic = order["nic"] or interface_of(address_of(None, order["host"], order["hosts"] == 1))
     threads = order["threads"] or max(1, len(os.sched_getaffinity(0)) // order["slots"])
     place = Place(order["host"], address, port, nic, folder, threads, order["timeout_s"])
     agent = HostAgent(
@@ -131,8 +137,7 @@ def _run_workers(order: dict[str, Any], talk: Talk, folder: str, address: str, p
     # The workers are gone: from here on a supervisor that hangs up has nothing left to end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if result.is_failed():
-        failed = [f.local_rank for f in result.failures.values()]
-        talk.say(failed=[asdict(f) for f in _failures(agent, order, folder, failed)])
+        talk.say(failed=[asdict(f) for f in _failures(agent.endings(result), order["host"], folder)])
         return 1
     talk.say(done={str(rank): value for rank, value in result.return_values.items()})
     return 0
@@ -161,17 +166,19 @@ def _worker_spec(order: dict[str, Any], place: Place) -> WorkerSpec:
     )
 
 
-def _failures(agent: HostAgent, order: dict[str, Any], folder: str, local_ranks: list[int]) -> list[Failure]:
-    """How workers of this host failed: what they reported, and who was killed without a word."""
+def _failures(endings: dict[int, int], host: str, folder: str) -> list[Failure]:
+    """How workers of this host failed: what they reported, and who ended without a word."""
     reports = [Failure(**json.loads(p.read_text())) for p in sorted(Path(folder).glob("failure-*.json"))]
     told = {report.rank for report in reports}
-    for rank, number in agent.killed().items():
-        if rank not in told:
-            name = signal.Signals(number).name
-            reports.append(Failure(rank, order["host"], time.time(), f"ended by {name}", "", False, 1))
-    if not reports:
-        words = f"local worker {local_ranks} ended without a word"
-        reports.append(Failure(-1, order["host"], time.time(), words, "", False, 1))
+    silent = {rank: code for rank, code in endings.items() if rank not in told}
+    for rank, code in silent.items():
+        if code != -signal.SIGTERM:
+            words = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            reports.append(Failure(rank, host, time.time(), words, "", False, 1))
+    if all(report.peer_lost for report in reports):
+        # Whoever ended by SIGTERM may be the lost peer: a likelier cause than those who tell of the loss.
+        before = min((report.time for report in reports), default=time.time()) - 1e-3
+        reports += [Failure(rank, host, before, "ended by SIGTERM", "", True, 1) for rank in silent]
     return reports
 
 
@@ -186,15 +193,41 @@ def _pass_on_progress(store: dist.TCPStore, talk: Talk) -> None:
                 talk.say(progress=json.loads(progress))
 
 
-def _watch_link(address: str, port: int, timeout_s: float, talk: Talk) -> None:
-    """Tell the supervisor when the first host has not been reachable for `timeout_s`."""
+def _beat(address: str, port: int, index: int) -> None:
+    """Let the first host know every second that this one is there."""
+    store = dist.TCPStore(address, port, is_master=False)
+    while True:
+        store.set(f"plait/alive/{index}", str(time.monotonic()))
+        time.sleep(LINK_S)
+
+
+def _watch_hosts(store: dist.TCPStore, hosts: int, timeout_s: float, talk: Talk) -> None:
+    """Tell the supervisor when another host has not been heard of for `timeout_s`; the first host's part."""
+    heard = {index: (b"", time.monotonic()) for index in range(1, hosts)}
+    while True:
+        time.sleep(LINK_S)
+        for index, (word, since) in heard.items():
+            key = f"plait/alive/{index}"
+            latest = store.get(key) if store.check([key]) else b""
+            if latest != word or not latest:  # before its first word a host may still be starting
+                heard[index] = (latest, time.monotonic())
+            elif time.monotonic() - since > timeout_s:
+                talk.say(lost=timeout_s, host=index)
+                return
+
+
+def _watch_link(address: str, port: int, timeout_s: float, talk: Talk, index: int) -> None:
+    """Tell the supervisor when the first host has not been reachable for `timeout_s`; the others' part.
+
+    Either side may be the one that the supervisor can still hear.
+    """
     reached = time.monotonic()
     while time.monotonic() - reached < timeout_s:
         started = time.monotonic()
         try:
-            socket.create_connection((address, port), timeout=1.0).close()
+            socket.create_connection((address, port), timeout=LINK_S).close()
             reached = time.monotonic()
         except OSError:
             pass
-        time.sleep(max(0.0, 1.0 - (time.monotonic() - started)))
-    talk.say(lost=timeout_s, address=f"{address}:{port}")
+        time.sleep(max(0.0, LINK_S - (time.monotonic() - started)))
+    talk.say(lost=timeout_s, host=index)

@@ -27,7 +27,7 @@ def parse_hosts(entries: Sequence[str], key: str) -> tuple[Host, ...]:
     hosts: list[Host] = []
     for entry in entries:
         name, colon, slots = entry.strip().partition(":")
-        if not name or (colon and not slots.isdecimal()) or slots == "0":
+        if not name or (colon and (not slots.isdecimal() or int(slots) == 0)):
             raise InputError(f"{key}: found {entry!r}, expected 'host' or 'host:workers', such as w0:2")
         if name in (h.name for h in hosts):
             raise InputError(f"{key}: {name!r} is named twice; give it once with all its workers, {name}:N")
@@ -37,13 +37,22 @@ def parse_hosts(entries: Sequence[str], key: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def address_of(nic: str | None, host: str) -> str:
-    """The address at which this machine can be reached by the job's other hosts.
+def address_of(nic: str | None, host: str, alone: bool) -> str:
+    """The address at which this machine can be reached by the job's other hosts, unless it is `alone`.
 
     With `nic` it is that interface's; else what `host`, the name the user gave this machine, resolves to.
     """
-    if nic is None:
+    if nic is None and alone:
         return "127.0.0.1" if host == LOCAL else _resolved(host)
+    if nic is None:
+        address = _resolved(host)
+        if address.startswith("127."):
+            # Debian gives a machine's own name such an address, which means another machine elsewhere.
+            raise InputError(
+                f"-H: on {host} its own name means {address}, which other hosts cannot reach; "
+                f"name the interface to use with --nic"
+            )
+        return address
     interfaces = psutil.net_if_addrs()
     if nic not in interfaces:
         raise InputError(f"--nic: {host} has no interface {nic!r}{did_you_mean(nic, interfaces)}")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from plait.core.errors import InputError, LaunchError
 START_S = 120.0
 GRACE_S = 2.0
 END_S = 10.0
+LAST_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Supervisor:
         self._messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._agents: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
+        self._printed = [deque[str](maxlen=LAST_LINES) for _ in launch.hosts]
         self._workers: dict[int, WorkerState] = {}
         self._stops = 0
 
@@ -166,7 +169,9 @@ class Supervisor:
 
     def _read(self, index: int, kind: str, stream: Any) -> None:
         for line in stream:
-            self._messages.put((index, kind, json.loads(line) if kind == "message" else line.rstrip("\n")))
+            message = _decoded(line) if kind == "message" else None
+            # A remote shell may greet on the same stream.
+            self._messages.put((index, kind, message) if message else (index, "line", line.rstrip("\n")))
         if kind == "message":
             self._messages.put((index, "ended", None))
 
@@ -178,19 +183,25 @@ class Supervisor:
             except queue.Empty:
                 return None
             if kind == "line":
-                self._watcher.printed(value)
+                self._print(index, value)
             elif kind == "stop":
                 self._on_stop()
             else:
                 return index, kind, value
 
+    def _print(self, index: int, line: str) -> None:
+        self._printed[index].append(line)
+        self._watcher.printed(line)
+
     def _on_stop(self) -> None:
         self._stops += 1
         if self._stops > 1:
-            raise KeyboardInterrupt
-        self._watcher.stopping()
+            raise Interrupted(
+                "stopped at once, at a second request; the newest checkpoint is the last one written"
+            )
         if not self._workers:
-            raise KeyboardInterrupt
+            raise Interrupted("stopped before any worker had started; nothing was run")
+        self._watcher.stopping()
         for agent in self._agents:
             _send(agent, {"stop": True})
 
@@ -231,7 +242,7 @@ class Supervisor:
             elif "progress" in value:
                 self._watcher.progressed(value["progress"])
             elif "lost" in value:
-                raise self._link_lost(index, value)
+                raise self._link_lost(value)
             elif "done" in value:
                 results.update({int(rank): result for rank, result in value["done"].items()})
                 running.discard(index)
@@ -257,14 +268,19 @@ class Supervisor:
         where = (
             "" if host == LOCAL else f" (reached by {shlex.join(self._shell_of(self._launch.hosts[index]))})"
         )
+        # What it said last may still be on its way.
+        end = time.monotonic() + 0.3
+        while self._receive(end) is not None:
+            pass
+        said = "\n".join(self._printed[index]) or "(nothing)"
         return LaunchError(
-            f"the agent on {host}{where} ended with status {agent.returncode}; what it printed is above"
+            f"the agent on {host}{where} ended with status {agent.returncode}; it printed:\n{said}"
         )
 
-    def _link_lost(self, index: int, value: Mapping[str, Any]) -> LaunchError:
-        here, head = self._launch.hosts[index].name, self._launch.hosts[0].name
+    def _link_lost(self, value: Mapping[str, Any]) -> LaunchError:
+        lost, head = self._launch.hosts[value["host"]].name, self._launch.hosts[0].name
         return LaunchError(
-            f"{here} could not reach {head} at {value['address']} for {value['lost']:.0f} s; "
+            f"{lost} and {head} could not reach each other for {value['lost']:.0f} s; "
             f"all workers were ended. When the link is back, go on with --resume"
         )
 
@@ -290,9 +306,9 @@ class Supervisor:
             reader.join(max(0.1, end - time.monotonic()))
         # What they printed last has been read by now; later requests to stop have nobody to reach.
         while not self._messages.empty():
-            _, kind, value = self._messages.get()
+            index, kind, value = self._messages.get()
             if kind == "line":
-                self._watcher.printed(value)
+                self._print(index, value)
 
 
 class WorkerError(LaunchError):
@@ -308,6 +324,20 @@ class WorkerError(LaunchError):
             place = f"worker {self.rank} on {failure['host']}"
             log = logs / f"rank{self.rank}.err"
             super().__init__(f"{place} failed: {failure['summary']}\nits log: {log}")
+
+
+class Interrupted(LaunchError):
+    """The user ended it before it could end by itself."""
+
+    exit_status = 130
+
+
+def _decoded(line: str) -> dict[str, Any] | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def _send(agent: subprocess.Popen[str], message: Mapping[str, Any]) -> None:

@@ -100,8 +100,7 @@ def enter(entry: str, settings: dict[str, Any], place: dict[str, Any]) -> Any:
     try:
         if here.nic is not None:
             # The interface that the other hosts know; the libraries' own guess may be another.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", here.nic)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", here.nic)
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = here.nic
         torch.set_num_threads(here.threads)
         worker = Worker(here, rank, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
         return resolve(entry, "entry")(worker, settings)
@@ -130,16 +129,9 @@ def _leave_report(place: Place, rank: int, failure: BaseException) -> None:
 
 
 def _is_peer_lost(failure: BaseException) -> bool:
-    """Whether torch only tells of a connection that broke or stayed silent, not of a fault of this worker."""
-    signs = (
-        "Connection closed by peer",
-        "Connection reset",
-        "Broken pipe",
-        "Timed out waiting",
-        "NCCL error",
-    )
+    """Whether torch only tells of a connection that broke or stayed silent, not of a fault here."""
     words = str(failure)
-    return isinstance(failure, (RuntimeError, dist.DistError)) and any(sign in words for sign in signs)
+    return isinstance(failure, RuntimeError) and any(sign in words for sign in SIGNS_OF_A_LOST_PEER)
 
 
 def _die_with_agent(place: Place) -> None:

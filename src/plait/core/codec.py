@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -33,6 +34,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [encode(item) for item in value]
     return value
+
+
+def finite(number: float) -> float | None:
+    """`number`, or None where it is not one that JSON can hold."""
+    return number if math.isfinite(number) else None
 
 
 def decode(cls: type[T], data: Any, where: str = "") -> T:

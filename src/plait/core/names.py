@@ -68,10 +68,12 @@ def check_arguments(
     key: str,
     error: type[InputError] = InputError,
     positional: int = 0,
+    beside: Iterable[str] = (),
 ) -> None:
     """Refuse arguments that `function` does not take, or that it needs and did not get.
 
-    `positional` says how many leading parameters the caller fills by itself.
+    `positional` says how many leading parameters the caller fills by itself; `beside` are keys that stand
+    at the same place and may have been meant.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())[positional:]
@@ -82,7 +84,7 @@ def check_arguments(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for given in arguments:
         if given not in keyword and not takes_any:
-            raise error(f"{key}.{given}: {name} takes no {given!r}{did_you_mean(given, keyword)}")
+            raise error(f"{key}.{given}: {name} takes no {given!r}{did_you_mean(given, [*keyword, *beside])}")
     needed = [n for n, p in keyword.items() if p.default is p.empty and n not in arguments]
     if needed:
         raise error(f"{key}: {name} needs {', '.join(repr(n) for n in needed)}; add {key}.{needed[0]}")

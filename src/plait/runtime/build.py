@@ -15,8 +15,8 @@ from torch import Tensor
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, resolve
 from plait.runtime.evaluate import Metric, find_metric
-from plait.runtime.optim import LrFactor, build_lr_factor, build_optimizer, find_optimizer
-from plait.runtime.sampling import mix, steps_per_epoch
+from plait.runtime.optim import build_optimizer, check_lr_schedule, find_optimizer
+from plait.runtime.sampling import Position, mix, steps_per_epoch
 from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
 from plait.workloads import data
 from plait.workloads.losses import Loss, build_loss
@@ -34,11 +34,9 @@ class Parts:
     metric: tuple[str, Metric] | None
     optimizer: torch.optim.Optimizer
     base_lrs: tuple[float, ...]
-    lr_factor: LrFactor
     scaler: torch.amp.GradScaler
     train_set: Any
     test_set: Any
-    steps: int
     device: torch.device
     dtype: torch.dtype | None
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -58,7 +56,7 @@ def check(settings: TrainSettings) -> None:
         if name is not None and name not in known:
             raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
     find_optimizer(settings.optimizer)
-    build_lr_factor(settings.lr_schedule, 1)(0)
+    check_lr_schedule(settings.lr_schedule)
 
 
 def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
@@ -108,7 +106,7 @@ def choose_backend(device: torch.device) -> str:
 def build(settings: TrainSettings, device: torch.device) -> Parts:
     """All parts of a run on `device`, the same on every worker."""
     train_set = build_data(settings.data, "train")
-    steps = count_steps(settings, len(train_set))
+    total_steps(settings, len(train_set), 0, Position())
     model = build_model(settings.model, settings.seed)
     model.to(device, torch.float64 if settings.precision == "float64" else None)
     optimizer = build_optimizer(settings.optimizer, [p for p in model.parameters() if p.requires_grad])
@@ -119,30 +117,34 @@ def build(settings: TrainSettings, device: torch.device) -> Parts:
         metric=find_metric(settings.evaluate.metric, settings.loss),
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
-        lr_factor=build_lr_factor(settings.lr_schedule, steps),
         # A loss scale keeps small gradients alive in fp16; the other types need none.
         scaler=torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16"),
         train_set=train_set,
         test_set=build_data(settings.data, "test"),
-        steps=steps,
         device=device,
         dtype=torch.float64 if settings.precision == "float64" else None,
         autocast=_autocast(settings.precision, device),
     )
 
 
-def count_steps(settings: TrainSettings, samples: int) -> int:
-    """How many steps the run has; an epoch that yields no batch at all is refused."""
-    rule = settings.data
-    per_epoch = steps_per_epoch(samples, rule.batch_size, rule.last_batch == "keep")
+def total_steps(settings: TrainSettings, samples: int, step: int, position: Position) -> int:
+    """How many steps the run has in all, when `step` steps have brought it to `position`.
+
+    An epoch that yields no batch at all is refused.
+    """
+    size, keep = settings.data.batch_size, settings.data.last_batch == "keep"
+    per_epoch = steps_per_epoch(samples, size, keep)
     if per_epoch == 0:
         raise JobError(
-            f"data.batch_size: found {rule.batch_size}, but there are only {samples} samples and "
+            f"data.batch_size: found {size}, but there are only {samples} samples and "
             f"data.last_batch is 'drop', so no batch is left; use a smaller batch or last_batch: keep"
         )
-    if settings.steps is not None:
+    if settings.epochs is None:
+        assert settings.steps is not None
         return settings.steps
-    return (settings.epochs or 1) * per_epoch
+    whole_epochs = settings.epochs - position.epoch - 1
+    rest = steps_per_epoch(samples - position.sample, size, keep)
+    return step + max(0, whole_epochs * per_epoch + rest)
 
 
 def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -59,15 +59,24 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Tensors
 ) -> None:
-    """Put what `optimizer_state` returned back, each tensor with the type and device it was saved with."""
-    by_name = {name: parameter for parameter, name in names.items()}
+    """Put what `optimizer_state` returned back, each tensor where the optimizer keeps it."""
+    whole = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
+    whole["state"] = {}
     for path, value in state.items():
         name, _, key = path.rpartition("/")
-        if name not in by_name:
+        if name not in numbers:
             raise CheckpointError(f"the optimizer's state is of another model: it has {name!r}")
-        parameter = by_name[name]
-        on_device = value.to(parameter.device) if value.shape == parameter.shape else value
-        optimizer.state[parameter][key] = on_device
+        whole["state"].setdefault(numbers[name], {})[key] = value
+    optimizer.load_state_dict(whole)
+
+
+def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:
+    """Refuse the state of another kind of optimizer."""
+    found = progress.get("optimizer")
+    if found != kind:
+        raise CheckpointError(f"its optimizer is {found!r}, the job's is {kind!r}; resume with the same one")
 
 
 def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
@@ -86,8 +95,8 @@ def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `checkpoint` below `folder`, whole or not at all; returns where it is."""
-    final = folder / f"step-{checkpoint.step:09d}"
-    aside = folder / f".step-{checkpoint.step:09d}.{os.getpid()}"
+    final = folder / _name(checkpoint.step)
+    aside = folder / f".{final.name}.{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     model, tied = _without_repeats(checkpoint.model)
@@ -111,6 +120,10 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     sync_folder(folder)
     shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _name(step: int) -> str:
+    return f"step-{step:09d}"
 
 
 def _without_repeats(state: Tensors) -> tuple[Tensors, dict[str, str]]:
@@ -147,14 +160,7 @@ def load(path: Path) -> Checkpoint:
     """The checkpoint at `path`, checked whole; a truncated, damaged or foreign one is refused."""
     state = _read_state(path)
     for name, seal in state["files"].items():
-        file = path / name
-        if not file.exists():
-            raise CheckpointError(f"{file}: missing")
-        size = file.stat().st_size
-        if size != seal["bytes"]:
-            raise CheckpointError(f"{file}: {size} bytes, expected {seal['bytes']}; it is truncated")
-        if _checksum(file) != seal["crc32"]:
-            raise CheckpointError(f"{file}: its checksum differs from the one in state.json; it is damaged")
+        _check_file(path / name, seal)
     try:
         model = load_file(path / "model.safetensors")
         optimizer = load_file(path / "optimizer.safetensors")
@@ -162,6 +168,16 @@ def load(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: cannot be read: {failure}") from None
     model.update({alias: model[name] for alias, name in state["tied"].items()})
     return Checkpoint(state["step"], model, optimizer, state["progress"])
+
+
+def _check_file(file: Path, seal: Mapping[str, int]) -> None:
+    if not file.exists():
+        raise CheckpointError(f"{file}: missing")
+    size = file.stat().st_size
+    if size != seal["bytes"]:
+        raise CheckpointError(f"{file}: {size} bytes, expected {seal['bytes']}; it is truncated")
+    if _checksum(file) != seal["crc32"]:
+        raise CheckpointError(f"{file}: its checksum differs from the one in state.json; it is damaged")
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -177,6 +193,8 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}/state.json: not a checkpoint of Plait's")
     if state.get("version") != VERSION:
         raise CheckpointError(f"{path}: version {state.get('version')}, this Plait reads version {VERSION}")
+    if missing := {"step", "progress", "tied", "files"} - state.keys():
+        raise CheckpointError(f"{path}/state.json: {sorted(missing)[0]!r} is missing; it is damaged")
     return state
 
 
@@ -185,12 +203,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
 
 
-def prune(folder: Path, keep_last: int, best: int | None) -> None:
-    """Remove all but the newest `keep_last` and the one of step `best`, and what crashes left unfinished."""
-    whole = list_checkpoints(folder)
+def prune(folder: Path, step: int, keep_last: int, best: int | None) -> None:
+    """Keep the newest `keep_last` up to `step`, and the one of step `best`; remove what crashes left behind.
+
+    Later ones were refused when the run resumed; they count for nothing and stay until they are written anew.
+    """
+    whole = [path for path in list_checkpoints(folder) if path.name <= _name(step)]
     kept = whole[:keep_last]
     if best is not None:
-        kept.append(folder / f"step-{best:09d}")
+        kept.append(folder / _name(best))
     unfinished = [*folder.glob(".step-*"), *folder.glob(".old-*")]
     for path in [*whole, *unfinished]:
         if path not in kept:

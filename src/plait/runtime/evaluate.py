@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,11 @@ from plait.core.errors import JobError
 from plait.core.names import did_you_mean, resolve
 from plait.runtime.loading import Batch, load, to_device
 from plait.runtime.sampling import GlobalBatch, Position
+from plait.runtime.settings import TrainSettings
 from plait.workloads.metrics import accuracy
+
+if TYPE_CHECKING:
+    from plait.runtime.build import Parts
 
 Metric = Callable[[Tensor, Tensor], tuple[Any, int]]
 
@@ -35,55 +39,51 @@ def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
     )
 
 
-def evaluate(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Tensor],
-    metric: tuple[str, Metric] | None,
-    dataset: Any,
-    *,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> dict[str, float]:
-    """Mean loss and metric over `dataset`; all ranks call it together and get the same numbers."""
-    was_training = model.training
-    model.eval()
+def evaluate_parts(parts: Parts, settings: TrainSettings, rank: int, world_size: int) -> dict[str, float]:
+    """Mean loss and metric over the test split; all ranks call it together and get the same numbers."""
     sums = torch.zeros(4, dtype=torch.float64)
-    with torch.no_grad():
+    size = settings.evaluate.batch_size or settings.data.batch_size
+    with torch.no_grad(), _evaluation_mode(parts.model):
         batches = load(
-            dataset, in_order(len(dataset), batch_size), seed=0, rank=rank, world_size=world_size, loaders=0
+            parts.test_set,
+            in_order(len(parts.test_set), size),
+            seed=settings.seed,
+            rank=rank,
+            world_size=world_size,
+            loaders=settings.data.loaders,
+            pin=parts.device.type == "cuda",
         )
         for batch in batches:
             if batch.count:
-                sums += _measure(model, loss, metric, batch, device, dtype, autocast)
-    model.train(was_training)
+                sums += _measure(parts, batch)
     if world_size > 1:
-        carried = sums.to(device)
+        carried = sums.to(parts.device)
         dist.all_reduce(carried)
         sums = carried.cpu()
     results = {"loss": (sums[0] / sums[1]).item()}
-    if metric is not None:
-        results[metric[0]] = (sums[2] / sums[3]).item()
+    if parts.metric is not None:
+        results[parts.metric[0]] = (sums[2] / sums[3]).item()
     return results
 
 
-def _measure(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Tensor],
-    metric: tuple[str, Metric] | None,
-    batch: Batch,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> Tensor:
-    inputs, target = to_device(batch.content, device, dtype)
-    with autocast():
-        output = forward(model, inputs)
-        mean = loss(output, target)
-    good, total = metric[1](output, target) if metric is not None else (0.0, 1)
+@contextlib.contextmanager
+def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluate, then put each module back as it was: some may be kept in evaluation mode on purpose."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _measure(parts: Parts, batch: Batch) -> Tensor:
+    inputs, target = to_device(batch.content, parts.device, parts.dtype)
+    with parts.autocast():
+        output = forward(parts.model, inputs)
+        mean = parts.loss(output, target)
+    good, total = parts.metric[1](output, target) if parts.metric is not None else (0.0, 1)
     numbers = [float(mean) * batch.count, float(batch.count), float(good), float(total)]
     return torch.tensor(numbers, dtype=torch.float64)
 

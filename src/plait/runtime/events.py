@@ -32,7 +32,7 @@ class Step(Event):
 
     step: int
     epoch: int
-    loss: float
+    loss: float | None
     lr: float
     samples: int
     seconds: float
@@ -43,7 +43,7 @@ class Evaluated(Event):
     """The model after `step` steps on the test split."""
 
     step: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | None]
     samples: int
     seconds: float
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
+import socket
 from pathlib import Path
 from typing import IO
 
@@ -13,10 +15,11 @@ from plait.core.names import nearest
 
 
 class RunFolder:
-    """The paths of one run below `path`."""
+    """The paths of one run below `path`; `made` are the folders that were created for it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, made: tuple[Path, ...] = ()) -> None:
         self.path = path
+        self.made = made
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
@@ -24,6 +27,7 @@ class RunFolder:
         self.job = path / "job.yaml"
         self.status = path / "status.json"
         self.result = path / "result.json"
+        self.failure = path / "failure.txt"
 
     def events(self, rank: int = 0) -> Path:
         return self.path / "events" / f"rank{rank}.jsonl"
@@ -31,7 +35,7 @@ class RunFolder:
     def lock(self) -> IO[str]:
         """Hold this folder for one supervisor; the system lets go when the process ends, however it ends."""
         self.path.mkdir(parents=True, exist_ok=True)
-        file = (self.path / ".lock").open("w")
+        file = (self.path / ".lock").open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -39,19 +43,28 @@ class RunFolder:
             raise InputError(
                 f"{self.path}: this run is going on already; see: plait status {self.path}"
             ) from None
+        file.truncate(0)
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        file.flush()
         return file
 
-    def is_locked(self) -> bool:
-        """Whether a supervisor holds this folder now."""
+    def holder(self) -> tuple[str, int] | None:
+        """The host and process of the supervisor that holds this folder now, or None."""
         try:
-            self.lock().close()
-        except InputError:
-            return True
-        return False
+            with (self.path / ".lock").open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except OSError:
+                    found = json.loads(file.read() or "{}")
+                    return str(found.get("host", "")), int(found.get("pid", 0))
+        except FileNotFoundError:
+            pass
+        return None
 
 
 def new_run(run_dir: Path, name: str) -> RunFolder:
     """A fresh folder `run_dir/name-NNN`, numbered after the last one."""
+    made = () if run_dir.exists() else (run_dir,)
     run_dir.mkdir(parents=True, exist_ok=True)
     numbers = [number for number, _ in _runs(run_dir, name)]
     number = max(numbers, default=0) + 1
@@ -59,7 +72,7 @@ def new_run(run_dir: Path, name: str) -> RunFolder:
         try:
             path = run_dir / f"{name}-{number:03d}"
             path.mkdir()
-            return RunFolder(path)
+            return RunFolder(path, (path, *made))
         except FileExistsError:  # another job of this name was quicker
             number += 1
 

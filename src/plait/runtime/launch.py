@@ -80,6 +80,10 @@ class _Status:
         write_atomic(self._folder.status, json.dumps(self._content))
         self._written = time.monotonic()
 
+    def finish(self, result: Mapping[str, Any]) -> None:
+        progress = {**self._content["progress"], "step": result["step"], "left_s": 0.0}
+        self.write(state=result["reason"], progress=progress)
+
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self.write(state="running", workers=encode(workers))
         self._display.started(self._folder, workers)
@@ -112,31 +116,35 @@ def launch(
 
     The folder is held while the run goes on, and left as it was when the settings are refused.
     """
-    existed = folder.path.exists() and any(folder.path.iterdir())
+    made = folder.made if folder.path.exists() else (folder.path,)
     lock = folder.lock()
     status = _Status(folder, display)
+    order = {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume}
+    supervisor = Supervisor(_launch(order, placement, folder.logs.absolute()), status)
+    prepared = False
 
     def prepare() -> None:
+        nonlocal prepared
         write_atomic(folder.settings, json.dumps(encode(settings), indent=1))
         if job_text:
             write_atomic(folder.job, job_text)
         status.write()
+        prepared = True
 
-    order = {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume}
-    supervisor = Supervisor(_launch(order, placement, folder.logs.absolute()), status)
     try:
         result: dict[str, Any] = supervisor.run(prepare)[0]
-    except BaseException:
-        if folder.status.exists():
+        write_atomic(folder.result, json.dumps(result, indent=1))
+        status.finish(result)
+        return result
+    except BaseException as failure:
+        if prepared:
             status.write(state="failed")
-        elif not existed:
-            _remove_empty(folder.path)
+            write_atomic(folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")
+        else:
+            _remove(folder.path / ".lock", made)
         raise
     finally:
         lock.close()
-    write_atomic(folder.result, json.dumps(result, indent=1))
-    status.write(state=result["reason"])
-    return result
 
 
 def _launch(order: dict[str, Any], placement: Placement, logs: Path) -> Launch:
@@ -158,8 +166,9 @@ def _launch(order: dict[str, Any], placement: Placement, logs: Path) -> Launch:
     )
 
 
-def _remove_empty(path: Path) -> None:
-    (path / ".lock").unlink(missing_ok=True)
-    for folder in (path, path.parent):
+def _remove(lock: Path, made: tuple[Path, ...]) -> None:
+    """Take back what a refused launch made."""
+    lock.unlink(missing_ok=True)
+    for folder in made:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

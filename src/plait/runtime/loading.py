@@ -50,17 +50,28 @@ class SeededSamples(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, sample = key
-        number = mix(self._seed, epoch, sample)
-        torch.manual_seed(number)
-        random.seed(number)
-        numpy.random.seed(number & 0xFFFFFFFF)
+        seed_all(mix(self._seed, epoch, sample))
         return self._dataset[sample]
 
 
+def seed_all(number: int) -> None:
+    """Let every source of random numbers that model and data code may use start from `number`."""
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number & 0xFFFFFFFF)
+
+
 def load(
-    dataset: Any, batches: Iterator[GlobalBatch], *, seed: int, rank: int, world_size: int, loaders: int
+    dataset: Any,
+    batches: Iterator[GlobalBatch],
+    *,
+    seed: int,
+    rank: int,
+    world_size: int,
+    loaders: int,
+    pin: bool = False,
 ) -> Iterator[Batch]:
-    """This rank's share of each of `batches`, in order."""
+    """This rank's share of each of `batches`, in order; `pin` prepares it for a copy to a GPU."""
     samples = SeededSamples(dataset, seed)
     if loaders == 0:
         for batch in batches:
@@ -68,11 +79,16 @@ def load(
             content = samples.__getitems__([(batch.epoch, s) for s in mine])
             yield Batch(content, len(mine), len(batch.samples), batch.epoch, batch.after)
         return
-    yield from _load_in_processes(samples, batches, rank, world_size, loaders)
+    yield from _load_in_processes(samples, batches, rank, world_size, loaders, pin)
 
 
 def _load_in_processes(
-    samples: SeededSamples, batches: Iterator[GlobalBatch], rank: int, world_size: int, loaders: int
+    samples: SeededSamples,
+    batches: Iterator[GlobalBatch],
+    rank: int,
+    world_size: int,
+    loaders: int,
+    pin: bool,
 ) -> Iterator[Batch]:
     ahead: list[GlobalBatch] = []
 
@@ -87,7 +103,7 @@ def _load_in_processes(
         num_workers=loaders,
         collate_fn=_as_it_is,
         worker_init_fn=_start_loader,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=pin,
     )
     for content in loader:
         batch = ahead.pop(0)

@@ -6,34 +6,25 @@ import json
 from typing import Any
 
 from plait.core.codec import decode
-from plait.core.errors import CheckpointError
+from plait.core.errors import CheckpointError, InputError
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.evaluate import evaluate
+from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import TrainSettings
 
 
 def measure_run(folder: RunFolder, best: bool = False) -> dict[str, Any]:
     """The step and metrics of a run's newest, or best, checkpoint, computed in this process."""
+    if not folder.settings.exists():
+        raise InputError(f"{folder.path}: no settings.json in it: the run never started, nothing to measure")
     settings = decode(TrainSettings, json.loads(folder.settings.read_text()), str(folder.settings))
     state = _best(folder) if best else _newest(folder)
-    device = build.choose_device(settings.device, 0)
-    parts = build.build(settings, device)
+    parts = build.build(settings, build.choose_device(settings.device, 0))
+    if parts.test_set is None:
+        raise InputError(f"{folder.path}: its data has no test split; nothing to measure on")
     checkpoints.load_model_state(parts.model, state.model)
-    metrics = evaluate(
-        parts.model,
-        parts.loss,
-        parts.metric,
-        parts.test_set,
-        batch_size=settings.evaluate.batch_size or settings.data.batch_size,
-        rank=0,
-        world_size=1,
-        device=device,
-        dtype=parts.dtype,
-        autocast=parts.autocast,
-    )
-    return {"step": state.step, "metrics": metrics}
+    return {"step": state.step, "metrics": evaluate_parts(parts, settings, rank=0, world_size=1)}
 
 
 def _newest(folder: RunFolder) -> checkpoints.Checkpoint:

@@ -39,6 +39,12 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
             f"or 'package.module:name'{did_you_mean(kind, kinds)}"
         )
     check_arguments(factory, settings.options, "optimizer", JobError, positional=1)
+    take_step = getattr(factory, "step", None)
+    closure = inspect.signature(take_step).parameters.get("closure") if take_step is not None else None
+    if closure is not None and closure.default is closure.empty:
+        raise JobError(
+            f"optimizer.kind: {kind} runs the model several times a step; expected one that takes a gradient"
+        )
     return factory
 
 
@@ -58,7 +64,7 @@ def constant(step: int, total: int) -> float:
     return 1.0
 
 
-def step(step: int, total: int, every_steps: int = 1, gamma: float = 0.1) -> float:
+def step(step: int, total: int, every_steps: int, gamma: float = 0.1) -> float:
     """`gamma` times smaller after every `every_steps` steps."""
     return float(gamma ** (step // every_steps))
 
@@ -83,6 +89,16 @@ LR_SCHEDULES: Mapping[str, Callable[..., float]] = {
 }
 
 
+def check_lr_schedule(settings: LrScheduleSettings) -> None:
+    """Refuse a schedule that does not exist, takes other options, or fails on those it was given."""
+    factor = build_lr_factor(settings, settings.warmup_steps + 1)
+    try:
+        factor(settings.warmup_steps)
+    except Exception as failure:  # a user's own schedule may fail in any way
+        words = f"{type(failure).__name__}: {failure}"
+        raise JobError(f"lr_schedule: {settings.kind} refused {dict(settings.options)}: {words}") from None
+
+
 def build_lr_factor(settings: LrScheduleSettings, total_steps: int) -> LrFactor:
     """The factor on the learning rate at each step: a linear warm-up, then the schedule over what is left.
 
@@ -96,7 +112,7 @@ def build_lr_factor(settings: LrScheduleSettings, total_steps: int) -> LrFactor:
     else:
         hint = did_you_mean(kind, LR_SCHEDULES)
         raise JobError(f"lr_schedule.kind: found {kind!r}, expected a schedule's name{hint}")
-    check_arguments(shape, settings.options, "lr_schedule", JobError, positional=2)
+    check_arguments(shape, settings.options, "lr_schedule", JobError, positional=2, beside=("warmup_steps",))
     options: dict[str, Any] = dict(settings.options)
 
     def factor(step: int) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from plait.cluster.worker import Worker
+from plait.core.codec import finite
 from plait.core.events import Event, EventLog
 from plait.runtime import events
 from plait.runtime.build import Parts
@@ -37,12 +38,14 @@ class Recorder:
         self._board = _open_board(folder.tensorboard) if self._active and settings.tensorboard else None
         self._started = self._mark = self._reported = time.perf_counter()
         self._loss: torch.Tensor | float = 0.0
-        self._steps = self._samples = self._all_samples = 0
+        self._steps = self._samples = self._all_samples = self._total = 0
+        self._last: tuple[int, int, float] = (0, 0, 0.0)
         self._rate = 0.0
         self._training_s = 0.0
         self._progress: dict[str, Any] = {}
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, steps: int) -> None:
+        self._total = steps
         settings, parts = self._settings, self._parts
         self._record(
             events.RunStarted(
@@ -54,13 +57,13 @@ class Recorder:
                 precision=settings.precision,
                 samples=len(parts.train_set),
                 batch_size=settings.data.batch_size,
-                steps=parts.steps,
+                steps=steps,
                 step=step,
                 seed=settings.seed,
                 torch=torch.__version__,
             )
         )
-        self._progress = {"step": step, "steps": parts.steps}
+        self._progress = {"step": step, "steps": steps}
         self._report(force=True)
         self._mark = time.perf_counter()
 
@@ -71,14 +74,20 @@ class Recorder:
         self._loss = self._loss + loss
         self._steps += 1
         self._samples += samples
+        self._last = (step, epoch, lr)
         every = self._settings.log_every_steps
         now = time.perf_counter()
-        if step % every == 0 if every else now - self._mark >= LOG_S or step == self._parts.steps:
+        if step % every == 0 if every else now - self._mark >= LOG_S:
             self._log_steps(step, epoch, lr, now)
+
+    def log_rest(self) -> None:
+        """Write down the steps that no event tells of yet."""
+        if self._steps:
+            self._log_steps(*self._last, time.perf_counter())
 
     def _log_steps(self, step: int, epoch: int, lr: float, now: float) -> None:
         seconds, loss = now - self._mark, float(self._loss) / self._steps
-        self._record(events.Step(step, epoch, loss, lr, self._samples, round(seconds, 6)))
+        self._record(events.Step(step, epoch, finite(loss), lr, self._samples, round(seconds, 6)))
         if self._board is not None:
             self._board.add_scalar("train/loss", loss, step)
             self._board.add_scalar("train/lr", lr, step)
@@ -88,23 +97,24 @@ class Recorder:
         # A running mean that forgets within a few seconds: time left should follow a change of speed.
         weight = min(1.0, max(seconds / 3.0, self._samples / max(self._all_samples, 1)))
         self._rate += weight * (self._samples / seconds - self._rate)
-        left = (self._parts.steps - step) * self._settings.data.batch_size / max(self._rate, 1e-9)
+        left = (self._total - step) * self._settings.data.batch_size / max(self._rate, 1e-9)
         self._progress |= {
             "step": step,
             "epoch": epoch,
-            "loss": loss,
+            "loss": finite(loss),
             "samples_per_s": round(self._rate, 1),
             "left_s": round(left, 1),
         }
-        self._report(force=step == self._parts.steps)
+        self._report(force=step == self._total)
         self._loss, self._steps, self._samples, self._mark = 0.0, 0, 0, now
 
     def evaluated(self, step: int, metrics: dict[str, float], samples: int, seconds: float) -> None:
-        self._record(events.Evaluated(step, metrics, samples, round(seconds, 6)))
+        numbers = {name: finite(value) for name, value in metrics.items()}
+        self._record(events.Evaluated(step, numbers, samples, round(seconds, 6)))
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(f"test/{name}", value, step)
-        self._progress |= {f"test_{name}": value for name, value in metrics.items()}
+        self._progress |= {f"test_{name}": value for name, value in numbers.items()}
         self._report(force=True)
         self._mark += seconds
 
@@ -131,10 +141,10 @@ class Recorder:
         return {
             "reason": reason,
             "step": step,
-            "steps": self._parts.steps,
+            "steps": self._total,
             "train_loss": self._progress.get("loss"),
-            "test": metrics,
-            "best": best,
+            "test": {name: finite(value) for name, value in metrics.items()},
+            "best": best and {name: finite(value) for name, value in best.items()},
             "samples_per_s": round(rate, 1),
             "seconds": round(seconds, 3),
             "workers": self._worker.world_size,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.logs import show_logs
@@ -24,8 +27,20 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     show_logs()
     settings = decode(TrainSettings, order["settings"], "settings")
     device = build.choose_device(settings.device, worker.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if worker.world_size > 1:
-        worker.join(build.choose_backend(device))
+        worker.join(_agree_on_backend(worker, build.choose_backend(device)))
     parts = build.build(settings, device)
     trainer = Trainer(worker, settings, parts, RunFolder(Path(order["folder"])))
-    return trainer.run(resume=order["resume"])
+    result = trainer.run(resume=order["resume"])
+    if worker.world_size > 1:
+        dist.destroy_process_group()
+    return result
+
+
+def _agree_on_backend(worker: Worker, wanted: str) -> str:
+    """Every worker's wish, or gloo, which always works, where they differ from host to host."""
+    worker.store.set(f"plait/backend/{worker.rank}", wanted)
+    wishes = {worker.store.get(f"plait/backend/{rank}").decode() for rank in range(worker.world_size)}
+    return wanted if len(wishes) == 1 else "gloo"

@@ -1,0 +1,102 @@
+"""One step of a data-parallel run: every worker holds the model and works on its share of the batch.
+
+N workers on a global batch take the same steps as one process on it. Each weights its loss by its share's
+size, and gradients are summed. BatchNorm uses the statistics of each worker's share, as in
+DistributedDataParallel; `average_buffers` gives all workers the mean of their running statistics.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.cluster.worker import Worker
+from plait.runtime.build import Parts
+from plait.runtime.evaluate import forward
+from plait.runtime.loading import Batch, cut, to_device
+from plait.runtime.settings import TrainSettings
+from plait.sync.all_reduce import AllReduce
+
+
+class DataParallel:
+    """Takes steps on `parts` together with the other workers."""
+
+    def __init__(self, worker: Worker, settings: TrainSettings, parts: Parts) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._parts = parts
+        self._sync = AllReduce(list(parts.model.parameters())) if worker.world_size > 1 else None
+        self._wish = _Wish(parts.device)
+
+    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, bool]:
+        """Forward, backward, agree, update; the global batch's mean loss, and whether anyone wants to end."""
+        optimizer = self._parts.optimizer
+        for group, base in zip(optimizer.param_groups, self._parts.base_lrs):
+            group["lr"] = base * lr_factor
+        if self._sync is None:
+            optimizer.zero_grad(set_to_none=True)
+            loss, stop = self._backward(batch), self._worker.stop_requested()
+        else:
+            self._sync.begin()
+            loss = self._backward(batch)
+            wish = torch.full_like(loss, float(self._worker.stop_requested()))
+            notes = self._sync.agree(torch.stack([loss, wish]))
+            loss, stop = notes[0], self._wish.before()
+            self._wish.note(notes[1:])
+        self._update()
+        return loss, stop
+
+    def _backward(self, batch: Batch) -> Tensor:
+        parts = self._parts
+        total = torch.zeros((), dtype=torch.float64, device=parts.device)
+        if batch.count == 0:
+            # The scaler makes its scale on first use; the other workers have one by now.
+            parts.scaler.scale(total)
+            return total
+        pieces = list(cut(batch.content, batch.count, self._settings.accumulate))
+        for i, (content, count) in enumerate(pieces):
+            inputs, target = to_device(content, parts.device, parts.dtype)
+            with parts.autocast():
+                loss = parts.loss(forward(parts.model, inputs), target)
+            weighted = loss * (count / batch.total)
+            if self._sync is not None:
+                self._sync.before_backward(last=i == len(pieces) - 1)
+            parts.scaler.scale(weighted).backward()
+            total += weighted.detach()
+        return total
+
+    def _update(self) -> None:
+        parts = self._parts
+        if self._settings.clip_norm is not None:
+            parts.scaler.unscale_(parts.optimizer)
+            torch.nn.utils.clip_grad_norm_(parts.model.parameters(), self._settings.clip_norm)
+        parts.scaler.step(parts.optimizer)
+        parts.scaler.update()
+
+    def average_buffers(self) -> None:
+        """Give all workers the mean of their running statistics; all ranks call it together."""
+        if self._worker.world_size > 1:
+            for buffer in self._parts.model.buffers():
+                if buffer.is_floating_point():
+                    dist.all_reduce(buffer)
+                    buffer /= self._worker.world_size
+
+
+class _Wish:
+    """The workers' wish to end, read one step after it was summed, so that no GPU is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._value = torch.zeros(1, dtype=torch.float64, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+
+    def note(self, wishes: Tensor) -> None:
+        self._value.copy_(wishes, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def before(self) -> bool:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._value.item() > 0)
