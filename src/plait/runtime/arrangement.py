@@ -1,0 +1,164 @@
+"""Who runs what: the stages of a plan, the pipelines side by side, and each worker's operations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from plait.planner.depth import Schedule, in_flight
+from plait.planner.errors import PlanError
+from plait.planner.operations import Backward, Forward, Layout, Op, Update
+from plait.planner.plan import Plan
+from plait.planner.schedules import batch_of_two_buffers, operations
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Stages by their layers, and for each pipeline the workers of each stage.
+
+    `microbatches` is how many all pipelines together take a step. `depths` overrides how many a stage keeps
+    in flight; `recompute` names the stages that run forward again instead of keeping activations.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    layouts: tuple[Layout, ...]
+    schedule: Schedule
+    microbatches: int
+    depths: Mapping[int, int] = field(default_factory=dict)
+    vertical_sync: bool = False
+    recompute: frozenset[int] = frozenset()
+
+    @property
+    def layout(self) -> Layout:
+        """The first pipeline's; the others have the same number of replicas in each stage."""
+        return self.layouts[0]
+
+    @property
+    def pipelines(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def last(self) -> int:
+        return len(self.stages) - 1
+
+    def pipeline_of(self, worker: int) -> int:
+        for number, layout in enumerate(self.layouts):
+            if worker in layout.workers:
+                return number
+        raise PlanError(f"worker {worker} has no stage; the plan uses {self.workers}")
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(sorted({w for layout in self.layouts for w in layout.workers}))
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        layout = self.layouts[self.pipeline_of(worker)]
+        return tuple(s for s, workers in enumerate(layout.stages) if worker in workers)
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """All workers that hold `stage`, over all pipelines."""
+        return tuple(sorted(w for layout in self.layouts for w in layout.stages[stage]))
+
+    def local(self, total: int, pipeline: int) -> int:
+        """How many of `total` microbatches go to a pipeline; they are dealt in turn."""
+        return len(range(pipeline, total, self.pipelines))
+
+    def most_in_flight(self) -> int:
+        """Microbatches that a worker's peers can be apart."""
+        if self.schedule in (Schedule.GPIPE, Schedule.INTERLEAVED):
+            return self.microbatches
+        many = max(self.microbatches, 4 * len(self.workers))
+        depths = [
+            in_flight(self.schedule, self.layout, s, many, self.depths) * self.layout.replicas(s)
+            for s in range(len(self.stages))
+        ]
+        return max(depths)
+
+
+def arrange(plan: Plan, microbatches: int | None = None) -> Arrangement:
+    """The arrangement that `plan` describes, under its own schedule."""
+    stages = tuple(stage.layers for stage in plan.stages)
+    return Arrangement(
+        stages,
+        tuple(plan.layout(p) for p in range(plan.pipelines)),
+        plan.schedule,
+        microbatches or plan.microbatches,
+        recompute=frozenset(range(len(stages))) if plan.recompute else frozenset(),
+    )
+
+
+def one_batch(arrangement: Arrangement, worker: int, microbatches: int) -> tuple[Op, ...]:
+    """A worker's operations for one batch under a synchronous schedule; all end with an update."""
+    layout = arrangement.layouts[arrangement.pipeline_of(worker)]
+    if microbatches == 0:
+        return tuple(Update(stage, 1) for stage in arrangement.stages_of(worker))
+    return operations(arrangement.schedule, layout, microbatches, arrangement.depths)[worker]
+
+
+def microbatches_per_update(arrangement: Arrangement, stage: int) -> int:
+    """How many microbatches of one pipeline make one update of `stage` under an asynchronous schedule."""
+    layout = arrangement.layout
+    if arrangement.schedule is Schedule.STASH:
+        return layout.replicas(stage)
+    common = math.lcm(*(layout.replicas(s) for s in range(len(layout.stages))))
+    least = max(batch_of_two_buffers(layout), arrangement.local(arrangement.microbatches, 0))
+    return math.ceil(least / common) * common
+
+
+def stream(arrangement: Arrangement, worker: int, limit: Callable[[], int]) -> Iterator[Op]:
+    """A worker's operations under an asynchronous schedule, made as they are needed.
+
+    `limit` says how many microbatches there are over all pipelines; it may shrink, to no less than what
+    was begun, while the stream runs.
+    """
+    pipeline = arrangement.pipeline_of(worker)
+    layout = arrangement.layouts[pipeline]
+    (stage,) = arrangement.stages_of(worker)
+    replicas, replica = layout.replicas(stage), layout.stages[stage].index(worker)
+    depth = _depth(arrangement, stage)
+    every = microbatches_per_update(arrangement, stage) // replicas
+    versions: dict[int, int] = {}
+    updates = backwards = 0
+    for step in itertools.count():
+        if replica + step * replicas < arrangement.local(limit(), pipeline):
+            versions[step] = _version(arrangement, stage, replica + step * replicas, every, updates)
+            yield Forward(stage, replica + step * replicas, versions[step])
+        if step >= depth - 1:
+            own = len(range(replica, arrangement.local(limit(), pipeline), replicas))
+            if backwards >= own:
+                break
+            yield Backward(stage, replica + backwards * replicas, versions.pop(backwards))
+            backwards += 1
+            if backwards % every == 0:
+                updates += 1
+                yield Update(stage, updates)
+    # Replicas and pipelines with fewer microbatches take part in the last updates all the same.
+    rounds = math.ceil(arrangement.local(limit(), 0) / replicas)
+    while updates * every < rounds:
+        updates += 1
+        yield Update(stage, updates)
+
+
+def _depth(arrangement: Arrangement, stage: int) -> int:
+    return in_flight(arrangement.schedule, arrangement.layout, stage, 1 << 60, arrangement.depths)
+
+
+def _version(arrangement: Arrangement, stage: int, microbatch: int, every: int, updates: int) -> int:
+    """The version that a microbatch uses in `stage`, where `updates` are done."""
+    layout = arrangement.layout
+    if arrangement.schedule is Schedule.TWO_BUFFERED:
+        # One batch behind, in every stage alike: the batch before may still be on its way.
+        return max(0, microbatch // layout.replicas(stage) // every - 1)
+    if not arrangement.vertical_sync:
+        return updates
+    first = layout.replicas(0)
+    entered = max(0, microbatch // first - _depth(arrangement, 0) + 1)
+    version = entered * first // layout.replicas(stage)
+    if version > updates:
+        raise PlanError(
+            f"vertical_sync: stage {stage} would need version {version} for microbatch {microbatch} but has "
+            f"made {updates}; make the first stage deeper than those behind it"
+        )
+    return version

@@ -1,0 +1,355 @@
+"""The pipeline: one worker carries out its operations, one after the other, over the stages it holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils import _pytree as pytree
+
+from plait.cluster.channels import Channels
+from plait.cluster.messages import Message
+from plait.planner.depth import Schedule
+from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
+from plait.profiler.traced import TracedModel
+from plait.runtime.agreement import Agreement, find_holders
+from plait.runtime.arrangement import Arrangement
+from plait.runtime.stage_runner import Autocast, Flight, StageRunner
+from plait.stages.cut import check_stages, cut
+from plait.stages.routes import Route, find_routes
+from plait.stages.versions import WeightVersions
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Work(Protocol):
+    """What the microbatches of this worker's pipeline are."""
+
+    def content(self, microbatch: int) -> tuple[Any, Any]:
+        """Inputs and target; asked of workers of the first stage only."""
+
+    def weight(self, microbatch: int) -> float:
+        """The loss's share in the batch."""
+
+    def seed(self, microbatch: int, stage: int) -> int:
+        """Where random numbers start."""
+
+    def prepare_update(self, update: Update) -> float:
+        """Set the learning rate; the factor on this worker's gradients before they are summed."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operation as it was carried out, in seconds since the epoch."""
+
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a pipeline needs of the job."""
+
+    loss: Loss
+    optimizer: Callable[[Sequence[Parameter]], torch.optim.Optimizer]
+    device: torch.device
+    autocast: Autocast
+    clip_norm: float | None = None
+
+
+@dataclass
+class _Hop:
+    """A route as one stage sees it: its number serves as channel, even for forward, odd for backward."""
+
+    number: int
+    route: Route
+
+
+@dataclass
+class _Held:
+    """A stage of this worker, with its hops and what is in flight in it."""
+
+    runner: StageRunner
+    incoming: list[_Hop]
+    outgoing: list[_Hop]
+    flights: dict[int, Flight] = field(default_factory=dict)
+
+
+class Pipeline:
+    """This worker's part of an arrangement; all workers of the process group make one together.
+
+    The traced model may be forgotten afterwards, and with it the stages of others.
+    """
+
+    def __init__(
+        self, rank: int, arrangement: Arrangement, traced: TracedModel, channels: Channels, parts: Parts
+    ) -> None:
+        check_stages(traced, arrangement.stages)
+        self.rank = rank
+        self.arrangement = arrangement
+        self.layout = arrangement.layouts[arrangement.pipeline_of(rank)]
+        self.losses: dict[int, Tensor] = {}
+        self.spans: list[Span] = []
+        self._channels = channels
+        self._parts = parts
+        self._input_names = traced.inputs
+        self._local: dict[tuple[int, int], Any] = {}
+        stages = {s: cut(traced, arrangement.stages[s]) for s in arrangement.stages_of(rank)}
+        self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
+        self.parameters = _first_named(stages)
+        self.optimizer = parts.optimizer([p for p in self.parameters.values() if p.requires_grad])
+        self._agreement = Agreement(rank, self.parameters, find_holders(traced, arrangement))
+        hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, arrangement.stages))]
+        output = replace(traced, model=nn.Module(), constants={})
+        asynchronous = not arrangement.schedule.synchronous
+        self._held: dict[int, _Held] = {}
+        for number, stage in stages.items():
+            masters = list(dict.fromkeys(p for p in stage.module.parameters() if p.requires_grad))
+            runner = StageRunner(
+                stage,
+                WeightVersions(stage.module, masters) if asynchronous else None,
+                LossOf(output, parts.loss) if number == arrangement.last else None,
+                parts.autocast,
+                recompute=number in arrangement.recompute,
+                split=arrangement.schedule is Schedule.ZERO_BUBBLE,
+            )
+            self._held[number] = _Held(
+                runner,
+                [hop for hop in hops if hop.route.target == number],
+                [hop for hop in hops if hop.route.source == number],
+            )
+
+    def run(self, ops: Iterable[Op], work: Work) -> None:
+        """Carry out `ops`; afterwards nothing is in flight and the modules hold the newest weights."""
+        waiting: list[Update] = []
+        for op in ops:
+            if isinstance(op, Update):
+                waiting.append(op)
+                continue
+            if waiting:
+                self._update(waiting, op, work)
+                waiting = []
+            self._carry_out(op, work)
+        if waiting:
+            self._update(waiting, None, work)
+        for held in self._held.values():
+            assert not held.flights, f"microbatches {sorted(held.flights)} never came back"
+            if held.runner.versions is not None:
+                held.runner.versions.restart()
+
+    def _carry_out(self, op: Op, work: Work) -> None:
+        match op:
+            case Forward():
+                self._forward(op, work)
+            case Backward() | BackwardInput():
+                self._backward(op)
+            case BackwardWeight():
+                start = time.time()
+                held = self._held[op.stage]
+                flight = held.flights.pop(op.microbatch)
+                held.runner.backward_weight(flight)
+                flight.land()
+                self._note(op, start)
+
+    def _note(self, op: Op, start: float) -> None:
+        self.spans.append(Span(op, start, time.time()))
+
+    def _forward(self, op: Forward, work: Work) -> None:
+        held = self._held[op.stage]
+        flight = self._begin(op, work)
+        start = time.time()
+        held.runner.forward(flight)
+        held.flights[op.microbatch] = flight
+        if flight.loss is not None:
+            self.losses[op.microbatch] = flight.loss.detach()
+        self._send_forward(op, flight)
+        self._note(op, start)
+
+    def _begin(self, op: Forward, work: Work) -> Flight:
+        """The microbatch as it enters the stage, received or loaded."""
+        flight = Flight({}, work.seed(op.microbatch, op.stage), op.version, weight=work.weight(op.microbatch))
+        if op.stage == 0:
+            inputs, flight.target = work.content(op.microbatch)
+            flight.inputs |= dict(zip(self._input_names, _tensors(inputs), strict=True))
+        for hop in self._held[op.stage].incoming:
+            self._receive_forward(hop, op, flight)
+        return flight
+
+    def _receive_forward(self, hop: _Hop, op: Forward, flight: Flight) -> None:
+        route = hop.route
+        peer = self.layout.worker(route.source, op.microbatch)
+        if peer == self.rank:
+            tensors, target = self._local.pop((hop.number, op.microbatch))
+        else:
+            what = f"the forward of microbatch {op.microbatch} into stage {op.stage}"
+            message = self._channels.receive(peer, hop.number, op.microbatch, what)
+            received = self._arrived(message, flight)
+            tensors, rest = received[: len(route.names)], received[len(route.names) :]
+            target = (
+                pytree.tree_unflatten(rest, pytree.treespec_loads(message.content.note)) if rest else None
+            )
+        for name, tensor in zip(route.names, tensors):
+            leaf = tensor.detach()
+            flight.inputs[name] = leaf.requires_grad_() if name in route.grad_names else leaf
+        if route.takes_target:
+            flight.target = target
+
+    def _arrived(self, message: Message, flight: Flight) -> list[Any]:
+        """The tensors on this worker's device; on the CPU they lie in the sender's memory until `land`."""
+        if self._parts.device.type == "cpu":
+            flight.messages.append(message)
+            return list(message.content.tensors)
+        moved = [None if t is None else t.to(self._parts.device) for t in message.content.tensors]
+        message.release()
+        return moved
+
+    def _send_forward(self, op: Forward, flight: Flight) -> None:
+        values = {**flight.inputs, **flight.outputs}
+        for hop in self._held[op.stage].outgoing:
+            tensors = [values[name] for name in hop.route.names]
+            peer = self.layout.worker(hop.route.target, op.microbatch)
+            target = flight.target if hop.route.takes_target else None
+            if peer == self.rank:
+                self._local[hop.number, op.microbatch] = tensors, target
+                continue
+            leaves, spec = pytree.tree_flatten(target) if hop.route.takes_target else ([], None)
+            what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
+            note = pytree.treespec_dumps(spec) if spec is not None else ""
+            self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
+            self._expect(hop, peer)
+
+    def _expect(self, hop: _Hop, peer: int) -> None:
+        if hop.route.grad_names:
+            self._channels.expect(peer, hop.number + 1)
+
+    def _backward(self, op: Backward | BackwardInput) -> None:
+        held = self._held[op.stage]
+        flight = held.flights[op.microbatch]
+        grads, messages = self._receive_backward(op, held)
+        start = time.time()
+        held.runner.backward(flight, grads)
+        # What is left of a split backward may still read the gradients.
+        flight.messages += messages
+        self._send_backward(op, held, flight)
+        if isinstance(op, Backward):
+            del held.flights[op.microbatch]
+            flight.land()
+        self._note(op, start)
+
+    def _receive_backward(
+        self, op: Backward | BackwardInput, held: _Held
+    ) -> tuple[dict[str, Tensor], list[Message]]:
+        """The gradients of the stage's outputs, summed over the stages that used them."""
+        grads: dict[str, Tensor] = {}
+        messages: list[Message] = []
+        for hop in held.outgoing:
+            if not hop.route.grad_names:
+                continue
+            peer = self.layout.worker(hop.route.target, op.microbatch)
+            if peer == self.rank:
+                found = self._local.pop((hop.number + 1, op.microbatch))
+            else:
+                what = f"the backward of microbatch {op.microbatch} into stage {op.stage}"
+                message = self._channels.receive(peer, hop.number + 1, op.microbatch, what)
+                messages.append(message)
+                found = [t if t is None else t.to(self._parts.device) for t in message.content.tensors]
+            for name, grad in zip(hop.route.grad_names, found):
+                if grad is not None:
+                    grads[name] = grads[name] + grad if name in grads else grad
+        return grads, messages
+
+    def _send_backward(self, op: Backward | BackwardInput, held: _Held, flight: Flight) -> None:
+        for hop in held.incoming:
+            if not hop.route.grad_names:
+                continue
+            grads = [flight.inputs[name].grad for name in hop.route.grad_names]
+            peer = self.layout.worker(hop.route.source, op.microbatch)
+            if peer == self.rank:
+                self._local[hop.number + 1, op.microbatch] = grads
+            else:
+                what = f"the backward of microbatch {op.microbatch} from stage {op.stage}"
+                self._channels.send(peer, hop.number + 1, op.microbatch, grads, what)
+
+    def _update(self, updates: Sequence[Update], following: Op | None, work: Work) -> None:
+        """Agree with the other holders of this worker's parameters and write their next version."""
+        factor = [work.prepare_update(update) for update in updates][-1]
+        start = time.time()
+        for update in updates:
+            versions = self._held[update.stage].runner.versions
+            if versions is not None:
+                versions.collect()
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+        self._agreement.agree()
+        if self._parts.clip_norm is not None:
+            self._agreement.clip(self._parts.clip_norm, self._parts.device)
+        self._write(updates, following)
+        self._agreement.clear()
+        for update in updates:
+            self._note(update, start)
+
+    def _write(self, updates: Sequence[Update], following: Op | None) -> None:
+        versions = self._held[updates[-1].stage].runner.versions
+        if versions is None:
+            self.optimizer.step()
+            return
+        # Where no forward follows at once, the last one's version may still be asked for.
+        needed_from = following.version if isinstance(following, Forward) else versions.newest
+        versions.update(self.optimizer.step, needed_from)
+
+    def evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
+        """Send `microbatches` of this pipeline forward; the last stage hands outputs to `measure`."""
+        for held in self._held.values():
+            held.runner.stage.module.eval()
+        for microbatch in range(microbatches):
+            for stage, held in sorted(self._held.items()):
+                if self.layout.worker(stage, microbatch) == self.rank:
+                    op = Forward(stage, microbatch)
+                    flight = self._begin(op, work)
+                    held.runner.evaluate(flight)
+                    if stage == self.arrangement.last:
+                        values = {**flight.inputs, **flight.outputs}
+                        measure(self._rebuild(values), flight.target, microbatch)
+                    self._send_forward(op, flight)
+                    flight.land()
+        for held in self._held.values():
+            held.runner.stage.module.train()
+
+    def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
+        loss_of = self._held[self.arrangement.last].runner.loss_of
+        assert isinstance(loss_of, LossOf)
+        return loss_of.output(values)
+
+
+@dataclass(frozen=True)
+class LossOf:
+    """The loss of what the model returns, from the values that its stages made."""
+
+    traced: TracedModel
+    loss: Loss
+
+    def output(self, values: Mapping[str, Tensor]) -> Any:
+        return self.traced.rebuild_output([values[name] for name in self.traced.outputs])
+
+    def __call__(self, values: Mapping[str, Tensor], target: Any) -> Tensor:
+        return self.loss(self.output(values), target)
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def _first_named(stages: Mapping[int, Any]) -> dict[str, Parameter]:
+    """The worker's parameters, each once, by the first name that the model has for it."""
+    found: dict[str, Parameter] = {}
+    for stage in stages.values():
+        for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+            found.setdefault(stage.first_names[name], parameter)
+    return dict(sorted(found.items()))

@@ -1,0 +1,143 @@
+"""One stage on one worker: forward and backward of a microbatch, whole or in two halves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.cluster.messages import Message
+from plait.stages.cut import Stage
+from plait.stages.deferred import DeferWeights, Job
+from plait.stages.versions import WeightVersions
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Flight:
+    """A microbatch between its forward and its backward in one stage.
+
+    `inputs` are leaves of autograd, `outputs` still have their graph, by the names of values. `messages`
+    lend the memory of the inputs and are given back when the flight is over.
+    """
+
+    inputs: dict[str, Tensor]
+    seed: int
+    version: int
+    target: Any = None
+    weight: float = 1.0
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    jobs: list[Job] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+
+    def land(self) -> None:
+        """Give the memory of what was received back to the senders."""
+        self.inputs.clear()
+        self.outputs.clear()
+        for message in self.messages:
+            message.release()
+
+
+@dataclass
+class StageRunner:
+    """Runs one stage's module. `loss_of` turns the model's outputs and the target into the loss.
+
+    It is None but for the last stage. Without `versions` the module's own parameters are used. With `split`
+    a backward leaves the weights' gradients for later.
+    """
+
+    stage: Stage
+    versions: WeightVersions | None
+    loss_of: Callable[[Mapping[str, Tensor], Any], Tensor] | None
+    autocast: Autocast
+    recompute: bool = False
+    split: bool = False
+
+    def __post_init__(self) -> None:
+        self._written: list[Tensor] | None = None
+
+    def forward(self, flight: Flight) -> None:
+        """Fill the flight's outputs, and its loss where this is the last stage."""
+        if self.versions is not None:
+            self.versions.use(flight.version)
+        if self.recompute:
+            with torch.no_grad(), self._noting_written_buffers():
+                self._run(flight)
+        else:
+            self._run(flight)
+
+    def evaluate(self, flight: Flight) -> None:
+        """As `forward` of a microbatch that never goes backward, in the module's present mode."""
+        with torch.no_grad(), self.autocast():
+            flight.outputs = self._call(flight)
+
+    def backward(self, flight: Flight, grads: Mapping[str, Tensor]) -> None:
+        """Leave gradients on the flight's inputs and on the weights; `grads` are those of the outputs."""
+        if self.recompute:
+            self._run_again(flight)
+        if flight.loss is not None:
+            flight.loss.backward()
+        else:
+            pairs = [
+                (flight.outputs[name], grad)
+                for name, grad in grads.items()
+                if flight.outputs[name].requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        if not self.split:
+            self._release(flight)
+
+    def backward_weight(self, flight: Flight) -> None:
+        """Do what a split backward has left."""
+        with torch.no_grad():
+            for job in flight.jobs:
+                job()
+        flight.jobs.clear()
+        self._release(flight)
+
+    def _release(self, flight: Flight) -> None:
+        if self.versions is not None:
+            self.versions.done(flight.version)
+
+    def _run(self, flight: Flight) -> None:
+        # Dropout draws the same whenever, wherever and how often this microbatch runs.
+        torch.manual_seed(flight.seed)
+        defer = DeferWeights() if self.split else None
+        with self.autocast(), defer or contextlib.nullcontext():
+            flight.outputs = self._call(flight)
+            if self.loss_of is not None:
+                loss = self.loss_of({**flight.inputs, **flight.outputs}, flight.target)
+                flight.loss = loss if flight.weight == 1.0 else loss * flight.weight
+        if defer is not None:
+            flight.jobs = defer.jobs
+
+    def _call(self, flight: Flight) -> dict[str, Tensor]:
+        given = self.stage.module(*(flight.inputs[value.name] for value in self.stage.inputs))
+        return {value.name: tensor for value, tensor in zip(self.stage.outputs, given)}
+
+    def _run_again(self, flight: Flight) -> None:
+        """Forward with gradients this time; what it writes to buffers was written before."""
+        if self.versions is not None:
+            self.versions.put(flight.version)
+        kept = [buffer.clone() for buffer in self._written or ()]
+        self._run(flight)
+        for buffer, before in zip(self._written or (), kept):
+            buffer.copy_(before)
+
+    @contextlib.contextmanager
+    def _noting_written_buffers(self) -> Iterator[None]:
+        """Find out, the first time, which buffers a forward writes (running statistics)."""
+        if self._written is not None:
+            yield
+            return
+        before = [(buffer, buffer._version) for buffer in self.stage.module.buffers()]
+        yield
+        self._written = [buffer for buffer, version in before if buffer._version != version]

@@ -1,0 +1,129 @@
+"""Deferred weight gradients: a backward that computes what the stage before waits for, and the rest later.
+
+While `DeferWeights` is active in a forward pass, linear layers and convolutions are recorded such that
+their backward gives the gradient of the input only and leaves a job for the gradient of the weights. Other
+operations give both at once: nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Job = Callable[[], None]
+
+_CONVOLUTIONS: dict[Any, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
+_CONVOLUTION_ARGUMENTS = ("bias", "stride", "padding", "dilation", "groups")
+_CONVOLUTION_DEFAULTS = (None, 1, 0, 1, 1)
+
+
+class DeferWeights(TorchFunctionMode):
+    """Active around a forward pass; backward then appends to `jobs` what is left to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: list[Job] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and _can_defer(args, kwargs):
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            return _Linear.apply(args[0], args[1], bias, self.jobs)  # type: ignore[no-untyped-call]
+        if func in _CONVOLUTIONS and _can_defer(args, kwargs):
+            settings = _settings(_CONVOLUTIONS[func], args[2:], kwargs)
+            if settings is not None:
+                return _Convolution.apply(args[0], args[1], *settings, self.jobs)  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
+
+
+def _can_defer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the weight is a parameter itself; autocast would hand over a copy of it."""
+    if len(args) < 2 or "weight" in kwargs or "input" in kwargs:
+        return False
+    weight: Tensor = args[1]
+    autocast = torch.is_autocast_enabled(weight.device.type)
+    return torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad and not autocast
+
+
+def _settings(dims: int, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Bias, stride, padding, dilation, groups; None where the padding is a word."""
+    values = dict(zip(_CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS))
+    values |= dict(zip(_CONVOLUTION_ARGUMENTS, given)) | kwargs
+    if isinstance(values["padding"], str):
+        return None
+    spread = [_spread(values[name], dims) for name in ("stride", "padding", "dilation")]
+    return values["bias"], *spread, values["groups"]
+
+
+def _spread(value: Any, dims: int) -> tuple[int, ...]:
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
+def _accumulate(parameter: Tensor | None, gradient: Tensor | None) -> None:
+    if parameter is not None and gradient is not None and parameter.requires_grad:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, jobs: list[Job]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.leaves, ctx.jobs = (weight, bias), jobs
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        leaf, bias = ctx.leaves
+
+        def job() -> None:
+            rows = grad.reshape(-1, grad.shape[-1])
+            _accumulate(leaf, rows.t() @ x.reshape(-1, x.shape[-1]))
+            _accumulate(bias, rows.sum(0))
+
+        ctx.jobs.append(job)
+        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        *settings, jobs = rest
+        ctx.save_for_backward(x, weight)
+        ctx.leaves, ctx.jobs, ctx.settings = (weight, bias), jobs, settings
+        stride, padding, dilation, groups = settings
+        return torch.convolution(
+            x, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        leaf, bias = ctx.leaves
+        stride, padding, dilation, groups = ctx.settings
+
+        def gradients(mask: list[bool]) -> tuple[Tensor | None, ...]:
+            sizes = None if bias is None else list(bias.shape)
+            found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+                grad, x, weight, sizes, stride, padding, dilation, False, [0] * len(stride), groups, mask
+            )
+            return found
+
+        def job() -> None:
+            _, weight_grad, bias_grad = gradients([False, True, bias is not None])
+            _accumulate(leaf, weight_grad)
+            _accumulate(bias, bias_grad)
+
+        ctx.jobs.append(job)
+        own = gradients([True, False, False])[0] if ctx.needs_input_grad[0] else None
+        return own, *[None] * (len(ctx.settings) + 3)

@@ -1,0 +1,326 @@
+"""Pipelines in test worlds, and the plain training of one process that they must equal."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.cluster.channels import connect
+from plait.planner.depth import Schedule
+from plait.planner.operations import Layout, Update
+from plait.profiler.trace import TracedModel, trace
+from plait.runtime.arrangement import Arrangement, microbatches_per_update, one_batch, stream
+from plait.runtime.pipeline import Parts, Pipeline
+from plait.runtime.sampling import mix
+from plait.stages.cut import cut_all
+from plait.workloads.lstm import lstm_tiny
+from plait.workloads.transformer import transformer_tiny
+from support.traced_models import Branches, Masked
+
+Weights = dict[str, Any]
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def masked_loss(output: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output["logits"], target["labels"]) + (output["lengths"] * 0.0).mean()
+
+
+def images(samples: int, step: int) -> tuple[Any, Any]:
+    torch.manual_seed(100 + step)
+    return (torch.randn(samples, 2, 6, 6, dtype=torch.float64),), torch.randint(0, 3, (samples,))
+
+
+def texts(samples: int, step: int) -> tuple[Any, Any]:
+    """Sequences whose length changes from step to step."""
+    torch.manual_seed(100 + step)
+    tokens = torch.randint(0, 17, (samples, 5 + step % 3))
+    return (tokens,), tokens.roll(-1, 1)
+
+
+def masked(samples: int, step: int) -> tuple[Any, Any]:
+    torch.manual_seed(100 + step)
+    inputs = (torch.randint(0, 11, (samples, 7)), torch.randint(1, 7, (samples,)))
+    return inputs, {"labels": torch.randint(0, 3, (samples,))}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
+    "cnn": (Branches, images, F.cross_entropy),
+    "lstm": (lambda: lstm_tiny(17, tied=True), texts, token_loss),
+    "transformer": (lambda: transformer_tiny(17, 16, tied=True), texts, token_loss),
+    "masked": (Masked, masked, masked_loss),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, cut into stages of equal numbers of layers, and how it is trained."""
+
+    model: str
+    layouts: tuple[tuple[tuple[int, ...], ...], ...]
+    schedule: Schedule = Schedule.FLUSH
+    microbatches: int = 4
+    samples: int = 10
+    steps: int = 20
+    optimizer: str = "adam"
+    depths: Mapping[int, int] = field(default_factory=dict)
+    vertical_sync: bool = False
+    recompute: frozenset[int] = frozenset()
+    clip_norm: float | None = None
+    hosts: tuple[str, ...] | None = None
+
+    def arrangement(self, traced: TracedModel) -> Arrangement:
+        ids = [layer.id for layer in traced.layers]
+        count = len(self.layouts[0])
+        places = [len(ids) * i // count for i in range(count + 1)]
+        return Arrangement(
+            tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(places)),
+            tuple(Layout(layout) for layout in self.layouts),
+            self.schedule,
+            self.microbatches,
+            self.depths,
+            self.vertical_sync,
+            self.recompute,
+        )
+
+
+def build(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[case.model][0]().double()
+
+
+def make_optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
+    if case.optimizer == "adam":
+        # A large epsilon keeps the rounding of gradients that are truly zero from being blown up.
+        return torch.optim.Adam(parameters, lr=0.01, eps=1e-3)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def traced_model(case: Case, model: nn.Module) -> TracedModel:
+    inputs, _ = MODELS[case.model][1](4, 0)
+    return trace(model, inputs)
+
+
+def sizes(case: Case) -> list[int]:
+    """Samples of each microbatch of a step: uneven where they do not divide."""
+    n, m = case.samples, case.microbatches
+    return [n * (i + 1) // m - n * i // m for i in range(m)]
+
+
+def microbatch(case: Case, number: int) -> tuple[Any, Any]:
+    """Inputs and target of the run's microbatch `number`."""
+    step, place = divmod(number, case.microbatches)
+    inputs, target = MODELS[case.model][1](case.samples, step)
+    begin = sum(sizes(case)[:place])
+    part = slice(begin, begin + sizes(case)[place])
+    if isinstance(target, dict):
+        return tuple(x[part] for x in inputs), {k: v[part] for k, v in target.items()}
+    return tuple(x[part] for x in inputs), target[part]
+
+
+def count(case: Case, number: int) -> int:
+    return sizes(case)[number % case.microbatches]
+
+
+@dataclass
+class CaseWork:
+    """The microbatches of one pipeline of a case; `first` is the number of the run's first one."""
+
+    case: Case
+    arrangement: Arrangement
+    rank: int
+    first: int = 0
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        self.pipeline = self.arrangement.pipeline_of(self.rank)
+
+    def number(self, microbatch: int, pipeline: int | None = None) -> int:
+        pipeline = self.pipeline if pipeline is None else pipeline
+        return self.first + microbatch * self.arrangement.pipelines + pipeline
+
+    def content(self, index: int) -> tuple[Any, Any]:
+        return microbatch(self.case, self.number(index))
+
+    def weight(self, index: int) -> float:
+        if self.case.schedule is Schedule.STASH:
+            return 1.0
+        if self.case.schedule is Schedule.TWO_BUFFERED:
+            size = microbatches_per_update(self.arrangement, 0)
+            members = self._members(index // size, size)
+        else:
+            members = list(range(self.first, self.first + self.case.microbatches))
+        return count(self.case, self.number(index)) / sum(count(self.case, m) for m in members)
+
+    def seed(self, index: int, stage: int) -> int:
+        return mix(1, self.number(index), stage)
+
+    def prepare_update(self, update: Update) -> float:
+        if self.case.schedule is not Schedule.STASH:
+            return 1.0
+        replicas = self.arrangement.layout.replicas(update.stage)
+        members = self._members(update.version - 1, replicas)
+        replica = self.arrangement.layouts[self.pipeline].stages[update.stage].index(self.rank)
+        mine = self.number((update.version - 1) * replicas + replica)
+        whole = sum(count(self.case, m) for m in members)
+        return count(self.case, mine) / whole if mine in members else 1.0
+
+    def _members(self, round_: int, size: int) -> list[int]:
+        """The microbatches of all pipelines in a round."""
+        numbers = [
+            self.number(b, p)
+            for b in range(round_ * size, (round_ + 1) * size)
+            for p in range(self.arrangement.pipelines)
+        ]
+        return [n for n in numbers if n < self.first + self.total]
+
+
+def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
+    """This rank's stages after the case's steps, by name, and its losses."""
+    model = build(case)
+    traced = traced_model(case, model)
+    arrangement = case.arrangement(traced)
+    hosts = case.hosts or ("here",) * len(arrangement.workers)
+    channels = connect(rank, hosts, arrangement.workers, deadline_s=20)
+    parts = Parts(
+        MODELS[case.model][2],
+        lambda parameters: make_optimizer(case, parameters),
+        torch.device("cpu"),
+        contextlib.nullcontext,
+        case.clip_norm,
+    )
+    pipeline = Pipeline(rank, arrangement, traced, channels, parts)
+    if case.schedule.synchronous:
+        for step in range(case.steps):
+            work = CaseWork(case, arrangement, rank, step * case.microbatches, case.microbatches)
+            local = arrangement.local(case.microbatches, arrangement.pipeline_of(rank))
+            pipeline.run(one_batch(arrangement, rank, local), work)
+    else:
+        total = case.steps * case.microbatches
+        pipeline.run(stream(arrangement, rank, lambda: total), CaseWork(case, arrangement, rank, 0, total))
+    channels.close()
+    weights = {
+        name: value.detach().numpy()
+        for module in pipeline.modules.values()
+        for name, value in module.state_dict().items()
+    }
+    return weights, [float(loss) for _, loss in sorted(pipeline.losses.items())]
+
+
+def train_plainly(case: Case) -> Weights:
+    """One process, the whole model, gradients accumulated over the microbatches of each step."""
+    model = build(case)
+    optimizer = make_optimizer(case, list(model.parameters()))
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        for place in range(case.microbatches):
+            inputs, target = microbatch(case, step * case.microbatches + place)
+            loss = MODELS[case.model][2](model(*inputs), target)
+            (loss * (sizes(case)[place] / case.samples)).backward()
+        if case.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        optimizer.step()
+    return {name: value.detach().numpy() for name, value in copy.deepcopy(model).state_dict().items()}
+
+
+def train_many(rank: int, cases: tuple[Case, ...]) -> list[tuple[Weights, list[float]]]:
+    """Several cases one after the other in one world, which costs more to start than most cases."""
+    return [train_in_pipeline(rank, case) for case in cases]
+
+
+class Delayed:
+    """One process that applies the same delayed gradients, from formulas instead of a schedule.
+
+    Every stage s with R replicas of D devices from it on keeps d = ceil(D / R) microbatches in flight, so
+    microbatch b sees floor(b / R) - d + 1 updates there under stash, and under 2bw all batches but the
+    one before its own. Gradients of a round are averaged over its samples.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model = build(case)
+        traced = traced_model(case, self.model)
+        self.arrangement = case.arrangement(traced)
+        self.layout = Layout(case.layouts[0])
+        self.pipelines = len(case.layouts)
+        stages = cut_all(traced, self.arrangement.stages)
+        self.names = [dict.fromkeys(n for n, _ in _all_parameters(s.module)) for s in stages]
+        self.first = {name: first for s in stages for name, first in s.first_names.items()}
+        self.masters = dict(self.model.named_parameters())
+        self.optimizers = {n: make_optimizer(case, [p]) for n, p in self.masters.items()}
+        self.history = {n: [p.detach().clone()] for n, p in self.masters.items()}
+
+    def train(self) -> Weights:
+        total = self.case.steps * self.case.microbatches
+        rows = -(-total // self.pipelines)
+        for row in range(rows):
+            together = [row * self.pipelines + p for p in range(self.pipelines)]
+            for number in (n for n in together if n < total):
+                self._backward(number, row, total)
+            for stage in range(len(self.names)):
+                size = self._round(stage)
+                if (row + 1) % size == 0 or row == rows - 1:
+                    self._update(stage)
+        return {n: v.detach().numpy() for n, v in copy.deepcopy(self.model).state_dict().items()}
+
+    def _round(self, stage: int) -> int:
+        if self.case.schedule is Schedule.STASH:
+            return self.layout.replicas(stage)
+        return microbatches_per_update(self.arrangement, stage)
+
+    def _version(self, stage: int, row: int) -> int:
+        if self.case.schedule is Schedule.TWO_BUFFERED:
+            return max(0, row // self._round(stage) - 1)
+        replicas = self.layout.replicas(stage)
+        if self.case.vertical_sync:
+            first = self.layout.replicas(0)
+            return max(0, row // first - self._depth(0) + 1) * first // replicas
+        return max(0, row // replicas - self._depth(stage) + 1)
+
+    def _depth(self, stage: int) -> int:
+        usual = math.ceil(self.layout.devices_from(stage) / self.layout.replicas(stage))
+        return self.case.depths.get(stage, usual)
+
+    def _backward(self, number: int, row: int, total: int) -> None:
+        used = {
+            name: self.history[self.first[name]][self._version(stage, row)].clone().requires_grad_()
+            for stage, names in enumerate(self.names)
+            for name in names
+        }
+        inputs, target = microbatch(self.case, number)
+        output = torch.func.functional_call(self.model, used, inputs, tie_weights=False)
+        MODELS[self.case.model][2](output, target).backward()
+        for stage, names in enumerate(self.names):
+            size = self._round(stage) * self.pipelines
+            begin = number // size * size
+            whole = sum(count(self.case, n) for n in range(begin, min(begin + size, total)))
+            share = count(self.case, number) / whole
+            for name in names:
+                grad = used[name].grad
+                master = self.masters[self.first[name]]
+                if grad is not None:
+                    part = grad * share
+                    master.grad = part if master.grad is None else master.grad + part
+
+    def _update(self, stage: int) -> None:
+        for first in dict.fromkeys(self.first[name] for name in self.names[stage]):
+            # A tied parameter is updated once a round, with the gradients of all its stages.
+            if self.masters[first].grad is not None:
+                self.optimizers[first].step()
+                self.optimizers[first].zero_grad()
+                self.history[first].append(self.masters[first].detach().clone())
+
+
+def _all_parameters(module: nn.Module) -> Any:
+    return module.named_parameters(remove_duplicate=False)
