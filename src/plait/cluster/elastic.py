@@ -66,6 +66,10 @@ class HostAgent(LocalElasticAgent):
         self._talk.say(workers={ranks[local]: pid for local, pid in pids.items()})
         return pids
 
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = END_WORKERS_S) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, END_WORKERS_S)
+
     def endings(self, result: RunResult) -> dict[int, int]:
         """The exit codes of the ranks that ended badly; this agent itself ends the rest by SIGTERM."""
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
@@ -128,7 +132,6 @@ def _run_workers(order: dict[str, Any], talk: Talk, folder: str, address: str, p
         start_method="forkserver",
         exit_barrier_timeout=order["timeout_s"],
         log_line_prefix_template=f"[{order['host']} ${{rank}}] ",
-        shutdown_timeout=END_WORKERS_S,
     )
     try:
         result = agent.run()
