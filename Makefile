@@ -32,8 +32,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python benchmarks/train_overhead.py
-	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/train_overhead.py; first=$$?; $(BIN)/python benchmarks/startup.py && exit $$first
 
 clean:
 	rm -rf .venv build runs .mypy_cache .ruff_cache .pytest_cache

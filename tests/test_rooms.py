@@ -73,6 +73,12 @@ def test_importing_plait_loads_neither_torch_nor_any_optional_dependency():
     assert done.stdout.strip() == "[]"
 
 
+def test_every_name_that_plait_offers_is_there():
+    for name in plait.__all__:
+        assert getattr(plait, name) is not None
+    assert plait.plan.__name__ == "make_plan"
+
+
 def test_the_rooms_below_the_job_file_import_without_pydantic():
     rooms = sorted(p.name for p in SOURCE.iterdir() if p.is_dir() and p.name in LEVEL and p.name != "cli")
     modules = [

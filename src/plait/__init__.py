@@ -10,20 +10,27 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# What a user needs, and the room it lives in.
-_ROOMS: dict[str, str] = {
-    "Job": "plait.config",
-    "make_job": "plait.config",
-    "read_job": "plait.config",
-    "train": "plait.config",
+# What a user needs: the name here, and the room and name it has there.
+_ROOMS: dict[str, tuple[str, str]] = {
+    "Job": ("plait.config", "Job"),
+    "Machines": ("plait.planner", "Machines"),
+    "Plan": ("plait.planner", "Plan"),
+    "Profile": ("plait.profiler.profile", "Profile"),
+    "machines": ("plait.planner", "machines"),
+    "make_job": ("plait.config", "make_job"),
+    "plan": ("plait.planner", "make_plan"),
+    "profile": ("plait.profiler.profile", "profile_model"),
+    "read_job": ("plait.config", "read_job"),
+    "train": ("plait.config", "train"),
 }
 
-__all__ = ["Job", "__version__", "make_job", "read_job", "train"]
+__all__ = ["__version__", *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
-        return getattr(importlib.import_module(_ROOMS[name]), name)
+        room, there = _ROOMS[name]
+        return getattr(importlib.import_module(room), there)
     raise AttributeError(f"module 'plait' has no attribute {name!r}")
 
 

@@ -213,7 +213,9 @@ def test_every_verb_has_help_with_an_example(tmp_path: Path):
     verbs = re.findall(r"^  (\w+)  ", listed.partition("Commands")[2], flags=re.MULTILINE)
     assert {"train", "demo", "status", "stop", "evaluate"} <= set(verbs)
     for verb in verbs:
-        assert "Example: plait" in plait(verb, "--help", cwd=tmp_path).stdout, verb
+        shown = plait(verb, "--help", cwd=tmp_path).stdout
+        assert "Example: plait" in shown, verb
+        assert "--json" in shown, verb
 
 
 def test_a_run_that_is_not_there_is_answered_with_the_nearest(folder: Path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +31,7 @@ parallel: {workers: 2}
 
 def demo(
     run_dir: Annotated[Path, typer.Option(help="Where the tour's files go.")] = Path("runs"),
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Take the tour on this machine: measure a model, plan it, train it on real data over two workers.
 
@@ -36,22 +41,24 @@ def demo(
     from plait.cli.train import train
 
     started = time.monotonic()
-    job = run_dir / "demo.yaml"
+    job, measured, picture = run_dir / "demo.yaml", run_dir / "demo.profile.json", run_dir / "demo.png"
     write_atomic(job, f"{DIGITS}run_dir: {run_dir}\n")
+    if json_:
+        results = {
+            "profile": _json_of(lambda: profile(job, output=measured, batch=16, json_=True)),
+            "plan": _json_of(lambda: plan(measured, timeline=picture, json_=True)),
+            "train": _json_of(lambda: train(job, json_=True)),
+        }
+        print(json.dumps({**results, "seconds": time.monotonic() - started}))
+        return
     print("Plait takes a small ResNet and scikit-learn's 1,797 handwritten digits. The job file:\n")
     print("    " + DIGITS.replace("\n", "\n    ").rstrip())
-
-    measured = run_dir / "demo.profile.json"
     _say("Measure it, layer by layer", f"plait profile {job} --batch 16 -o {measured}")
     profile(job, output=measured, batch=16)
-
-    picture = run_dir / "demo.png"
     _say("Plan it for two devices", f"plait plan {measured} --devices 2 --timeline {picture}")
     plan(measured, devices="2", timeline=picture)
-
     _say("Train it over two workers", f"plait train {job}")
     train(job)
-
     print(f"\nThe tour took {show_seconds(time.monotonic() - started)}; all of it was measured just now.")
     print(f"Look at {picture} and the newest {run_dir}/demo-* (events, logs, checkpoints); change something:")
     print(f"  plait train {job} -np 1 --set optimizer.lr=0.1")
@@ -59,3 +66,11 @@ def demo(
 
 def _say(what: str, command: str) -> None:
     print(f"\n{what}:\n$ {command}", flush=True)
+
+
+def _json_of(verb: Callable[[], None]) -> Any:
+    """What a verb prints in its JSON mode."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        verb()
+    return json.loads(printed.getvalue())

@@ -14,8 +14,7 @@ from plait.core.units import parse_bytes, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from plait.graph.graph import Graph
-    from plait.planner import Machines, Plan
-    from plait.planner import Settings as PlanSettings
+    from plait.planner import Machines, Plan, Schedule
     from plait.profiler.profile import Profile
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -149,6 +148,10 @@ def plan(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Recompute activations in backward.")
     ] = False,
+    hide_messages: Annotated[
+        bool,
+        typer.Option("--hide-messages", help="Keep more microbatches in flight where messages are slow."),
+    ] = False,
     optimizer_copies: Annotated[
         float, typer.Option(help="Optimizer state per weight: 0 SGD, 1 momentum, 2 Adam.")
     ] = 1.0,
@@ -166,13 +169,20 @@ def plan(
 
     Example: plait plan digits.profile.json --devices 4 --bandwidth 1e9
     """
-    from plait.planner import make_plan, render_plan, save_plan, summary
+    from plait.planner import MemorySettings, Settings, make_plan, render_plan, save_plan, summary
 
     if to_code is not None and job is None:
         raise InputError("--to-code: needs --job JOB, the job file whose model it writes")
     graph, measured = _read_graph(profile)
     machines = _machines(devices, bandwidth, memory, speeds, memories, measured)
-    settings = _settings(schedule, microbatches, pipelines, straight, recompute, optimizer_copies)
+    settings = Settings(
+        _schedule(schedule),
+        microbatches,
+        pipelines,
+        straight,
+        MemorySettings(optimizer_copies, recompute),
+        hide_messages=hide_messages,
+    )
     made = make_plan(graph, machines, settings)
     target = output or profile.with_name(profile.name.split(".")[0] + ".plan.json")
     save_plan(made, target)
@@ -260,18 +270,14 @@ def _number(text: str, key: str, kind: type[int] | type[float], example: str) ->
         raise InputError(f"{key}: found {text!r}, expected a number as in {example}") from None
 
 
-def _settings(
-    schedule: str, microbatches: int | None, pipelines: int, straight: bool, recompute: bool, copies: float
-) -> PlanSettings:
+def _schedule(name: str) -> Schedule:
     from plait.core.names import did_you_mean
-    from plait.planner import MemorySettings, Schedule, Settings
+    from plait.planner import Schedule
 
     names = [s.value for s in Schedule]
-    if schedule not in names:
-        raise InputError(
-            f"--schedule: found {schedule!r}, expected a schedule{did_you_mean(schedule, names)}"
-        )
-    return Settings(Schedule(schedule), microbatches, pipelines, straight, MemorySettings(copies, recompute))
+    if name not in names:
+        raise InputError(f"--schedule: found {name!r}, expected a schedule{did_you_mean(name, names)}")
+    return Schedule(name)
 
 
 def _extras(made: Plan, timeline: Path | None, to_code: Path | None, job: Path | None) -> list[str]:
