@@ -150,7 +150,7 @@ def plan(
     ] = False,
     hide_messages: Annotated[
         bool,
-        typer.Option("--hide-messages", help="Keep more microbatches in flight where messages are slow."),
+        typer.Option("--hide-messages", help="Keep more microbatches in flight if messages are slow."),
     ] = False,
     optimizer_copies: Annotated[
         float, typer.Option(help="Optimizer state per weight: 0 SGD, 1 momentum, 2 Adam.")
