@@ -17,7 +17,7 @@ SPREAD = (((0, 1), (2,)),)
 MODELS = ["cnn", "lstm", "transformer"]
 
 
-def assert_same(*cases: Case, tolerance: float = 1e-10, skip: str = "\0") -> None:
+def assert_same(*cases: Case, tolerance: float = 1e-10, skip: tuple[str, ...] = ("\0",)) -> None:
     """Every rank's weights and buffers are those of one process, and together they are all of them.
 
     All cases run in one world. `skip` ends the names of what need not agree.
@@ -56,3 +56,63 @@ def test_weight_stashing_equals_the_same_delayed_gradients_in_one_process(model:
         Case(model, THREE, Schedule.TWO_BUFFERED, steps=6, microbatches=2, optimizer="sgd"),
         tolerance=1e-13,
     )
+
+
+def test_replicated_stages_and_pipelines_side_by_side_equal_plain_training() -> None:
+    """15 microbatches that no number of replicas divides; gradients alone, BatchNorm's statistics differ."""
+    assert_same(
+        Case("transformer", (((0, 1), (2,), (3,)),), Schedule.FLUSH, microbatches=5, steps=6),
+        Case("lstm", (((0,), (1, 2, 3)),), Schedule.GPIPE, microbatches=5, steps=6),
+        Case("lstm", (((0, 1, 2), (3,)),), Schedule.ZERO_BUBBLE, microbatches=4, steps=6),
+        Case("transformer", (((0,), (1,)), ((2,), (3,))), Schedule.FLUSH, microbatches=5, steps=6),
+        Case("lstm", (((0,), (1,)), ((2,), (3,))), Schedule.GPIPE, microbatches=1, steps=3),
+        Case("transformer", (((0, 1, 2, 3),),), Schedule.FLUSH, microbatches=6, steps=6, clip_norm=0.1),
+        Case("lstm", (((0,), (1,), (2,), (3,)),), Schedule.FLUSH, steps=6, clip_norm=0.05),
+    )
+
+
+def test_replicated_stages_under_stashing_equal_the_same_delayed_gradients() -> None:
+    rounds = {"steps": 5, "microbatches": 5, "optimizer": "sgd"}
+    assert_same(
+        Case("cnn", (((0, 1), (2,), (3,)),), Schedule.STASH, **rounds),
+        Case("cnn", (((0,), (1, 2, 3)),), Schedule.STASH, **rounds),
+        Case("transformer", (((0, 1), (2, 3)),), Schedule.STASH, **rounds),
+        Case("transformer", (((0, 1), (2,), (3,)),), Schedule.TWO_BUFFERED, **rounds),
+        Case("lstm", (((0,), (1,)), ((2,), (3,))), Schedule.STASH, **rounds),
+        Case("lstm", (((0,), (1,)), ((2,), (3,))), Schedule.TWO_BUFFERED, **rounds),
+        Case("cnn", (((0, 1), (2,), (3,)),), Schedule.STASH, vertical_sync=True, **rounds),
+        tolerance=1e-12,
+        skip=("running_mean", "running_var", "num_batches_tracked"),
+    )
+
+
+def test_recompute_deeper_warm_up_and_gloo_between_hosts_change_nothing() -> None:
+    everywhere = frozenset({0, 1, 2})
+    assert_same(
+        Case("cnn", THREE, Schedule.FLUSH, steps=6, recompute=everywhere),
+        Case("cnn", THREE, Schedule.STASH, steps=6, recompute=frozenset({0, 2})),
+        Case("transformer", THREE, Schedule.ZERO_BUBBLE, steps=6, recompute=everywhere),
+        Case("lstm", THREE, Schedule.FLUSH, steps=6, depths={0: 4, 1: 3}),
+        Case("lstm", THREE, Schedule.STASH, steps=6, depths={0: 5, 1: 3}),
+        Case("transformer", THREE, Schedule.FLUSH, steps=6, hosts=("a", "b", "a")),
+        Case("lstm", THREE, Schedule.STASH, steps=6, hosts=("a", "b", "c")),
+        tolerance=1e-12,
+    )
+
+
+def test_dropout_and_dicts_of_integers_give_the_same_whatever_the_schedule_and_the_replicas() -> None:
+    """Dropout is a function of the microbatch and the stage, so runs that differ in all else agree."""
+    common = {"steps": 4, "microbatches": 4, "samples": 9}
+    first_wide, last_wide = (((0, 1), (2,)),), (((0,), (1, 2)),)
+    cases = (
+        Case("masked", first_wide, Schedule.FLUSH, **common),
+        Case("masked", last_wide, Schedule.ZERO_BUBBLE, **common),
+        Case("masked", last_wide, Schedule.FLUSH, recompute=frozenset({0, 1}), **common),
+        Case("masked", first_wide, Schedule.GPIPE, **common),
+    )
+    answers = run_ranks(3, train_many, cases)
+    expected = {name: value for rank in (0, 2) for name, value in answers[rank][0][0].items()}
+    for answer in answers:
+        for weights, _ in answer:
+            for name, value in weights.items():
+                assert numpy.abs(value - expected[name]).max() < 1e-10

@@ -93,7 +93,14 @@ class RemoteLink:
         return Message(buffer.read(), lambda: into.free.append(buffer))
 
     def close(self, seconds: float) -> None:
-        """Wait until the peer has received everything."""
+        """Fill the receive that the peer has posted ahead on each channel, and wait for all to arrive."""
+        for channel, out in self._outgoing.items():
+            end = Buffer(torch.empty(out.capacity, dtype=torch.uint8))
+            end.write_need(0)
+            self._start(channel, out, end)
         for out in self._outgoing.values():
             for work, _ in out.under_way:
                 work.wait(timedelta(seconds=seconds))
+        for into in self._incoming.values():
+            if into.posted is not None:
+                into.posted[0].wait(timedelta(seconds=seconds))

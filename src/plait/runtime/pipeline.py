@@ -129,13 +129,14 @@ class Pipeline:
         """Carry out `ops`; afterwards nothing is in flight and the modules hold the newest weights."""
         waiting: list[Update] = []
         for op in ops:
-            if isinstance(op, Update):
-                waiting.append(op)
-                continue
-            if waiting:
+            together = isinstance(op, Update) and op.stage not in [update.stage for update in waiting]
+            if waiting and not together:
                 self._update(waiting, op, work)
                 waiting = []
-            self._carry_out(op, work)
+            if isinstance(op, Update):
+                waiting.append(op)
+            else:
+                self._carry_out(op, work)
         if waiting:
             self._update(waiting, None, work)
         for held in self._held.values():

@@ -130,7 +130,8 @@ class StageRunner:
         kept = [buffer.clone() for buffer in self._written or ()]
         self._run(flight)
         for buffer, before in zip(self._written or (), kept):
-            buffer.copy_(before)
+            # The graph holds the buffer, though it does not read it: this write is none to autograd.
+            buffer.data.copy_(before)
 
     @contextlib.contextmanager
     def _noting_written_buffers(self) -> Iterator[None]:
@@ -138,6 +139,7 @@ class StageRunner:
         if self._written is not None:
             yield
             return
-        before = [(buffer, buffer._version) for buffer in self.stage.module.buffers()]
+        # Autograd counts no version for batch normalisation's writes: only the values tell.
+        before = [(buffer, buffer.clone()) for buffer in self.stage.module.buffers()]
         yield
-        self._written = [buffer for buffer, version in before if buffer._version != version]
+        self._written = [buffer for buffer, value in before if not torch.equal(buffer, value)]

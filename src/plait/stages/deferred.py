@@ -54,7 +54,7 @@ def _can_defer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _settings(dims: int, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """Bias, stride, padding, dilation, groups; None where the padding is a word."""
-    values = dict(zip(_CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS))
+    values: dict[str, Any] = dict(zip(_CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS))
     values |= dict(zip(_CONVOLUTION_ARGUMENTS, given)) | kwargs
     if isinstance(values["padding"], str):
         return None
