@@ -43,7 +43,7 @@ def status(run: RunArgument, run_dir: RunDir = Path("runs"), json_: JsonFlag = F
     if found["progress"]:
         print(describe(found["progress"]))
     for worker in found["workers"]:
-        alive = {True: "alive", False: "ended", None: "unknown (on another host)"}[worker["alive"]]
+        alive = "alive" if worker["alive"] else "ended"
         print(f"worker {worker['rank']} on {worker['host']}: pid {worker['pid']}, {alive}")
 
 
@@ -54,8 +54,8 @@ def read_status(folder: RunFolder) -> dict[str, Any]:
     if not running and found["state"] in ("starting", "running", "stopping"):
         found["state"] = "died"
     for worker in found["workers"]:
-        here = worker["host"] == LOCAL
-        worker["alive"] = running and (_is_alive(worker["pid"]) if here else None)
+        # A worker's end on another host ends the run within moments, so there the run itself is the sign.
+        worker["alive"] = running and (worker["host"] != LOCAL or _is_alive(worker["pid"]))
     return found
 
 
