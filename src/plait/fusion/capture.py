@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 class CapturedStep:
     """Replays `step(*inputs)` with new inputs of the same shapes.
 
-    The step runs a few times first, for real: weights move, and operations measure their fastest ways. What it
-    reads from Python while it is captured stays as it was; a learning rate set in the optimizer reaches the
-    replays, since it lies on the device. Outputs are overwritten by the next call.
+    The step runs a few times first, for real: weights move, and operations measure their fastest ways. What
+    it reads from Python while it is captured stays as it was; a learning rate set in the optimizer reaches
+    the replays, since it lies on the device. Outputs are overwritten by the next call.
     """
 
     def __init__(

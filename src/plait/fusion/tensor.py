@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from plait.fusion.pending import PendingNorm
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
 from plait.fusion.registry import RULES, Arguments, Function, Options
@@ -31,17 +32,28 @@ class Trials:
 class TrialTensor(torch.Tensor):
     """One tensor for each trial, under the shape of one."""
 
-    stacked: Tensor
     trials: Trials
+    pending: PendingNorm | None
+    _stacked: Tensor | None
 
     @staticmethod
-    def __new__(cls, inner: Tensor, trials: Trials) -> TrialTensor:
+    def __new__(cls, inner: Tensor, trials: Trials, pending: PendingNorm | None = None) -> TrialTensor:
+        """Around `inner`, trials first; with `pending`, around what that will be, of the shape of `inner`."""
         made: TrialTensor = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape[1:], dtype=inner.dtype, device=inner.device
         )
-        made.stacked = inner
+        made._stacked = inner if pending is None else None
+        made.pending = pending
         made.trials = trials
         return made
+
+    @property
+    def stacked(self) -> Tensor:
+        """The tensors of all trials: (trials, *shape)."""
+        if self._stacked is None:
+            assert self.pending is not None
+            self._stacked, self.pending = self.pending.outcome(), None
+        return self._stacked
 
     @classmethod
     def __torch_function__(
@@ -61,7 +73,7 @@ class TrialTensor(torch.Tensor):
         raise AssertionError(f"{func} reached the dispatcher with a trial tensor, past the rules")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TrialTensor(trials={self.trials.count}, shape={tuple(self.stacked.shape[1:])})"
+        return f"TrialTensor(trials={self.trials.count}, shape={tuple(self.shape)})"
 
 
 def trials_of(*values: Any) -> Trials:

@@ -51,7 +51,7 @@ class InputTransform(nn.Module):
         self.head = nn.Sequential(*layers, nn.Linear(hidden[-1], 9))
 
     def forward(self, clouds_bcp: Tensor) -> Tensor:
-        offsets = self.head(self.points(clouds_bcp).amax(2)).view(-1, 3, 3)
+        offsets = self.head(self.points(clouds_bcp).max(2).values).view(-1, 3, 3)
         eye = torch.eye(3, dtype=offsets.dtype, device=offsets.device)
         moved: Tensor = offsets + eye
         return moved
@@ -69,7 +69,7 @@ class Features(nn.Module):
     def forward(self, clouds_bcp: Tensor) -> tuple[Tensor, Tensor]:
         turned = torch.bmm(clouds_bcp.transpose(1, 2), self.transform(clouds_bcp)).transpose(1, 2)
         local: Tensor = self.first(turned)
-        whole: Tensor = self.rest(local).amax(2)
+        whole: Tensor = self.rest(local).max(2).values
         return local, whole
 
 

@@ -20,8 +20,30 @@ try:
 except ImportError:
     from plait.fusion.kernels import absent as triton
 
-_PRODUCT_BLOCKS = [(128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 64, 4, 3), (128, 128, 32, 4, 4)]
-_WEIGHT_BLOCKS = [(64, 64, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3)]
+Pad = tuple[int, int]
+
+_PRODUCT_BLOCKS = [
+    (128, 64, 64, 4, 3),
+    (128, 128, 64, 8, 3),
+    (64, 64, 64, 4, 3),
+    (128, 256, 64, 8, 3),
+    (256, 128, 64, 8, 3),
+    (128, 128, 64, 4, 4),
+    (128, 16, 64, 4, 3),
+]
+_WEIGHT_BLOCKS = [
+    (64, 64, 64, 4, 3),
+    (128, 64, 64, 4, 3),
+    (128, 128, 64, 8, 3),
+    (128, 128, 128, 8, 2),
+    (128, 128, 64, 4, 4),
+    (64, 16, 64, 4, 3),
+    (16, 64, 64, 4, 3),
+]
+# Images of few channels get narrow tiles; all others, wide ones.
+_NARROW = 16
+# Programs of a weight gradient below which its rows are shared out among more.
+_PROGRAMS = 132 * 4
 
 
 def _configs(blocks: list[tuple[int, int, int, int, int]], names: tuple[str, str, str]) -> list[Any]:
@@ -31,48 +53,90 @@ def _configs(blocks: list[tuple[int, int, int, int, int]], names: tuple[str, str
     ]
 
 
+def _fits(size: int, block: int) -> bool:
+    return (block == _NARROW) == (size <= _NARROW)
+
+
+def _fitting_products(configs: list[Any], arguments: Any, **_: Any) -> list[Any]:
+    return [c for c in configs if _fits(arguments["outs"], c.kwargs["BLOCK_N"])]
+
+
+def _fitting_weights(configs: list[Any], arguments: Any, **_: Any) -> list[Any]:
+    outs, channels = arguments["outs"], arguments["channels"]
+    fitting = [
+        c for c in configs if _fits(outs, c.kwargs["BLOCK_O"]) and _fits(channels, c.kwargs["BLOCK_C"])
+    ]
+    return fitting or configs[:1]
+
+
 @triton.autotune(
     _configs(_PRODUCT_BLOCKS, ("BLOCK_M", "BLOCK_N", "BLOCK_K")),
-    key=["rows", "reduced", "outs", "KERNEL_W", "STRIDE", "TRANSPOSED"],
+    key=["rows", "reduced", "outs", "KERNEL_W", "STRIDE", "UP"],
+    prune_configs_by={"early_config_prune": _fitting_products},
     warmup=3,
     rep=12,
 )
 @triton.jit
 def _gather_product(
-    a_ptr, b_ptr, bias_ptr, y_ptr, rows, reduced, outs, in_h, in_w, out_h, out_w,
+    a_ptr, b_ptr, bias_ptr, y_ptr, rows, reduced, outs, in_h, in_w, out_h, out_w, sub_h, sub_w,
     a_row, a_trial, b_trial, b_reduced, b_out, b_tap, y_row, y_trial,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, UP: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y[row, out] = sum over taps and channels of a[gathered row, channel] * b[channel, out]."""
+    """y[row, out] = sum over taps and channels of a[gathered row, channel] * b[channel, out].
+
+    Down, a small image is made from a large one; up, the other way round. Up, the places of each phase of the
+    stride meet the same taps and are computed together, so that no product is with a zero.
+    """
     trial = tl.program_id(1).to(tl.int64)
     tiles_n = tl.cdiv(outs, BLOCK_N)
     offs_m = (tl.program_id(0) // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    image = offs_m // (out_h * out_w)
-    y_at = (offs_m // out_w) % out_h
-    x_at = offs_m % out_w
+    image = offs_m // (sub_h * sub_w)
+    y_at = (offs_m // sub_w) % sub_h
+    x_at = offs_m % sub_w
     blocks = tl.cdiv(reduced, BLOCK_K)
+    if UP:
+        phase_y = tl.program_id(2) // STRIDE
+        phase_x = tl.program_id(2) % STRIDE
+        y_at = y_at * STRIDE + phase_y
+        x_at = x_at * STRIDE + phase_x
+        first_y = (phase_y + PAD_H) % STRIDE
+        first_x = (phase_x + PAD_W) % STRIDE
+        taps_y = (KERNEL_H - first_y + STRIDE - 1) // STRIDE
+        taps_x = (KERNEL_W - first_x + STRIDE - 1) // STRIDE
+    else:
+        first_y = 0
+        first_x = 0
+        taps_y = KERNEL_H
+        taps_x = KERNEL_W
+    real = (offs_m < rows) & (y_at < out_h) & (x_at < out_w)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in range(KERNEL_H * KERNEL_W * blocks):
-        tap = step // blocks
+    for step in range(taps_y * taps_x * blocks):
+        number = step // blocks
         offs_k = (step % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-        if TRANSPOSED:
-            up, left = y_at + PAD_H - tap // KERNEL_W, x_at + PAD_W - tap % KERNEL_W
-            in_y, in_x = up // STRIDE, left // STRIDE
-            inside = (up >= 0) & (left >= 0) & (up % STRIDE == 0) & (left % STRIDE == 0)
-            inside = inside & (in_y < in_h) & (in_x < in_w)
+        if UP:
+            tap_y = first_y + STRIDE * (number // taps_x)
+            tap_x = first_x + STRIDE * (number % taps_x)
+            in_y = (y_at + PAD_H - tap_y) // STRIDE
+            in_x = (x_at + PAD_W - tap_x) // STRIDE
+            # Integer division rounds towards zero, so what lies outside is seen before it.
+            inside = (y_at + PAD_H >= tap_y) & (x_at + PAD_W >= tap_x)
         else:
-            in_y, in_x = y_at * STRIDE - PAD_H + tap // KERNEL_W, x_at * STRIDE - PAD_W + tap % KERNEL_W
-            inside = (in_y >= 0) & (in_x >= 0) & (in_y < in_h) & (in_x < in_w)
-        inside = inside & (offs_m < rows)
+            tap_y = number // taps_x
+            tap_x = number % taps_x
+            in_y = y_at * STRIDE - PAD_H + tap_y
+            in_x = x_at * STRIDE - PAD_W + tap_x
+            inside = (in_y >= 0) & (in_x >= 0)
+        inside = inside & (in_y < in_h) & (in_x < in_w) & real
         a_at = ((image * in_h + in_y) * in_w + in_x).to(tl.int64) * a_row + trial * a_trial
         a = tl.load(
             a_ptr + a_at[:, None] + offs_k[None, :],
             mask=inside[:, None] & (offs_k < reduced)[None, :],
             other=0.0,
         )
+        tap = tap_y * KERNEL_W + tap_x
         b_at = trial * b_trial + tap * b_tap + offs_k[:, None] * b_reduced + offs_n[None, :] * b_out
         b = tl.load(b_ptr + b_at, mask=(offs_k < reduced)[:, None] & (offs_n < outs)[None, :], other=0.0)
         acc = tl.dot(a, b, acc)
@@ -80,15 +144,15 @@ def _gather_product(
         acc += tl.load(bias_ptr + trial * outs + offs_n, mask=offs_n < outs, other=0.0).to(tl.float32)[
             None, :
         ]
-    y_to = offs_m.to(tl.int64)[:, None] * y_row + trial * y_trial + offs_n[None, :]
-    tl.store(
-        y_ptr + y_to, acc.to(y_ptr.dtype.element_ty), mask=(offs_m < rows)[:, None] & (offs_n < outs)[None, :]
-    )
+    row = (image * out_h + y_at) * out_w + x_at
+    y_to = row.to(tl.int64)[:, None] * y_row + trial * y_trial + offs_n[None, :]
+    tl.store(y_ptr + y_to, acc.to(y_ptr.dtype.element_ty), mask=real[:, None] & (offs_n < outs)[None, :])
 
 
 @triton.autotune(
     _configs(_WEIGHT_BLOCKS, ("BLOCK_O", "BLOCK_C", "BLOCK_M")),
     key=["rows", "outs", "channels", "KERNEL_W", "STRIDE"],
+    prune_configs_by={"early_config_prune": _fitting_weights},
     warmup=3,
     rep=12,
 )
@@ -108,7 +172,7 @@ def _weight_gradient(
     offs_o = (tile // tiles_c) * BLOCK_O + tl.arange(0, BLOCK_O)
     offs_c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
     acc = tl.zeros((BLOCK_O, BLOCK_C), dtype=tl.float32)
-    for start in range(0, rows, BLOCK_M):
+    for start in range(tl.program_id(2) * BLOCK_M, rows, tl.num_programs(2) * BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)
         image = offs_m // (out_h * out_w)
         in_y = ((offs_m // out_w) % out_h) * STRIDE - PAD_H + tap // KERNEL_W
@@ -124,105 +188,135 @@ def _weight_gradient(
         dy = tl.load(dy_ptr + dy_at, mask=(offs_m < rows)[:, None] & (offs_o < outs)[None, :], other=0.0)
         acc = tl.dot(tl.trans(dy), x, acc)
     taps = KERNEL_H * KERNEL_W
-    to = trial * dw_trial + (offs_o[:, None] * taps + tap) * channels + offs_c[None, :]
+    part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) * dw_trial
+    to = part + trial * dw_trial + (offs_o[:, None] * taps + tap) * channels + offs_c[None, :]
     tl.store(dw_ptr + to, acc, mask=(offs_o < outs)[:, None] & (offs_c < channels)[None, :])
 
 
+def _down(large: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad) -> Tensor:
+    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels)."""
+    count, outs, kernel_h, kernel_w, channels = taps.shape
+    batch, _, in_h, in_w = large.shape
+    out_h, out_w = (in_h + 2 * pad[0] - kernel_h) // stride + 1, (in_w + 2 * pad[1] - kernel_w) // stride + 1
+    small = _images(large, batch, count * outs, out_h, out_w)
+    rows = batch * out_h * out_w
+    _gather_product[_grid(rows, outs, count, 1)](
+        large, taps, bias if bias is not None else large, small,
+        rows, channels, outs, in_h, in_w, out_h, out_w, out_h, out_w,
+        count * channels, channels, taps.stride(0), 1, taps.stride(1), channels, count * outs, outs,
+        kernel_h, kernel_w, stride, pad[0], pad[1], False, bias is not None,
+    )  # fmt: skip
+    return small
+
+
+def _up(
+    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
+) -> Tensor:
+    """The transpose of `_down`: (batch, trials x out, ...) to images of `size` with the taps' channels."""
+    count, outs, kernel_h, kernel_w, channels = taps.shape
+    batch, _, in_h, in_w = small.shape
+    sub_h, sub_w = -(-size[0] // stride), -(-size[1] // stride)
+    large = _images(small, batch, count * channels, *size)
+    rows = batch * sub_h * sub_w
+    _gather_product[_grid(rows, channels, count, stride * stride)](
+        small, taps, bias if bias is not None else small, large,
+        rows, outs, channels, in_h, in_w, size[0], size[1], sub_h, sub_w,
+        count * outs, outs, taps.stride(0), taps.stride(1), 1, channels, count * channels, channels,
+        kernel_h, kernel_w, stride, pad[0], pad[1], True, bias is not None,
+    )  # fmt: skip
+    return large
+
+
+def _images(like: Tensor, batch: int, channels: int, height: int, width: int) -> Tensor:
+    shape = (batch, channels, height, width)
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def _grid(rows: int, outs: int, count: int, phases: int) -> Any:
+    return lambda meta: (
+        triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(outs, meta["BLOCK_N"]),
+        count,
+        phases,
+    )
+
+
+def _taps_gradient(
+    large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad, kind: torch.dtype
+) -> Tensor:
+    """The gradient of the taps, given the large image and the small one, one of them a gradient."""
+    count, outs, kernel_h, kernel_w, channels = taps.shape
+    batch, _, in_h, in_w = large.shape
+    out_h, out_w = small.shape[2:]
+    tiles = triton.cdiv(outs, 128) * triton.cdiv(channels, 128) * kernel_h * kernel_w * count
+    shares = max(1, min(_PROGRAMS // tiles, batch * out_h * out_w // 1024))
+    parts = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
+
+    def grid(meta: Any) -> tuple[int, int, int]:
+        tiles = triton.cdiv(outs, meta["BLOCK_O"]) * triton.cdiv(channels, meta["BLOCK_C"])
+        return tiles * kernel_h * kernel_w, count, shares
+
+    _weight_gradient[grid](
+        large, small, parts, batch * out_h * out_w, channels, outs, in_h, in_w, out_h, out_w,
+        count * channels, channels, count * outs, outs, parts.stride(1),
+        kernel_h, kernel_w, stride, pad[0], pad[1],
+    )  # fmt: skip
+    gradient = parts[0] if shares == 1 else parts.sum(0)
+    return gradient.to(kind).movedim(-1, 2)
+
+
 class _TrialConvolution(torch.autograd.Function):
-    """x (batch, trials x channels, height, width), channels innermost; weight (trials, out, channels...)."""
+    """A convolution, or with a size to reach a transposed one, of each trial's channels with its weight."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: tuple[int, int]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Any
     ) -> Tensor:
-        count, outs, channels, kernel_h, kernel_w = weight.shape
-        batch, _, in_h, in_w = x.shape
-        out_h, out_w = (
-            (in_h + 2 * pad[0] - kernel_h) // stride + 1,
-            (in_w + 2 * pad[1] - kernel_w) // stride + 1,
-        )
-        taps = weight.to(x.dtype).permute(0, 1, 3, 4, 2).contiguous()
-        y = torch.empty(
-            (batch, count * outs, out_h, out_w),
-            dtype=x.dtype,
-            device=x.device,
-            memory_format=torch.channels_last,
-        )
-        rows = batch * out_h * out_w
-        _gather_product[_grid(rows, outs, count)](
-            x, taps, bias if bias is not None else x, y, rows, channels, outs, in_h, in_w, out_h, out_w,
-            count * channels, channels, taps.stride(0), 1, taps.stride(1), channels, count * outs, outs,
-            kernel_h, kernel_w, stride, pad[0], pad[1], False, bias is not None,
-        )  # fmt: skip
+        taps = weight.to(x.dtype).movedim(2, -1).contiguous()
         ctx.save_for_backward(x, taps)
-        ctx.geometry = (stride, pad, bias is not None, weight.dtype)
-        return y
+        ctx.geometry = (stride, pad, size, bias is not None, weight.dtype)
+        if size is None:
+            return _down(x, taps, bias, stride, pad)
+        return _up(x, taps, bias, stride, pad, size)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, taps = ctx.saved_tensors
-        stride, pad, has_bias, kind = ctx.geometry
+        stride, pad, size, has_bias, kind = ctx.geometry
         dy = dy.contiguous(memory_format=torch.channels_last)
-        dx = _input_gradient(dy, taps, x, stride, pad) if ctx.needs_input_grad[0] else None
-        dw = _gradient_of_weight(dy, taps, x, stride, pad, kind) if ctx.needs_input_grad[1] else None
-        count, outs = taps.shape[:2]
-        db = dy.sum((0, 2, 3), dtype=torch.float32).view(count, outs) if has_bias else None
-        return dx, dw, db, None, None
-
-
-def _grid(rows: int, outs: int, count: int) -> Any:
-    return lambda meta: (triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(outs, meta["BLOCK_N"]), count)
-
-
-def _input_gradient(dy: Tensor, taps: Tensor, x: Tensor, stride: int, pad: tuple[int, int]) -> Tensor:
-    count, outs, kernel_h, kernel_w, channels = taps.shape
-    batch, _, in_h, in_w = x.shape
-    out_h, out_w = dy.shape[2:]
-    dx = torch.empty_like(x)
-    rows = batch * in_h * in_w
-    _gather_product[_grid(rows, channels, count)](
-        dy, taps, dy, dx, rows, outs, channels, out_h, out_w, in_h, in_w,
-        count * outs, outs, taps.stride(0), taps.stride(1), 1, channels, count * channels, channels,
-        kernel_h, kernel_w, stride, pad[0], pad[1], True, False,
-    )  # fmt: skip
-    return dx
-
-
-def _gradient_of_weight(
-    dy: Tensor, taps: Tensor, x: Tensor, stride: int, pad: tuple[int, int], kind: torch.dtype
-) -> Tensor:
-    count, outs, kernel_h, kernel_w, channels = taps.shape
-    batch, _, in_h, in_w = x.shape
-    out_h, out_w = dy.shape[2:]
-    dw = torch.empty(taps.shape, dtype=kind, device=x.device)
-
-    def grid(meta: Any) -> tuple[int, int]:
-        tiles = triton.cdiv(outs, meta["BLOCK_O"]) * triton.cdiv(channels, meta["BLOCK_C"])
-        return tiles * kernel_h * kernel_w, count
-
-    _weight_gradient[grid](
-        x, dy, dw, batch * out_h * out_w, channels, outs, in_h, in_w, out_h, out_w,
-        count * channels, channels, count * outs, outs, dw.stride(0),
-        kernel_h, kernel_w, stride, pad[0], pad[1],
-    )  # fmt: skip
-    return dw.permute(0, 1, 4, 2, 3)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = (
+                _up(dy, taps, None, stride, pad, x.shape[2:])
+                if size is None
+                else _down(dy, taps, None, stride, pad)
+            )
+        if ctx.needs_input_grad[1]:
+            large, small = (x, dy) if size is None else (dy, x)
+            dw = _taps_gradient(large, small, taps, stride, pad, kind)
+        if has_bias:
+            db = dy.sum((0, 2, 3), dtype=torch.float32).view(taps.shape[0], -1)
+        return dx, dw, db, None, None, None
 
 
 def trial_convolution(
-    folded: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: tuple[int, int]
+    folded: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    pad: Pad,
+    size: tuple[int, int] | None = None,
 ) -> Tensor:
     """The convolution of each trial's channels with its own weight; all in 16 bits, sums in float32.
 
-    `folded` is (batch, trials x channels, height, width); under autocast it is cast as a convolution's input.
+    `folded` is (batch, trials x channels, height, width), the weight (trials, out, channels, ...). With a
+    `size`, the transposed convolution that makes images of that size; its weight has the input's channels
+    first, as torch's has. Under autocast the input is cast as a convolution's is.
     """
     if torch.is_autocast_enabled("cuda"):
         folded = folded.to(torch.get_autocast_dtype("cuda"))
     if folded.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError(f"found {folded.dtype}, expected 16 bits")
     x = folded.contiguous(memory_format=torch.channels_last)
-    outcome: Tensor = _TrialConvolution.apply(x, weight, bias, stride, pad)
+    outcome: Tensor = _TrialConvolution.apply(x, weight, bias, stride, pad, size)
     return outcome
-
-
-__all__ = ["trial_convolution"]

@@ -63,11 +63,25 @@ def _per_trial(
     spatial = weight.dim() - 3
     numbers = {name: _each(options[name], spatial) for name in options}
     if groups == 1 and _is_pointwise(weight, numbers):
-        return choose("pointwise", _POINTWISE, x, weight, bias)
+        return choose("pointwise", _fitting(_POINTWISE, x), x, weight, bias)
     if groups == 1 and spatial == 2 and "same" not in numbers["padding"]:
-        ways = {name: lambda a, w, b, way=way: way(function, a, w, b, numbers) for name, way in _WAYS.items()}
+        ways = {
+            name: lambda a, w, b, way=way: way(function, a, w, b, numbers)
+            for name, way in _fitting(_WAYS, x).items()
+        }
         return choose(f"conv2d{sorted(numbers.items())}", ways, x, weight, bias)
     return _grouped(function, x, weight, bias, options, groups)
+
+
+def _fitting(ways: dict[str, Function], x: Tensor) -> dict[str, Function]:
+    """On a GPU in 16 bits, the ways that leave channels innermost, as norms and pools there read fastest.
+
+    A way that is fastest for itself and leaves another layout costs copies all around it.
+    """
+    half = torch.is_autocast_enabled("cuda") or x.dtype in (torch.bfloat16, torch.float16)
+    if not (x.is_cuda and half):
+        return ways
+    return {name: way for name, way in ways.items() if name in ("gathered", "grouped channels_last")}
 
 
 def _each(value: Any, spatial: int) -> tuple[Any, ...]:
@@ -207,11 +221,45 @@ def transposed(function: Function, args: Arguments, kwargs: Options) -> Any:
     if x.dim() == weight.dim() - 1:
         return transposed(function, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
     options = {name: given[name] for name in ("stride", "padding", "output_padding", "dilation")}
-    bias = None if given["bias"] is None else unwrap(given["bias"], trials).reshape(-1)
-    folded = fold_channels(unwrap(x, trials))
-    kernel = weight.stacked.flatten(0, 1)
+    bias = None if given["bias"] is None else unwrap(given["bias"], trials)
+    inner = unwrap(x, trials)
+    numbers = {name: _each(options[name], weight.dim() - 2) for name in options}
+    if given["groups"] == 1 and weight.dim() == 4 and inner.is_cuda:
+        ways = {
+            "gathered": lambda a, w, b: _gathered_up(a, w, b, numbers),
+            "grouped channels_last": lambda a, w, b: _grouped_up(function, a, w, b, options, 1),
+        }
+        return wrap(choose(f"up{sorted(numbers.items())}", ways, inner, weight.stacked, bias), trials)
+    return wrap(_grouped_up(function, inner, weight.stacked, bias, options, given["groups"]), trials)
+
+
+def _grouped_up(
+    function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, groups: int
+) -> Tensor:
+    """One transposed convolution with the trials as groups."""
+    count = weight.shape[0]
+    folded, kernel = fold_channels(x), weight.flatten(0, 1)
     if folded.is_cuda and folded.dim() == 4:
         folded = folded.contiguous(memory_format=torch.channels_last)
         kernel = kernel.contiguous(memory_format=torch.channels_last)
-    wide = function(folded, kernel, bias, groups=trials.count * given["groups"], **options)
-    return wrap(unfold_channels(wide, trials.count), trials)
+    flat_bias = None if bias is None else bias.reshape(-1)
+    return unfold_channels(function(folded, kernel, flat_bias, groups=count * groups, **options), count)
+
+
+def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """Our own kernel for transposed convolutions."""
+    stride = set(options["stride"])
+    if len(stride) > 1 or set(options["dilation"]) != {1}:
+        raise RuntimeError("the kernel is for equal strides and no dilation")
+    from plait.fusion.kernels.convolution import trial_convolution  # needs Triton, which a CPU build has not
+
+    pad = options["padding"]
+    height, width = (
+        (x.shape[3 + i] - 1) * options["stride"][i]
+        - 2 * pad[i]
+        + weight.shape[3 + i]
+        + options["output_padding"][i]
+        for i in range(2)
+    )
+    wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), pad, (height, width))
+    return unfold_channels(wide, weight.shape[0])

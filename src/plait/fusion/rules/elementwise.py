@@ -103,6 +103,19 @@ def new(function: Function, args: Arguments, kwargs: Options) -> Any:
     return TrialTensor(unwrap(shared, x.trials).clone(), x.trials)
 
 
+@rule("relu")
+def relu(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """A ReLU right after a batch norm joins it, where that waits."""
+    x = args[0] if args else kwargs["input"]
+    pending = x.pending
+    if pending is None or pending.relu:
+        return unary(function, args, kwargs)
+    if kwargs.get("inplace", args[1] if len(args) > 1 else False):
+        x.pending = pending.with_relu()
+        return x
+    return TrialTensor(pending.like, x.trials, pending.with_relu())
+
+
 @rule("prelu")
 def prelu(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Each trial's own slopes below zero, one for all channels or one each."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.fallback import vmap_rule
+from plait.fusion.pending import PendingNorm
 from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import place
@@ -31,11 +32,60 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     inner = unwrap(given["input"], trials)
     mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
     folded = fold_channels(inner)
+    if given["training"] and weight is not None and bias is not None and _waits(folded):
+        pending = _pending(
+            inner, folded, mean, variance, weight, bias, given["momentum"], given["eps"], trials
+        )
+        return TrialTensor(inner, trials, pending)
     # Torch sees channels that lie innermost only in images, and would copy sequences.
     is_sequence = folded.dim() == 3 and folded.is_cuda and folded.stride(1) == 1
     x = folded.unsqueeze(2) if is_sequence else folded
     y = F.batch_norm(x, mean, variance, weight, bias, given["training"], given["momentum"], given["eps"])
     return wrap(unfold_channels(y.squeeze(2) if is_sequence else y, trials.count), trials)
+
+
+def _waits(folded: Tensor) -> bool:
+    """Whether our kernels compute the norm: on a GPU, in 16 bits, with the channels innermost."""
+    half = folded.dtype in (torch.bfloat16, torch.float16)
+    return folded.is_cuda and half and folded.dim() in (3, 4) and folded.movedim(1, -1).is_contiguous()
+
+
+def _pending(
+    inner: Tensor,
+    folded: Tensor,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    momentum: float,
+    eps: float,
+    trials: Trials,
+) -> PendingNorm:
+    """Statistics now, the rest when it is known what follows."""
+    from plait.fusion.kernels import normalisation as kernels  # needs Triton, which a CPU build has not
+
+    rows = folded.movedim(1, -1).flatten(1, -2)
+    with torch.no_grad():
+        mean, variance = kernels.statistics(rows.detach())
+        count = rows.numel() // rows.shape[-1]
+        if running_mean is not None and running_variance is not None:
+            running_mean.lerp_(mean, momentum)
+            running_variance.lerp_(variance * (count / (count - 1)), momentum)
+        inverse = (variance + eps).rsqrt()
+    shape = folded.movedim(1, -1).shape
+
+    def norm(relu: bool) -> Tensor:
+        y = kernels.trial_norm(rows, weight, bias, mean, inverse, relu)
+        return unfold_channels(y.view(shape).movedim(-1, 1), trials.count)
+
+    def largest(relu: bool) -> tuple[Tensor, Tensor]:
+        found = kernels.trial_norm_largest(rows, weight, bias, mean, inverse, relu)
+        value, place = (part.unflatten(1, (trials.count, -1)).movedim(1, 0) for part in found)
+        return value, place
+
+    return PendingNorm(
+        norm, largest if folded.dim() == 3 else None, folded, inner, folded._version, torch.is_grad_enabled()
+    )
 
 
 @rule("instance_norm")

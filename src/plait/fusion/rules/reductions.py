@@ -65,11 +65,19 @@ def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
     if not isinstance(x, TrialTensor) or x.dim() == 0:
         return vmap_rule(function, args, kwargs)
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "dim")}
+    if function.__name__ == "max" and second in (-1, x.dim() - 1) and _joins(x, args[2:], rest):
+        assert x.pending is not None
+        return torch.return_types.max(wrap(x.pending.maximum(), x.trials))
     if second is not None:
         return wrap(function(x.stacked, shift(second), *args[2:], **rest), x.trials)
     outcome = function(x.stacked.flatten(1), 1, **rest)
     # Along an axis torch returns the places too; over all axes, the value alone.
     return wrap(outcome if isinstance(outcome, Tensor) else outcome[0], x.trials)
+
+
+def _joins(x: TrialTensor, args: Arguments, kwargs: Options) -> bool:
+    """Whether a maximum can be computed together with the batch norm before it."""
+    return x.pending is not None and x.pending.largest is not None and not args and not kwargs
 
 
 @rule("norm", "vector_norm")

@@ -1,0 +1,234 @@
+"""Fused trials against the same trials one after another, in processes and by vmap (HFTA's experiment)."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from plait.core.errors import InputError
+from plait.core.names import did_you_mean
+from plait.experiments.bench import Bench, Claim, Row
+from plait.experiments.fusion_cases import (
+    CPU_CASES,
+    GPU_CASES,
+    Case,
+    Step,
+    fused_step,
+    gan_fused_step,
+    gan_serial_step,
+    serial_step,
+    vmap_step,
+)
+from plait.fusion.capture import CapturedStep
+
+MODES = ("serial", "serial-graph", "processes", "mps", "vmap", "fused", "fused-graph")
+DCGAN = "dcgan"
+# Speed-ups over the plain loop that were set as goals before anything was measured.
+_CPU_GOALS = {"mlp": 4.0, "transformer": 2.5, "cnn": 1.5}
+_GPU_GOALS = {"pointnet-cls": 4.0, "resnet18": 16.0, DCGAN: 9.0}
+_JOIN_S = 300.0
+
+
+def run(
+    device: str = "cpu",
+    models: Sequence[str] = (),
+    widths: Sequence[int] = (8,),
+    modes: Sequence[str] = ("serial", "vmap", "fused"),
+    repeats: int = 5,
+    command: str = "plait bench fusion",
+) -> Bench:
+    """Time a step of all trials in each mode; a speed-up is serial time for as many trials over that.
+
+    On a GPU the modes `serial-graph` and `fused-graph` replay a CUDA graph, and `mps` needs a running
+    nvidia-cuda-mps-control. A mode that fails for a model says so in its row.
+    """
+    place = torch.device(device)
+    cases = GPU_CASES if place.type == "cuda" else CPU_CASES
+    names = list(models) or [*cases, DCGAN]
+    _check(names, [*cases, DCGAN], "models")
+    _check(modes, MODES, "modes")
+    rows: list[Row] = []
+    for name in names:
+        serial_s = _serial_seconds(name, cases, place, repeats)
+        for mode in modes:
+            for width in (1,) if mode.startswith("serial") else widths:
+                rows.append(_row(name, cases.get(name), mode, width, place, repeats, serial_s))
+                if place.type == "cuda":
+                    torch.cuda.empty_cache()
+    return Bench("fusion", command, tuple(rows), tuple(_claims(rows, place)))
+
+
+def _check(given: Sequence[str], valid: Sequence[str], what: str) -> None:
+    for name in given:
+        if name not in valid:
+            raise InputError(f"bench fusion: no {what} {name!r}{did_you_mean(name, valid)}")
+
+
+def _serial_seconds(name: str, cases: dict[str, Case], device: torch.device, repeats: int) -> float:
+    """The best plain loop: on a GPU the faster of the two memory layouts."""
+    if name == DCGAN:
+        return statistics.median(_times(gan_serial_step(device, device.type == "cpu"), device, repeats))
+    steps = [serial_step(cases[name], device)]
+    if device.type == "cuda" and cases[name].data()[0].dim() == 4:
+        steps.append(serial_step(cases[name], device, channels_last=True))
+    return min(statistics.median(_times(step, device, repeats)) for step in steps)
+
+
+def _row(
+    name: str, case: Case | None, mode: str, width: int, device: torch.device, repeats: int, serial_s: float
+) -> Row:
+    row: Row = {"model": name, "mode": mode, "trials": width}
+    try:
+        times, memory = _measured(name, case, mode, width, device, repeats)
+    except Exception as failure:  # any mode may fail on any model; the row says how
+        return {**row, "failed": f"{type(failure).__name__}: {str(failure).splitlines()[0][:80]}"}
+    step_s = statistics.median(times)
+    return {
+        **row,
+        "step_ms": 1e3 * step_s,
+        "fastest_ms": 1e3 * min(times),
+        "slowest_ms": 1e3 * max(times),
+        "speedup": serial_s * width / step_s,
+        "memory_bytes": memory,
+    }
+
+
+def _measured(
+    name: str, case: Case | None, mode: str, width: int, device: torch.device, repeats: int
+) -> tuple[list[float], int | None]:
+    """Seconds of each step of all trials, and the most GPU memory they took."""
+    if mode in ("processes", "mps"):
+        return _times_of_processes(name, mode, width, device, repeats), None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = _times(_step_of(case, mode, width, device), device, repeats)
+    return times, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _step_of(case: Case | None, mode: str, width: int, device: torch.device) -> Step:
+    if mode == "serial":
+        return serial_step(case, device) if case else gan_serial_step(device, device.type == "cpu")
+    if mode == "serial-graph":
+        if case is None:
+            raise InputError("not written for a pair of models")
+        # One trial of the fused array is the model itself.
+        return _captured(*fused_step(case, device, 1))
+    if mode == "vmap":
+        if case is None:
+            raise InputError("not written for a pair of models")
+        return vmap_step(case, device, width)
+    parts = fused_step(case, device, width) if case else gan_fused_step(device, width, device.type == "cpu")
+    if mode == "fused-graph":
+        return _captured(*parts)
+    step, inputs, _ = parts
+    return lambda: step(*inputs)
+
+
+def _captured(step: Callable[..., Any], inputs: list[torch.Tensor], clear: Step) -> Step:
+    captured = CapturedStep(step, inputs, clear=clear)
+    return lambda: captured(*inputs)
+
+
+def _times(step: Step, device: torch.device, repeats: int, inner: int = 5) -> list[float]:
+    """Seconds a step, after warming up; each number is the mean of a few steps."""
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(repeats):
+        _finish(device)
+        start = time.perf_counter()
+        for _ in range(inner):
+            step()
+        _finish(device)
+        times.append((time.perf_counter() - start) / inner)
+    return times
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _times_of_processes(name: str, mode: str, width: int, device: torch.device, repeats: int) -> list[float]:
+    """Seconds in which each of `width` processes makes a step, all at once."""
+    if mode == "mps" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+        raise InputError("CUDA_MPS_PIPE_DIRECTORY is not set; start nvidia-cuda-mps-control first")
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(width), context.Queue()
+    workers = [
+        context.Process(target=_one_process, args=(name, str(device), repeats, barrier, results), daemon=True)
+        for _ in range(width)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        found = [results.get(timeout=_JOIN_S) for _ in workers]
+    finally:
+        for worker in workers:
+            worker.join(5.0)
+            worker.terminate()
+    # All began together at each round, so the slowest says how long the round took.
+    return [max(times) for times in zip(*found)]
+
+
+def _one_process(name: str, device: str, repeats: int, barrier: Barrier, results: Any) -> None:
+    torch.set_num_threads(1)
+    place = torch.device(device)
+    cases = GPU_CASES if place.type == "cuda" else CPU_CASES
+    step = gan_serial_step(place, place.type == "cpu") if name == DCGAN else serial_step(cases[name], place)
+    _times(step, place, 1)
+    times = []
+    for _ in range(repeats):
+        barrier.wait(_JOIN_S)
+        start = time.perf_counter()
+        for _ in range(10):
+            step()
+        _finish(place)
+        times.append((time.perf_counter() - start) / 10)
+    results.put(times)
+
+
+def _claims(rows: Sequence[Row], device: torch.device) -> list[Claim]:
+    best: dict[str, float] = {}
+    for row in rows:
+        if str(row["mode"]).startswith("fused") and "speedup" in row:
+            name = str(row["model"])
+            best[name] = max(best.get(name, -math.inf), float(row["speedup"] or 0.0))
+    goals = _GPU_GOALS if device.type == "cuda" else _CPU_GOALS
+    claims = []
+    for name in dict.fromkeys(str(row["model"]) for row in rows):
+        goal = goals.get(name, 1.0)
+        found = best.get(name)
+        words = f"{name}: fused trials over the same trials one after another"
+        claims.append(Claim(words, found, f">= {goal:g}x", found is not None and found >= goal))
+    return claims
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it."""
+    import matplotlib  # loaded only where a picture is asked for
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(row["model"] for row in bench.rows))
+    figure, axes = plt.subplots(1, len(models), figsize=(3.2 * len(models), 3.0), squeeze=False)
+    for axis, model in zip(axes[0], models):
+        own = [row for row in bench.rows if row["model"] == model and "speedup" in row]
+        for mode in dict.fromkeys(row["mode"] for row in own):
+            points = [(row["trials"], row["speedup"]) for row in own if row["mode"] == mode]
+            axis.plot(*zip(*points), marker="o", label=str(mode))
+        axis.set(title=str(model), xlabel="trials", ylabel="speed-up over serial")
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

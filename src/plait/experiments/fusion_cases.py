@@ -1,0 +1,234 @@
+"""The models of the fusion experiment, and a training step of each in every mode.
+
+A step of all modes does the same work: forward, loss, backward and Adam, in bfloat16 on a GPU and in float32
+on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.fusion import FusedOptimizer, fuse
+from plait.workloads.bert import bert_medium
+from plait.workloads.dcgan import discriminator, discriminator_tiny, generator, generator_tiny
+from plait.workloads.mlp import mlp, mlp_tiny
+from plait.workloads.mobilenet import mobilenet_v3_large
+from plait.workloads.pointnet import pointnet_classifier, pointnet_segmenter, pointnet_tiny
+from plait.workloads.resnet import resnet18, resnet18_tiny
+from plait.workloads.transformer import transformer, transformer_tiny
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batch of inputs and targets for one trial, and its loss."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    data: Callable[[], tuple[Tensor, Tensor]]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, -2).float(), target.flatten())
+
+
+def _images(batch: int, channels: int, size: int, classes: int = 10) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: (torch.randn(batch, channels, size, size), torch.randint(0, classes, (batch,)))
+
+
+def _tokens(batch: int, time: int, vocabulary: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    shape = (batch, time)
+    return lambda: (torch.randint(0, vocabulary, shape), torch.randint(0, vocabulary, shape))
+
+
+def _small_cnn() -> nn.Module:
+    """Three convolutions with batch norm, as small as the models people sweep on a CPU."""
+    layers: list[nn.Module] = []
+    for channels, width in ((1, 8), (8, 16), (16, 16)):
+        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10))
+
+
+CPU_CASES = {
+    "mlp": Case("mlp", mlp_tiny, _images(32, 1, 8)),
+    "lenet-300-100": Case("lenet-300-100", mlp, _images(32, 1, 28)),
+    "transformer": Case("transformer", lambda: transformer_tiny(64), _tokens(4, 8, 64)),
+    "cnn": Case("cnn", _small_cnn, _images(8, 1, 8)),
+    "resnet18-tiny": Case("resnet18-tiny", resnet18_tiny, _images(8, 1, 8)),
+    "pointnet-tiny": Case(
+        "pointnet-tiny", pointnet_tiny, lambda: (torch.randn(4, 3, 32), torch.randint(0, 10, (4,)))
+    ),
+}
+
+GPU_CASES = {
+    "pointnet-cls": Case(
+        "pointnet-cls",
+        lambda: pointnet_classifier(40),
+        lambda: (torch.randn(32, 3, 2500), torch.randint(0, 40, (32,))),
+    ),
+    "pointnet-seg": Case(
+        "pointnet-seg",
+        lambda: pointnet_segmenter(50),
+        lambda: (torch.randn(32, 3, 2500), torch.randint(0, 50, (32, 2500))),
+    ),
+    "resnet18": Case("resnet18", lambda: resnet18(10), _images(128, 3, 32)),
+    "mobilenet-v3-large": Case("mobilenet-v3-large", lambda: mobilenet_v3_large(10), _images(128, 3, 32)),
+    "transformer": Case(
+        "transformer",
+        lambda: transformer(10_000, 256, 6, 8, 512, dropout=0.0),
+        _tokens(16, 64, 10_000),
+    ),
+    "bert-medium": Case("bert-medium", lambda: bert_medium(dropout=0.0), _tokens(8, 128, 30_522)),
+}
+
+
+def precision(device: torch.device) -> AbstractContextManager[None]:
+    """bfloat16 by autocast on a GPU, nothing on a CPU."""
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def serial_step(case: Case, device: torch.device, channels_last: bool = False) -> Step:
+    """One step of one trial, as a plain loop has it."""
+    model = case.make().to(device)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    # Torch's one-kernel Adam is the fastest plain one on a GPU; on a CPU its default is what people run.
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=device.type == "cuda")
+    x, y = (part.to(device) for part in case.data())
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with precision(device):
+            loss = case.loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def stacked_data(case: Case, device: torch.device, width: int) -> list[Tensor]:
+    return [torch.stack(parts).to(device) for parts in zip(*(case.data() for _ in range(width)))]
+
+
+def fused_step(case: Case, device: torch.device, width: int) -> tuple[Callable[..., Any], list[Tensor], Step]:
+    """A step of the fused array as a function of its inputs, such inputs, and what clears its gradients."""
+    fused = fuse([case.make().to(device) for _ in range(width)])
+    if device.type == "cuda":
+        fused.channels_last()
+    optimizer = FusedOptimizer(fused, "adam", lr=[1e-3 * (1 + number) for number in range(width)])
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with precision(device):
+            losses: Tensor = fused.map(case.loss, fused(x), y)
+        losses.sum().backward()
+        optimizer.step()
+        return losses.detach()
+
+    return step, stacked_data(case, device, width), optimizer.zero_grad
+
+
+def vmap_step(case: Case, device: torch.device, width: int) -> Step:
+    """The same trials by torch.func.vmap over stacked weights."""
+    models = [case.make().to(device) for _ in range(width)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    template = models[0]
+    optimizer = torch.optim.Adam(list(parameters.values()), lr=1e-3, fused=device.type == "cuda")
+    x, y = stacked_data(case, device, width)
+
+    def one(own: Any, own_buffers: Any, inputs: Tensor, target: Tensor) -> Tensor:
+        return case.loss(torch.func.functional_call(template, (own, own_buffers), (inputs,)), target)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with precision(device):
+            losses = torch.func.vmap(one, randomness="different")(parameters, buffers, x, y)
+        losses.sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def gan_parts(tiny: bool) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...], int]:
+    """Makers of generator and discriminator, the shape of images, and how much noise they begin with."""
+    if tiny:
+        return generator_tiny, discriminator_tiny, (8, 1, 16, 16), 8
+    return generator, discriminator, (64, 3, 64, 64), 100
+
+
+def gan_loss(scores: Tensor, target: float) -> Tensor:
+    wanted = torch.full_like(scores, target, dtype=torch.float32)
+    return F.binary_cross_entropy_with_logits(scores.float(), wanted)
+
+
+def gan_serial_step(device: torch.device, tiny: bool = False) -> Step:
+    """One step of one DCGAN: the discriminator on real and made images, then the generator."""
+    make_generator, make_discriminator, shape, noise = gan_parts(tiny)
+    maker, judge = make_generator().to(device), make_discriminator().to(device)
+    optimizers = [
+        torch.optim.Adam(m.parameters(), lr=2e-4, betas=(0.5, 0.999), fused=device.type == "cuda")
+        for m in (maker, judge)
+    ]
+    real, z = torch.randn(shape, device=device), torch.randn(shape[0], noise, 1, 1, device=device)
+
+    def step() -> None:
+        optimizers[1].zero_grad()
+        with precision(device):
+            made = maker(z)
+            loss = gan_loss(judge(real), 1.0) + gan_loss(judge(made.detach()), 0.0)
+        loss.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        with precision(device):
+            loss = gan_loss(judge(made), 1.0)
+        loss.backward()
+        optimizers[0].step()
+
+    return step
+
+
+def gan_fused_step(
+    device: torch.device, width: int, tiny: bool = False
+) -> tuple[Callable[..., Any], list[Tensor], Step]:
+    """The same step for a fused array of generators and one of discriminators."""
+    make_generator, make_discriminator, shape, noise = gan_parts(tiny)
+    makers = fuse([make_generator().to(device) for _ in range(width)])
+    judges = fuse([make_discriminator().to(device) for _ in range(width)])
+    if device.type == "cuda":
+        makers.channels_last()
+        judges.channels_last()
+    maker_optimizer, judge_optimizer = (
+        FusedOptimizer(fused, "adam", lr=2e-4, betas=(0.5, 0.999)) for fused in (makers, judges)
+    )
+
+    def step(real: Tensor, z: Tensor) -> Tensor:
+        judge_optimizer.zero_grad()
+        with precision(device):
+            made = makers(z)
+            losses: Tensor = judges.map(gan_loss, judges(real), 1.0)
+            losses = losses + judges.map(gan_loss, judges(made.detach()), 0.0)
+        losses.sum().backward()
+        judge_optimizer.step()
+        maker_optimizer.zero_grad()
+        with precision(device):
+            judges.map(gan_loss, judges(made), 1.0).sum().backward()
+        maker_optimizer.step()
+        return losses.detach()
+
+    def clear() -> None:
+        maker_optimizer.zero_grad()
+        judge_optimizer.zero_grad()
+
+    inputs = [
+        torch.randn(width, *shape, device=device),
+        torch.randn(width, shape[0], noise, 1, 1, device=device),
+    ]
+    return step, inputs, clear
