@@ -56,9 +56,9 @@ def address_of(nic: str | None, host: str, alone: bool) -> str:
     interfaces = psutil.net_if_addrs()
     if nic not in interfaces:
         raise InputError(f"--nic: {host} has no interface {nic!r}{did_you_mean(nic, interfaces)}")
-    for address in interfaces[nic]:
-        if address.family == socket.AF_INET:
-            return str(address.address)
+    for entry in interfaces[nic]:
+        if entry.family == socket.AF_INET:
+            return str(entry.address)
     raise InputError(f"--nic: interface {nic!r} of {host} has no IPv4 address")
 
 
