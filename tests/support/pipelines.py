@@ -186,6 +186,17 @@ class CaseWork:
         return [n for n in numbers if n < self.first + self.total]
 
 
+@dataclass(frozen=True)
+class AllOf:
+    """A stretch that does not shrink."""
+
+    arrangement: Arrangement
+    total: int
+
+    def admits(self, pipeline: int, microbatch: int) -> bool:
+        return microbatch < self.arrangement.local(self.total, pipeline)
+
+
 def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
     """This rank's stages after the case's steps, by name, and its losses."""
     model = build(case)
@@ -208,7 +219,7 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
             pipeline.run(one_batch(arrangement, rank, local), work)
     else:
         total = case.steps * case.microbatches
-        pipeline.run(stream(arrangement, rank, lambda: total), CaseWork(case, arrangement, rank, 0, total))
+        pipeline.run(stream(arrangement, rank, AllOf(arrangement, total)), CaseWork(case, arrangement, rank, 0, total))
     channels.close()
     weights = {
         name: value.detach().numpy()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
@@ -107,12 +108,21 @@ def microbatches_per_update(arrangement: Arrangement, stage: int) -> int:
     return math.ceil(least / common) * common
 
 
-def stream(arrangement: Arrangement, worker: int, limit: Callable[[], int]) -> Iterator[Op]:
-    """A worker's operations under an asynchronous schedule, made as they are needed.
+class Stretch(Protocol):
+    """The microbatches that an asynchronous pipeline takes before it drains.
 
-    `limit` says how many microbatches there are over all pipelines; it may shrink, to no less than what
-    was begun, while the stream runs.
+    `total` counts them over all pipelines. It may shrink while they run, to no less than what was begun.
     """
+
+    @property
+    def total(self) -> int: ...
+
+    def admits(self, pipeline: int, microbatch: int) -> bool:
+        """Whether a microbatch of a pipeline, whose own forwards up to it are done, is still among them."""
+
+
+def stream(arrangement: Arrangement, worker: int, stretch: Stretch) -> Iterator[Op]:
+    """A worker's operations under an asynchronous schedule, made as they are needed."""
     pipeline = arrangement.pipeline_of(worker)
     layout = arrangement.layouts[pipeline]
     (stage,) = arrangement.stages_of(worker)
@@ -122,11 +132,11 @@ def stream(arrangement: Arrangement, worker: int, limit: Callable[[], int]) -> I
     versions: dict[int, int] = {}
     updates = backwards = 0
     for step in itertools.count():
-        if replica + step * replicas < arrangement.local(limit(), pipeline):
+        if stretch.admits(pipeline, replica + step * replicas):
             versions[step] = _version(arrangement, stage, replica + step * replicas, every, updates)
             yield Forward(stage, replica + step * replicas, versions[step])
         if step >= depth - 1:
-            own = len(range(replica, arrangement.local(limit(), pipeline), replicas))
+            own = len(range(replica, arrangement.local(stretch.total, pipeline), replicas))
             if backwards >= own:
                 break
             yield Backward(stage, replica + backwards * replicas, versions.pop(backwards))
@@ -135,7 +145,7 @@ def stream(arrangement: Arrangement, worker: int, limit: Callable[[], int]) -> I
                 updates += 1
                 yield Update(stage, updates)
     # Replicas and pipelines with fewer microbatches take part in the last updates all the same.
-    rounds = math.ceil(arrangement.local(limit(), 0) / replicas)
+    rounds = math.ceil(arrangement.local(stretch.total, 0) / replicas)
     while updates * every < rounds:
         updates += 1
         yield Update(stage, updates)

@@ -56,6 +56,11 @@ def evaluate_parts(parts: Parts, settings: TrainSettings, rank: int, world_size:
         for batch in batches:
             if batch.count:
                 sums += _measure(parts, batch)
+    return mean_of_all(parts, sums, world_size)
+
+
+def mean_of_all(parts: Parts, sums: Tensor, world_size: int) -> dict[str, float]:
+    """Mean loss and metric from every worker's sums; see `sums_of`."""
     if world_size > 1:
         carried = sums.to(parts.device)
         dist.all_reduce(carried)
@@ -82,9 +87,15 @@ def _measure(parts: Parts, batch: Batch) -> Tensor:
     inputs, target = to_device(batch.content, parts.device, parts.dtype)
     with parts.autocast():
         output = forward(parts.model, inputs)
+    return sums_of(parts, output, target, batch.count)
+
+
+def sums_of(parts: Parts, output: Any, target: Any, count: int) -> Tensor:
+    """Loss times samples, samples, what the metric found good, and out of how many."""
+    with parts.autocast():
         mean = parts.loss(output, target)
     good, total = parts.metric[1](output, target) if parts.metric is not None else (0.0, 1)
-    numbers = [float(mean) * batch.count, float(batch.count), float(good), float(total)]
+    numbers = [float(mean) * count, float(count), float(good), float(total)]
     return torch.tensor(numbers, dtype=torch.float64)
 
 

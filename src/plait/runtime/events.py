@@ -73,3 +73,20 @@ class RunEnded(Event):
     reason: str
     seconds: float
     samples_per_s: float
+
+
+@dataclass(frozen=True)
+class Operations(Event):
+    """What a worker of a pipeline did up to `step`, one place in each list for each operation.
+
+    `letters` has one for each: F forward, B backward, I and W the halves of a split backward, U update
+    (whose `microbatches` holds the version it wrote). Times are seconds since the epoch, after the input
+    had arrived and before the output was taken.
+    """
+
+    step: int
+    letters: str
+    stages: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
@@ -19,6 +20,8 @@ from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Fo
 from plait.profiler.traced import TracedModel
 from plait.runtime.agreement import Agreement, find_holders
 from plait.runtime.arrangement import Arrangement
+from plait.runtime.checkpoint import optimizer_state
+from plait.runtime.events import Operations
 from plait.runtime.stage_runner import Autocast, Flight, StageRunner
 from plait.stages.cut import check_stages, cut
 from plait.stages.routes import Route, find_routes
@@ -105,6 +108,11 @@ class Pipeline:
         self.parameters = _first_named(stages)
         self.optimizer = parts.optimizer([p for p in self.parameters.values() if p.requires_grad])
         self._agreement = Agreement(rank, self.parameters, find_holders(traced, arrangement))
+        self._replicas = {
+            stage: dist.new_group(list(arrangement.holders(stage)))
+            for stage in range(len(arrangement.stages))
+            if len(arrangement.holders(stage)) > 1
+        }
         hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, arrangement.stages))]
         output = replace(traced, model=nn.Module(), constants={})
         asynchronous = not arrangement.schedule.synchronous
@@ -143,6 +151,37 @@ class Pipeline:
             assert not held.flights, f"microbatches {sorted(held.flights)} never came back"
             if held.runner.versions is not None:
                 held.runner.versions.restart()
+
+    def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with the state that another optimizer has for the same parameters."""
+        for parameter in self.parameters.values():
+            if parameter in optimizer.state:
+                self.optimizer.state[parameter] = optimizer.state[parameter]
+
+    def average_buffers(self) -> None:
+        """Give all replicas of each stage the mean of their running statistics; all workers call it."""
+        for stage, group in self._replicas.items():
+            if stage in self.modules:
+                for buffer in self.modules[stage].buffers():
+                    if buffer.is_floating_point():
+                        dist.all_reduce(buffer, group=group)
+                        buffer /= len(self.arrangement.holders(stage))
+
+    def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """On rank 0 the whole model's and optimizer's state by name; all workers call it together."""
+        model: dict[str, Tensor] = {}
+        for stage, module in self.modules.items():
+            if self.arrangement.holders(stage)[0] == self.rank:
+                model |= {name: value.detach().cpu() for name, value in module.state_dict().items()}
+        names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
+        found = optimizer_state(self.optimizer, names)
+        own = (model, {path: value.cpu() for path, value in found.items()})
+        gathered: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
+        dist.gather_object(own, gathered)
+        for part, state in gathered or ():
+            own[0].update(part)
+            own[1].update(state)
+        return own
 
     def _carry_out(self, op: Op, work: Work) -> None:
         match op:
@@ -354,3 +393,25 @@ def _first_named(stages: Mapping[int, Any]) -> dict[str, Parameter]:
         for name, parameter in stage.module.named_parameters(remove_duplicate=False):
             found.setdefault(stage.first_names[name], parameter)
     return dict(sorted(found.items()))
+
+
+_LETTERS: dict[type[Op], str] = {
+    Forward: "F",
+    Backward: "B",
+    BackwardInput: "I",
+    BackwardWeight: "W",
+    Update: "U",
+}
+
+
+def operations_event(step: int, spans: Sequence[Span]) -> Operations:
+    """What a worker did up to `step`, as an event."""
+    ops = [span.op for span in spans]
+    return Operations(
+        step,
+        "".join(_LETTERS[type(op)] for op in ops),
+        tuple(op.stage for op in ops),
+        tuple(op.version if isinstance(op, Update) else op.microbatch for op in ops),
+        tuple(round(span.start, 6) for span in spans),
+        tuple(round(span.end, 6) for span in spans),
+    )

@@ -151,6 +151,10 @@ class Recorder:
             "device": str(self._parts.device),
         }
 
+    def note(self, event: Event) -> None:
+        """Write an event of another kind down."""
+        self._record(event)
+
     def _record(self, event: Event) -> None:
         if self._log is not None:
             self._log.record(event)

@@ -74,8 +74,22 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
+class PipelineSettings:
+    """A plan to run, as its file holds it, and what a run may choose besides.
+
+    `depths` overrides how many microbatches a stage keeps in flight; `recompute` names stages that run
+    forward again instead of keeping activations, beside those that the plan asks for.
+    """
+
+    plan: Mapping[str, Any]
+    vertical_sync: bool = False
+    depths: Mapping[int, int] = field(default_factory=dict)
+    recompute: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class TrainSettings:
-    """One training run."""
+    """One training run; without `pipeline` every worker holds the whole model."""
 
     name: str
     model: ModelSettings
@@ -95,3 +109,4 @@ class TrainSettings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     tensorboard: bool = False
     log_every_steps: int | None = None
+    pipeline: PipelineSettings | None = None

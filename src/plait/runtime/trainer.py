@@ -39,8 +39,15 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         self.early_best: float | None = None
         self.evaluations_without_gain = 0
-        self.engine = DataParallel(worker, settings, parts)
+        self.engine = self._make_engine()
         self.recorder = Recorder(worker, settings, parts, folder)
+
+    def _make_engine(self) -> DataParallel | None:
+        return DataParallel(self.worker, self.settings, self.parts)
+
+    def _average_buffers(self) -> None:
+        assert self.engine is not None
+        self.engine.average_buffers()
 
     def run(self, resume: bool) -> dict[str, Any]:
         """Train to the end or until asked to stop; what the run came to. All ranks call it together."""
@@ -63,6 +70,7 @@ class Trainer:
 
     def train(self) -> str:
         """Take steps until the last one, a request to stop, or the end of patience; which of them it was."""
+        assert self.engine is not None
         if self._out_of_patience():
             return "early-stop"
         for batch in itertools.islice(self._batches(), max(self.steps - self.step, 0)):
@@ -113,12 +121,16 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         if self.parts.test_set is None:
             return {}
-        self.engine.average_buffers()
+        self._average_buffers()
         started = time.perf_counter()
-        metrics = evaluate_parts(self.parts, self.settings, self.worker.rank, self.worker.world_size)
+        metrics = self._measure()
         seconds = time.perf_counter() - started
         self.recorder.evaluated(self.step, metrics, len(self.parts.test_set), seconds)
         return metrics
+
+    def _measure(self) -> dict[str, float]:
+        """Mean loss and metric over the test split, the same on all ranks."""
+        return evaluate_parts(self.parts, self.settings, self.worker.rank, self.worker.world_size)
 
     def _judge(self, metrics: dict[str, float]) -> None:
         """Count evaluations that brought no gain."""
@@ -146,7 +158,7 @@ class Trainer:
         is_best = self._is_best(metrics)
         if is_best:
             self.best = {"step": self.step, **metrics}
-        self.engine.average_buffers()
+        self._average_buffers()
         if self.worker.rank != 0:
             return
         started = time.perf_counter()

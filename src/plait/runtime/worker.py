@@ -12,7 +12,9 @@ from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.logs import show_logs
 from plait.runtime import build
+from plait.runtime.build import Parts
 from plait.runtime.folder import RunFolder
+from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.runtime.settings import TrainSettings
 from plait.runtime.trainer import Trainer
 
@@ -29,14 +31,22 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     device = build.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if worker.world_size > 1:
+    if worker.world_size > 1 or settings.pipeline is not None:
         worker.join(_agree_on_backend(worker, build.choose_backend(device)))
-    parts = build.build(settings, device)
-    trainer = Trainer(worker, settings, parts, RunFolder(Path(order["folder"])))
+    trainer = make_trainer(worker, settings, build.build(settings, device), RunFolder(Path(order["folder"])))
     result = trainer.run(resume=order["resume"])
-    if worker.world_size > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
     return result
+
+
+def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder) -> Trainer:
+    """The trainer that the settings ask for; all workers make one together."""
+    if settings.pipeline is None:
+        return Trainer(worker, settings, parts, folder)
+    hosts: list[Any] = [None] * worker.world_size
+    dist.all_gather_object(hosts, worker.host)
+    return PipelineTrainer(worker, settings, parts, folder, hosts, worker.timeout_s)
 
 
 def _agree_on_backend(worker: Worker, wanted: str) -> str:

@@ -1,0 +1,88 @@
+"""What the workers of a pipeline tell each other beside the work: each step's loss, and the wish to stop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.cluster.worker import Worker
+from plait.planner.operations import Backward, Op
+from plait.runtime.stretch import Microbatch, StretchWork
+
+
+class Notes:
+    """Sums over all workers, one for each step, that nobody waits for while the pipeline is full.
+
+    A step's sum is read when all workers have long given theirs: `slack` microbatches after its last one,
+    which is more than they can be apart. All read the same, so all stop before the same step.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        microbatches: Sequence[Microbatch],
+        slack: int,
+        on_loss: Callable[[int, float], None],
+    ) -> None:
+        self._worker = worker
+        self._slack = slack
+        self._on_loss = on_loss
+        self._steps = Counter(m.step for m in microbatches)
+        self._ends = _ends(microbatches)
+        self._next_to_give = self._next_to_read = microbatches[0].step
+        self._given: dict[int, tuple[Tensor, dist.Work | None]] = {}
+        self._stop = False
+
+    def give(self, step: int, loss: float) -> None:
+        """Add this worker's part of a step's loss; called for each step in turn."""
+        assert step == self._next_to_give
+        self._next_to_give += 1
+        values = torch.tensor([loss, float(self._worker.stop_requested())], dtype=torch.float64)
+        shared = self._worker.world_size > 1
+        self._given[step] = (values, dist.all_reduce(values, async_op=True) if shared else None)
+
+    def stop_before(self, step: int) -> bool:
+        """Whether someone had wished to stop when the steps that can be known were done."""
+        begin = self._ends[step] - self._steps[step]
+        while self._next_to_read < step and self._ends[self._next_to_read] + self._slack <= begin:
+            self._read()
+        return self._stop
+
+    def finish(self, end: int) -> None:
+        """Read the sums of all steps before `end`; the pipeline has drained."""
+        while self._next_to_read < end:
+            self._read()
+
+    def _read(self) -> None:
+        values, work = self._given.pop(self._next_to_read)
+        if work is not None:
+            work.wait()
+        loss, wishes = values.tolist()
+        self._stop = self._stop or wishes > 0
+        self._on_loss(self._next_to_read, loss)
+        self._next_to_read += 1
+
+    def watch(self, ops: Iterator[Op], work: StretchWork, losses: Mapping[int, Tensor]) -> Iterator[Op]:
+        """`ops` as they are; each step's loss is given once this worker's part of the step is done."""
+        sums: dict[int, float] = {}
+        for op in ops:
+            yield op
+            if isinstance(op, Backward):
+                own = work.microbatch(op.microbatch)
+                for step in range(self._next_to_give, own.step):
+                    self.give(step, sums.pop(step, 0.0))
+                if op.microbatch in losses:
+                    share = len(own.samples) / work.samples_of(own.step)
+                    loss = float(losses[op.microbatch]) / work.weight(op.microbatch)
+                    sums[own.step] = sums.get(own.step, 0.0) + loss * share
+        for step in range(self._next_to_give, work.end):
+            self.give(step, sums.pop(step, 0.0))
+
+
+def _ends(microbatches: Sequence[Microbatch]) -> dict[int, int]:
+    """The number of microbatches up to the end of each step."""
+    return {m.step: i + 1 for i, m in enumerate(microbatches)}

@@ -1,0 +1,303 @@
+"""The trainer of pipelined runs: steps in stretches between evaluations and checkpoints.
+
+Under a synchronous schedule a step is one batch and one update, as in data-parallel runs. Under an
+asynchronous one a step is as many microbatches, updates come as the schedule says, and the pipeline drains
+only where a stretch ends. Checkpoints hold the whole model by name, so a run may go on under any plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.cluster.channels import connect
+from plait.cluster.worker import Worker
+from plait.core.codec import decode
+from plait.core.errors import JobError
+from plait.core.events import EventLog
+from plait.planner.plan import Plan
+from plait.profiler.trace import trace
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime import loading
+from plait.runtime import pipeline as pipelines
+from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
+from plait.runtime.build import Parts
+from plait.runtime.evaluate import in_order, mean_of_all, sums_of
+from plait.runtime.folder import RunFolder
+from plait.runtime.notes import Notes
+from plait.runtime.optim import build_optimizer
+from plait.runtime.sampling import GlobalBatch, Position, batches
+from plait.runtime.settings import PipelineSettings, TrainSettings
+from plait.runtime.stretch import Microbatch, StretchWork, cut_step, loaded_by
+from plait.runtime.trainer import Trainer
+
+
+def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
+    """The arrangement that a job's plan asks for; refuses what a pipeline cannot do."""
+    assert settings.pipeline is not None
+    plan = decode(Plan, settings.pipeline.plan, "plan")
+    if plan.devices_used != workers:
+        raise JobError(
+            f"parallel.plan: the plan is for {plan.devices_used} devices, but the job has {workers} workers; "
+            f"use -np {plan.devices_used}, or plan for {workers}"
+        )
+    if settings.precision == "fp16":
+        raise JobError("precision: found 'fp16', which pipelines cannot scale; use bf16 or float32")
+    if settings.clip_norm is not None and not plan.schedule.synchronous:
+        raise JobError(
+            f"clip_norm: needs the whole model's gradient at once, which {plan.schedule.value} never "
+            f"has; use schedule flush, gpipe or zero-bubble"
+        )
+    if settings.accumulate > 1:
+        raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
+    return _with_choices(arrange(plan), settings.pipeline)
+
+
+def _with_choices(arrangement: Arrangement, choices: PipelineSettings) -> Arrangement:
+    return replace(
+        arrangement,
+        depths=choices.depths,
+        vertical_sync=choices.vertical_sync,
+        recompute=arrangement.recompute | frozenset(choices.recompute),
+    )
+
+
+class PipelineTrainer(Trainer):
+    """Trains `parts` as a pipeline on this worker and its peers; `hosts` names the host of each rank."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        parts: Parts,
+        folder: RunFolder,
+        hosts: Sequence[str],
+        timeout_s: float,
+    ) -> None:
+        super().__init__(worker, settings, parts, folder)
+        self._arrangement = check_pipeline(settings, worker.world_size)
+        self._hosts = hosts
+        self._timeout_s = timeout_s
+        self._gathered: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._events = EventLog(folder.events(worker.rank), worker.rank) if worker.rank else None
+
+    def _make_engine(self) -> None:
+        return None
+
+    def begin(self, steps: int) -> None:
+        """Get ready to go on: cut the model, with the state it has now, into its stages."""
+        super().begin(steps)
+        parts, arrangement = self.parts, self._arrangement
+        few = [(0, i) for i in range(min(4, len(parts.train_set)))]
+        content = loading.SeededSamples(parts.train_set, self.settings.seed).__getitems__(few)
+        inputs, _ = loading.to_device(content, parts.device, parts.dtype)
+        with parts.autocast():
+            traced = trace(parts.model, inputs if isinstance(inputs, (tuple, dict)) else (inputs,))
+        window = 2 * arrangement.most_in_flight() + 2
+        self._channels = connect(
+            self.worker.rank, self._hosts, arrangement.workers, deadline_s=self._timeout_s, window=window
+        )
+        self._pipeline = pipelines.Pipeline(
+            self.worker.rank,
+            arrangement,
+            traced,
+            self._channels,
+            pipelines.Parts(
+                parts.loss,
+                lambda parameters: build_optimizer(self.settings.optimizer, parameters),
+                parts.device,
+                parts.autocast,
+                self.settings.clip_norm,
+            ),
+        )
+        self._pipeline.take_optimizer_state(parts.optimizer)
+        self._tied = _further_names(parts.model)
+        held = {name for layer in traced.layers for name in (*layer.parameters, *layer.buffers)}
+        _let_go(parts, self._pipeline, held)
+
+    def train(self) -> str:
+        """Take stretches of steps until the last step, a request to stop, or the end of patience."""
+        reason = "early-stop" if self._out_of_patience() else "finished"
+        while reason == "finished" and self.step < self.steps:
+            stopped = self._take_stretch(min(self.steps, self._next_drain()))
+            if self.step == self.steps:
+                break
+            self._evaluate_or_save()
+            if self._out_of_patience():
+                reason = "early-stop"
+            elif stopped:
+                reason = "stopped"
+        return reason
+
+    def _next_drain(self) -> int:
+        """The next step after which the pipeline has to be empty."""
+        periods = [self.settings.checkpoint.every_steps, self.settings.evaluate.every_steps]
+        return min(self.step + each - self.step % each for each in periods if each)
+
+    def _take_stretch(self, end: int) -> bool:
+        """Take steps up to `end`; whether someone wanted to stop before it."""
+        data = self.settings.data
+        order = batches(
+            self.position,
+            len(self.parts.train_set),
+            data.batch_size,
+            seed=self.settings.seed,
+            shuffle=data.shuffle,
+            keep_last=data.last_batch == "keep",
+        )
+        steps = list(itertools.islice(order, end - self.step))
+        pieces = [cut_step(self.step + i, b, self._arrangement.microbatches) for i, b in enumerate(steps)]
+        together = [m for piece in pieces for m in piece]
+        slack = 2 * self._arrangement.most_in_flight() * self._arrangement.pipelines
+        if self._arrangement.schedule.synchronous:
+            notes = Notes(self.worker, together, 0, self._recorder_of(steps))
+            done = self._take_batches(pieces, notes)
+        else:
+            notes = Notes(self.worker, together, slack, self._recorder_of(steps))
+            done = self._take_stream(together, notes)
+        notes.finish(self.step + done)
+        self.step += done
+        self.position = steps[done - 1].after if done else self.position
+        self._record_operations()
+        return done < len(steps)
+
+    def _take_batches(self, pieces: list[list[Microbatch]], notes: Notes) -> int:
+        """One batch after the other, each with its update; how many were taken."""
+        rank, arrangement = self.worker.rank, self._arrangement
+        contents = self._fetch([m for piece in pieces for m in loaded_by(arrangement, rank, piece)])
+        for done, piece in enumerate(pieces):
+            if done and notes.stop_before(self.step + done):
+                return done
+            work = self._work(piece, lambda _: contents, lambda _: False)
+            local = arrangement.local(len(piece), arrangement.pipeline_of(rank))
+            self._pipeline.run(one_batch(arrangement, rank, local), work)
+            notes.give(self.step + done, sum(float(loss) for loss in self._pipeline.losses.values()))
+            self._pipeline.losses.clear()
+        return len(pieces)
+
+    def _take_stream(self, microbatches: list[Microbatch], notes: Notes) -> int:
+        """All steps without draining in between; how many were taken."""
+        work = self._work(microbatches, self._fetch, notes.stop_before)
+        ops = stream(self._arrangement, self.worker.rank, work)
+        self._pipeline.run(notes.watch(ops, work, self._pipeline.losses), work)
+        self._pipeline.losses.clear()
+        return work.end - self.step
+
+    def _work(self, microbatches: list[Microbatch], fetch: Any, stop_before: Any) -> StretchWork:
+        return StretchWork(
+            self._arrangement,
+            self.worker.rank,
+            microbatches,
+            seed=self.settings.seed,
+            fetch=fetch,
+            set_lr=self._set_lr,
+            stop_before=stop_before,
+        )
+
+    def _fetch(self, microbatches: list[Microbatch]) -> Iterator[Any]:
+        """The contents of microbatches of the training split, on this worker's device."""
+        return self._load(self.parts.train_set, microbatches)
+
+    def _load(self, dataset: Any, microbatches: list[Microbatch]) -> Iterator[Any]:
+        parts, data = self.parts, self.settings.data
+        found = loading.load(
+            dataset,
+            (GlobalBatch(m.epoch, tuple(m.samples), Position()) for m in microbatches),
+            seed=self.settings.seed,
+            rank=0,
+            world_size=1,
+            loaders=data.loaders if microbatches else 0,
+            pin=parts.device.type == "cuda",
+        )
+        return (loading.to_device(batch.content, parts.device, parts.dtype) for batch in found)
+
+    def _set_lr(self, step: int) -> None:
+        factor = self._lr_factor(step)
+        for group, base in zip(self._pipeline.optimizer.param_groups, self.parts.base_lrs):
+            group["lr"] = base * factor
+
+    def _recorder_of(self, steps: list[GlobalBatch]) -> Callable[[int, float], None]:
+        """Writes each step of a stretch down as its loss becomes known."""
+        first = self.step
+
+        def record(step: int, loss: float) -> None:
+            batch = steps[step - first]
+            lr, count = self.parts.base_lrs[0] * self._lr_factor(step), len(batch.samples)
+            self.recorder.step(step + 1, batch.epoch, torch.tensor(loss, dtype=torch.float64), lr, count)
+
+        return record
+
+    def _average_buffers(self) -> None:
+        self._pipeline.average_buffers()
+
+    def _measure(self) -> dict[str, float]:
+        """Mean loss and metric over the test split, sent through the pipeline."""
+        settings, arrangement = self.settings, self._arrangement
+        size = settings.evaluate.batch_size or settings.data.batch_size
+        each = max(1, size // arrangement.microbatches)
+        pieces = [
+            Microbatch(0, i, 0, batch.samples)
+            for i, batch in enumerate(in_order(len(self.parts.test_set), each))
+        ]
+        work = self._work(pieces, lambda mine: self._load(self.parts.test_set, mine), lambda _: False)
+        sums = torch.zeros(4, dtype=torch.float64)
+
+        def measure(output: Any, target: Any, microbatch: int) -> None:
+            count = len(work.microbatch(microbatch).samples)
+            sums.add_(sums_of(self.parts, output, target, count))
+
+        local = arrangement.local(len(pieces), arrangement.pipeline_of(self.worker.rank))
+        self._pipeline.evaluate(local, work, measure)
+        return mean_of_all(self.parts, sums, self.worker.world_size)
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        self._average_buffers()
+        self._gathered = self._pipeline.gather_state()
+        super()._save(metrics)
+        self._gathered = ({}, {})
+
+    def _state(self) -> checkpoints.Checkpoint:
+        """What all workers hold together, where they have just brought it here; else the start's."""
+        state = super()._state()
+        model, optimizer = self._gathered
+        if not model:
+            return state
+        whole = {**state.model, **model}
+        whole |= {name: whole[first] for name, first in self._tied.items()}
+        return replace(state, model=whole, optimizer=optimizer)
+
+    def _record_operations(self) -> None:
+        """Write down when each operation of the stretch began and ended."""
+        event = pipelines.operations_event(self.step, self._pipeline.spans)
+        self._pipeline.spans.clear()
+        if self._events is None:
+            self.recorder.note(event)
+        else:
+            self._events.record(event)
+            self._events.flush()
+
+
+def _further_names(model: torch.nn.Module) -> dict[str, str]:
+    """The further names of tied parameters, with the first."""
+    first: dict[int, str] = {}
+    further: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            further[name] = first[id(parameter)]
+        first.setdefault(id(parameter), name)
+    return further
+
+
+def _let_go(parts: Parts, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
+    """Free the memory of what only other workers hold; their names stay."""
+    kept = {id(t) for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
+    named = [*parts.model.named_parameters(), *parts.model.named_buffers()]
+    for name, tensor in named:
+        if id(tensor) not in kept and name in everywhere:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    parts.optimizer.state.clear()

@@ -1,0 +1,140 @@
+"""A stretch of steps: which samples each microbatch holds, what it weighs, and when the stretch ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.planner.depth import Schedule
+from plait.planner.operations import Update
+from plait.runtime.arrangement import Arrangement, microbatches_per_update
+from plait.runtime.sampling import GlobalBatch, mix, share
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Its samples, and the step (counted over the whole run) and the place in it that it has."""
+
+    step: int
+    place: int
+    epoch: int
+    samples: Sequence[int]
+
+
+def cut_step(step: int, batch: GlobalBatch, pieces: int) -> list[Microbatch]:
+    """A step's batch in at most `pieces` microbatches, whose sizes differ by one at most."""
+    pieces = min(pieces, len(batch.samples))
+    return [Microbatch(step, i, batch.epoch, share(batch.samples, i, pieces)) for i in range(pieces)]
+
+
+def loaded_by(arrangement: Arrangement, rank: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    """Those that enter the pipeline through this worker, in order; none but in the first stage."""
+    pipeline = arrangement.pipeline_of(rank)
+    layout = arrangement.layouts[pipeline]
+    own = enumerate(microbatches[pipeline :: arrangement.pipelines])
+    return [microbatch for i, microbatch in own if layout.worker(0, i) == rank]
+
+
+class StretchWork:
+    """The microbatches of some steps, taken without draining, as the pipeline of `rank` sees them.
+
+    `fetch` gives the contents of this worker's microbatches, in order; only the first stage asks.
+    `set_lr` is told the step that an update belongs to. `stop_before` is asked before a step begins whether
+    the stretch is to end there; all workers must answer alike.
+    """
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        rank: int,
+        microbatches: Sequence[Microbatch],
+        *,
+        seed: int,
+        fetch: Callable[[list[Microbatch]], Iterator[Any]],
+        set_lr: Callable[[int], None],
+        stop_before: Callable[[int], bool],
+    ) -> None:
+        self._arrangement = arrangement
+        self._rank = rank
+        self._pipeline = arrangement.pipeline_of(rank)
+        self._layout = arrangement.layouts[self._pipeline]
+        self._microbatches = microbatches
+        self._seed = seed
+        self._set_lr = set_lr
+        self._stop_before = stop_before
+        self._begun = microbatches[0].step
+        self._samples = Counter[int]()
+        for microbatch in microbatches:
+            self._samples[microbatch.step] += len(microbatch.samples)
+        self.total = len(microbatches)
+        self._contents = fetch(loaded_by(arrangement, rank, microbatches))
+
+    def microbatch(self, index: int, pipeline: int | None = None) -> Microbatch:
+        """Microbatch `index` of a pipeline, by default this worker's own."""
+        first = self._pipeline if pipeline is None else pipeline
+        return self._microbatches[index * self._arrangement.pipelines + first]
+
+    def samples_of(self, step: int) -> int:
+        """How many samples all microbatches of a step hold."""
+        return self._samples[step]
+
+    @property
+    def end(self) -> int:
+        """The step after the last."""
+        return self._microbatches[self.total - 1].step + 1
+
+    def admits(self, pipeline: int, microbatch: int) -> bool:
+        """Whether the stretch still holds this microbatch; a stop ends it before a step begins."""
+        number = microbatch * self._arrangement.pipelines + pipeline
+        last = self._microbatches[min(number, self.total - 1)].step if self.total else self._begun
+        while self._begun < last:
+            self._begun += 1
+            if self._stop_before(self._begun):
+                self.total = sum(m.step < self._begun for m in self._microbatches[: self.total])
+                break
+        return number < self.total
+
+    def content(self, microbatch: int) -> tuple[Any, Any]:
+        inputs, target = next(self._contents)
+        return inputs, target
+
+    def weight(self, microbatch: int) -> float:
+        schedule = self._arrangement.schedule
+        if schedule is Schedule.STASH:
+            return 1.0
+        own = self.microbatch(microbatch)
+        if schedule is Schedule.TWO_BUFFERED:
+            size = microbatches_per_update(self._arrangement, 0)
+            members = self._round(microbatch // size, size, len(self._microbatches))
+            return len(own.samples) / sum(len(m.samples) for m in members)
+        return len(own.samples) / self._samples[own.step]
+
+    def seed(self, microbatch: int, stage: int) -> int:
+        own = self.microbatch(microbatch)
+        return mix(self._seed, own.step, own.place, stage)
+
+    def prepare_update(self, update: Update) -> float:
+        """Set the learning rate of the step it belongs to; the factor on this worker's gradients."""
+        if self._arrangement.schedule.synchronous:
+            self._set_lr(self._microbatches[0].step)
+            return 1.0
+        size = microbatches_per_update(self._arrangement, update.stage)
+        members = self._round(update.version - 1, size, self.total)
+        self._set_lr(members[-1].step)
+        whole = sum(len(m.samples) for m in members)
+        if self._arrangement.schedule is Schedule.TWO_BUFFERED:
+            # Where the stretch ended early, the losses were weighted for a larger round.
+            planned = self._round(update.version - 1, size, len(self._microbatches))
+            return sum(len(m.samples) for m in planned) / whole
+        replica = self._layout.stages[update.stage].index(self._rank)
+        index = (update.version - 1) * size + replica
+        if index * self._arrangement.pipelines + self._pipeline >= self.total:
+            return 1.0
+        return len(self.microbatch(index).samples) / whole
+
+    def _round(self, number: int, size: int, total: int) -> Sequence[Microbatch]:
+        """Those of the first `total` microbatches that all pipelines take between two updates."""
+        together = size * self._arrangement.pipelines
+        return self._microbatches[number * together : min((number + 1) * together, total)]

@@ -1,0 +1,132 @@
+"""Pipelined runs: the trainer's steps, checkpoints, evaluations, events and stops, under any plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.core.codec import encode
+from plait.core.errors import JobError
+from plait.core.events import read
+from plait.planner.depth import Schedule
+from plait.planner.machines import machines
+from plait.planner.plan import Plan, Speedups, Stage
+from plait.runtime import build, checkpoint
+from plait.runtime.events import Operations
+from plait.runtime.events import Step as StepEvent
+from plait.runtime.folder import RunFolder
+from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
+from plait.runtime.profiling import trace_job
+from plait.runtime.settings import CheckpointSettings, PipelineSettings, TrainSettings
+from support.training import TestWorker, digits_job, largest_difference, train_here
+from support.world import run_ranks
+
+
+def planned(
+    replicas: tuple[int, ...], schedule: Schedule, microbatches: int = 4, **changes: Any
+) -> TrainSettings:
+    """A job on the digits, its layers cut into stages of about equal numbers with so many replicas."""
+    settings = digits_job(steps=20, **changes)
+    ids = [layer.id for layer in trace_job(settings).layers]
+    places = [len(ids) * i // len(replicas) for i in range(len(replicas) + 1)]
+    stages, first = [], 0
+    for a, b, count in zip(places, places[1:], replicas, strict=False):
+        devices = tuple(range(first, first + count))
+        stages.append(Stage(tuple(ids[a:b]), count, devices, *[0.0] * 9, 1, 0.0))
+        first += count
+    plan = Plan(
+        tuple(stages), machines(first, 1e9), schedule, microbatches, 1, 0.0, 0.0, 0.0, False, 0.0, 0.0,
+        Speedups(1.0, 1.0, 1.0), 1.0, False, "",
+    )  # fmt: skip
+    return digits_job(steps=20, pipeline=PipelineSettings(encode(plan)), **changes)
+
+
+def train_rank(
+    rank: int, settings: TrainSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
+) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    size = dist.get_world_size()
+    parts = build.build(settings, torch.device("cpu"))
+    worker: Any = TestWorker(rank, size, stop_file)
+    trainer = PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size, 20.0)
+    return trainer.run(resume)
+
+
+def final_weights(folder: Path) -> dict[str, Any]:
+    return checkpoint.load(checkpoint.list_checkpoints(folder / "checkpoints")[0]).model
+
+
+@pytest.mark.parametrize(
+    ("replicas", "schedule"),
+    [((1, 1), Schedule.FLUSH), ((2, 1), Schedule.GPIPE), ((1, 2), Schedule.ZERO_BUBBLE)],
+)
+def test_a_pipelined_run_gives_the_weights_and_metrics_of_a_plain_one(
+    tmp_path: Path, replicas: tuple[int, ...], schedule: Schedule
+) -> None:
+    result = run_ranks(sum(replicas), train_rank, planned(replicas, schedule), tmp_path / "pipeline")[0]
+    plain, weights = train_here(digits_job(steps=20), tmp_path / "plain")
+    assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
+    assert result["test"]["accuracy"] == plain["test"]["accuracy"]
+    assert result["test"]["loss"] == pytest.approx(plain["test"]["loss"], rel=1e-9)
+    assert result["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-9)
+
+
+def test_a_run_goes_on_under_another_plan_and_without_one(tmp_path: Path) -> None:
+    early = {"checkpoint": CheckpointSettings(every_steps=7)}
+    folder = tmp_path / "run"
+    optimizer = {}
+    _, expected = train_here(digits_job(steps=20, **optimizer), tmp_path / "plain")
+    first = planned((1, 1), Schedule.FLUSH, **early)
+    stop = tmp_path / "stop"
+    stop.touch()
+    stopped = run_ranks(2, train_rank, first, folder, stop_file=stop)[0]
+    assert stopped["reason"] == "stopped"
+    assert stopped["step"] < 20
+    stop.unlink()
+    second = planned((2, 1), Schedule.GPIPE, microbatches=5)
+    assert run_ranks(3, train_rank, second, folder, True)[0]["reason"] == "finished"
+    assert largest_difference(final_weights(folder), expected) < 1e-10
+    # And back into one process, from where the first plan had stopped.
+    for path in checkpoint.list_checkpoints(folder / "checkpoints")[:1]:
+        (path / "state.json").unlink()
+    _, weights = train_here(digits_job(steps=20), folder, resume=True)
+    assert largest_difference(weights, expected) < 1e-10
+
+
+@pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.TWO_BUFFERED])
+def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
+    tmp_path: Path, schedule: Schedule
+) -> None:
+    settings = planned((2, 1), schedule, checkpoint=CheckpointSettings(every_steps=16))
+    result = run_ranks(3, train_rank, settings, tmp_path / "whole")[0]
+    assert result["reason"] == "finished"
+    assert result["test"]["accuracy"] > 0.5
+    for rank in range(3):
+        found = [r.event for r in read(RunFolder(tmp_path / "whole").events(rank))]
+        stretches = [event for event in found if isinstance(event, Operations)]
+        assert [event.step for event in stretches] == [16, 20]
+        assert all(s <= e for event in stretches for s, e in zip(event.starts, event.ends))
+        assert stretches[0].letters.count("F") == stretches[0].letters.count("B") == (64 if rank == 2 else 32)
+    steps = [r.event for r in read(RunFolder(tmp_path / "whole").events(0)) if isinstance(r.event, StepEvent)]
+    assert [event.step for event in steps] == list(range(1, 21))
+    stop = tmp_path / "stop"
+    stop.touch()
+    stopped = run_ranks(3, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
+    assert (stopped["reason"], 0 < stopped["step"] < 16) == ("stopped", True)
+    stop.unlink()
+    resumed = run_ranks(3, train_rank, settings, tmp_path / "run", True)[0]
+    assert (resumed["reason"], resumed["step"]) == ("finished", 20)
+
+
+def test_what_a_pipeline_cannot_do_is_refused_in_words() -> None:
+    settings = planned((1, 1), Schedule.STASH, clip_norm=1.0)
+    with pytest.raises(JobError, match="clip_norm: .* stash"):
+        check_pipeline(settings, 2)
+    with pytest.raises(JobError, match="for 2 devices, but the job has 3 workers; use -np 2"):
+        check_pipeline(settings, 3)
+    with pytest.raises(JobError, match="precision: found 'fp16'"):
+        check_pipeline(planned((1, 1), Schedule.FLUSH, precision="fp16"), 2)
