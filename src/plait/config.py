@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -95,7 +96,12 @@ class Parallel(Section):
     """`parallel`: how many workers and how they share the work."""
 
     workers: int | None = Field(default=None, ge=1)
-    plan: Literal["data-parallel"] = "data-parallel"
+    plan: str = "data-parallel"
+    schedule: Literal["stash", "2bw", "flush", "gpipe", "interleaved", "zero-bubble", "none"] | None = None
+    microbatches: int | None = Field(default=None, ge=1)
+    vertical_sync: bool = False
+    depths: dict[int, int] = Field(default_factory=dict)
+    recompute: list[int] = Field(default_factory=list)
     sync: Literal["all-reduce"] = "all-reduce"
     topology: Literal["native"] = "native"
     threads: int | None = Field(default=None, ge=1)
@@ -155,9 +161,25 @@ class Job(Section):
                 f"data.batch_size: found {self.data.batch_size} for {slots} workers; "
                 f"expected at least one sample a worker: a batch of {slots} or fewer workers"
             )
+        self._check_plan()
         if self.early_stop is not None and self.evaluate.every_steps is None:
             raise JobError("early_stop: needs evaluations to judge by; add evaluate.every_steps")
         return self
+
+    def _check_plan(self) -> None:
+        parallel = self.parallel
+        names = ["data-parallel", "model-parallel", "auto"]
+        if parallel.plan not in names and not parallel.plan.endswith(".json"):
+            raise JobError(
+                f"parallel.plan: found {parallel.plan!r}, expected auto, data-parallel, model-parallel or a "
+                f"plan file (.json){did_you_mean(parallel.plan, names)}"
+            )
+        set_over = {"schedule", "microbatches", "vertical_sync", "depths", "recompute"}
+        if parallel.plan == "data-parallel" and (extra := set_over & parallel.model_fields_set):
+            raise JobError(
+                f"parallel.{min(extra)}: belongs to a pipeline, but parallel.plan is data-parallel; "
+                f"use plan: auto, or a plan file"
+            )
 
     def hosts(self) -> tuple[Host, ...]:
         if self.cluster.hosts:
@@ -243,11 +265,38 @@ def train(
 
     The same as `plait train`: the folder is new, `run_folder`, or on resume the latest of this job.
     """
+    settings, placement = job.settings(), job.placement()
+    if job.parallel.plan != "data-parallel":
+        settings, placement = _planned(job, settings, placement)
     folder = choose_folder(Path(job.run_dir), job.name, resume, run_folder)
-    result = launch(
-        job.settings(), job.placement(), folder, display or Silent(), resume=resume, job_text=job.text()
-    )
+    result = launch(settings, placement, folder, display or Silent(), resume=resume, job_text=job.text())
     return {**result, "run": str(folder.path)}
+
+
+def _planned(
+    job: Job, settings: run.TrainSettings, placement: Placement
+) -> tuple[run.TrainSettings, Placement]:
+    """The job's settings with its plan, which says how many workers there are where the job does not."""
+    from plait.runtime.pipeline_trainer import check_pipeline
+    from plait.runtime.planned import PlanWish, planned
+
+    wish = job.parallel
+    settings, plan = planned(
+        settings,
+        placement,
+        PlanWish(
+            wish.plan,
+            wish.schedule,
+            wish.microbatches,
+            wish.vertical_sync,
+            wish.depths,
+            tuple(wish.recompute),
+        ),
+    )
+    if wish.workers is None and not job.cluster.hosts:
+        placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
+    check_pipeline(settings, sum(host.slots for host in placement.hosts))
+    return settings, placement
 
 
 class _Loader(yaml.SafeLoader):

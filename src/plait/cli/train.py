@@ -23,6 +23,7 @@ def train(
     job: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
     workers: Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")] = None,
     hosts: Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")] = None,
+    plan: Annotated[str | None, typer.Option(help="A plan file, auto, model-parallel.")] = None,
     nic: Annotated[str | None, typer.Option(help="Network interface that the hosts share.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: optimizer.lr=0.1 (repeatable).")
@@ -40,7 +41,8 @@ def train(
     """
     from plait.config import read_job
 
-    asked = read_job(job, [*(set_ or []), *_placed(workers, hosts, nic)])
+    chosen = [f"parallel.plan={json.dumps(plan)}"] if plan is not None else []
+    asked = read_job(job, [*(set_ or []), *chosen, *_placed(workers, hosts, nic)])
     result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
     if json_:
         print(json.dumps(result))

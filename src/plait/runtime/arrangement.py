@@ -78,14 +78,15 @@ class Arrangement:
         return max(depths)
 
 
-def arrange(plan: Plan, microbatches: int | None = None) -> Arrangement:
+def arrange(plan: Plan) -> Arrangement:
     """The arrangement that `plan` describes, under its own schedule."""
     stages = tuple(stage.layers for stage in plan.stages)
     return Arrangement(
         stages,
         tuple(plan.layout(p) for p in range(plan.pipelines)),
         plan.schedule,
-        microbatches or plan.microbatches,
+        plan.microbatches,
+        dict(enumerate(plan.depths)),
         recompute=frozenset(range(len(stages))) if plan.recompute else frozenset(),
     )
 

@@ -21,6 +21,7 @@ from plait.core.codec import decode
 from plait.core.errors import JobError
 from plait.core.events import EventLog
 from plait.planner.plan import Plan
+from plait.planner.schedules import operations
 from plait.profiler.trace import trace
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime import loading
@@ -55,13 +56,17 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
         )
     if settings.accumulate > 1:
         raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
-    return _with_choices(arrange(plan), settings.pipeline)
+    arrangement = _with_choices(arrange(plan), settings.pipeline)
+    # Refuses depths that would have a stage wait for ever.
+    many = max(plan.microbatches, 4 * workers)
+    operations(plan.schedule, arrangement.layout, many, arrangement.depths)
+    return arrangement
 
 
 def _with_choices(arrangement: Arrangement, choices: PipelineSettings) -> Arrangement:
     return replace(
         arrangement,
-        depths=choices.depths,
+        depths={**arrangement.depths, **choices.depths},
         vertical_sync=choices.vertical_sync,
         recompute=arrangement.recompute | frozenset(choices.recompute),
     )

@@ -1,0 +1,100 @@
+"""Choosing the plan of a run: read from its file, or made by measuring the job first."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from plait.core.codec import encode
+from plait.core.errors import JobError
+from plait.planner import (
+    Machines,
+    MemorySettings,
+    Plan,
+    Schedule,
+    Settings,
+    load_plan,
+    machines,
+    make_plan,
+    model_parallel_plan,
+)
+from plait.profiler.links import Link
+from plait.runtime.launch import Placement
+from plait.runtime.profiling import profile_job, profile_links
+from plait.runtime.settings import OptimizerSettings, PipelineSettings, TrainSettings
+
+# Microbatches a worker has of each step where nothing else is asked for.
+_PER_WORKER = 4
+
+
+@dataclass(frozen=True)
+class PlanWish:
+    """What a job says of its plan: `auto`, `model-parallel` or a file, and what it sets over that."""
+
+    plan: str
+    schedule: str | None = None
+    microbatches: int | None = None
+    vertical_sync: bool = False
+    depths: Mapping[int, int] = field(default_factory=dict)
+    recompute: tuple[int, ...] = ()
+
+
+def planned(settings: TrainSettings, placement: Placement, wish: PlanWish) -> tuple[TrainSettings, Plan]:
+    """`settings` with the plan that `wish` asks for, and the plan; measures the job where it must."""
+    if wish.plan in ("auto", "model-parallel"):
+        plan = _make(settings, placement, wish)
+    else:
+        plan = _read(Path(wish.plan), settings, wish)
+    chosen = PipelineSettings(encode(plan), wish.vertical_sync, dict(wish.depths), wish.recompute)
+    return replace(settings, pipeline=chosen), plan
+
+
+def _read(path: Path, settings: TrainSettings, wish: PlanWish) -> Plan:
+    plan = load_plan(path)
+    if wish.schedule not in (None, plan.schedule.value):
+        plan = replace(plan, schedule=Schedule(wish.schedule), depths=())
+    plan = replace(plan, microbatches=wish.microbatches or plan.microbatches)
+    if plan.microbatches > settings.data.batch_size:
+        raise JobError(
+            f"data.batch_size: found {settings.data.batch_size}, but the plan cuts a batch into "
+            f"{plan.microbatches} microbatches; use a larger batch or fewer parallel.microbatches"
+        )
+    return plan
+
+
+def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan:
+    workers = sum(host.slots for host in placement.hosts)
+    batch = settings.data.batch_size
+    microbatches = wish.microbatches or min(batch, _PER_WORKER * workers)
+    profile = profile_job(settings, max(1, batch // microbatches), threads=placement.threads or 1)
+    links: tuple[Link, ...] = ()
+    if workers > 1:
+        with tempfile.TemporaryDirectory() as logs:
+            links = profile_links(placement, Path(logs))
+    cluster = _machines(placement, links)
+    memory = MemorySettings(_optimizer_copies(settings.optimizer))
+    schedule = Schedule(wish.schedule or "stash")
+    asked = Settings(schedule, microbatches, memory=memory)
+    if wish.plan == "model-parallel":
+        return model_parallel_plan(profile.graph, cluster, asked)
+    return make_plan(profile.graph, cluster, asked)
+
+
+def _machines(placement: Placement, links: tuple[Link, ...]) -> Machines:
+    """Hosts with as many workers each are two levels; others are one, as fast as its slowest link."""
+    slots = [host.slots for host in placement.hosts]
+    inside = [link.bytes_per_s for link in links if link.same_host]
+    between = [link.bytes_per_s for link in links if not link.same_host]
+    latency = max((link.latency_s for link in links), default=0.0)
+    if len(set(slots)) == 1 and inside and between:
+        return machines((slots[0], len(slots)), (min(inside), min(between)), latency_s=latency)
+    return machines(sum(slots), min([*inside, *between], default=1e9), latency_s=latency)
+
+
+def _optimizer_copies(optimizer: OptimizerSettings) -> float:
+    """Numbers that the optimizer keeps for each weight."""
+    if optimizer.kind == "sgd":
+        return 1.0 if optimizer.options.get("momentum") else 0.0
+    return 2.0
