@@ -13,6 +13,10 @@ from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Launch, Supervisor, WorkerState
 
 
+# Tells the processes of this test run's launches from those of another.
+MARK = "PLAIT_TEST_LAUNCHED_BY"
+
+
 class Memory:
     """Remembers what a supervisor said; `on_start` is called with the supervisor when all workers run."""
 
@@ -47,7 +51,10 @@ def launch_entry(
     values: dict[str, Any] = {
         "hosts": (Host(LOCAL, 2),),
         "timeout_s": 30.0,
-        "environment": {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])},
+        "environment": {
+            "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]),
+            MARK: str(os.getpid()),
+        },
     }
     order = Launch(
         entry=f"entries:{entry}", settings=settings or {}, logs=folder / "logs", **{**values, **changes}
@@ -57,13 +64,16 @@ def launch_entry(
 
 
 def left_behind() -> list[str]:
-    """Command lines of living processes of launches: agents, and workers of tests/cluster/entries.py."""
+    """Living processes of this process's launches: agents below it, and workers, which carry its mark."""
+    ours = set(psutil.Process().children(recursive=True))
     found = []
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            if ("plait.cluster.agent" in line or "'entries'" in line) and process.status() != "zombie":
+            agent = process in ours and "plait.cluster.agent" in line
+            worker = process.environ().get(MARK) == str(os.getpid())
+            if (agent or worker) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(line)
-        except psutil.NoSuchProcess:
+        except psutil.Error:
             continue
     return found
