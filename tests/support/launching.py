@@ -12,7 +12,6 @@ import psutil
 from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Launch, Supervisor, WorkerState
 
-
 # Tells the processes of this test run's launches from those of another.
 MARK = "PLAIT_TEST_LAUNCHED_BY"
 
