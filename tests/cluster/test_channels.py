@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from plait.cluster.channels import Channels, PeerError, connect
 from support.world import run_ranks
@@ -137,7 +139,12 @@ def wait_beside_the_dead(rank: int) -> Any:
     try:
         channels.receive(1 if rank == 0 else 2, 0, 0, "the backward of microbatch 3 in stage 1")
     except PeerError as failure:
-        return time.monotonic() - started, str(failure)
+        seconds = time.monotonic() - started
+        # Rank 1 stays until rank 0 has spoken, or it would be the one that is gone.
+        if rank == 0:
+            dist.distributed_c10d._get_default_store().set("spoken", "")
+        dist.distributed_c10d._get_default_store().wait(["spoken"], timedelta(seconds=20))
+        return seconds, str(failure)
     return None
 
 
