@@ -140,10 +140,10 @@ def wait_beside_the_dead(rank: int) -> Any:
         channels.receive(1 if rank == 0 else 2, 0, 0, "the backward of microbatch 3 in stage 1")
     except PeerError as failure:
         seconds = time.monotonic() - started
-        # Rank 1 stays until rank 0 has spoken, or it would be the one that is gone.
-        if rank == 0:
-            dist.distributed_c10d._get_default_store().set("spoken", "")
-        dist.distributed_c10d._get_default_store().wait(["spoken"], timedelta(seconds=20))
+        # Each stays until both have spoken, or it would be the one that is gone.
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"spoken{rank}", "")
+        store.wait(["spoken0", "spoken1"], timedelta(seconds=20))
         return seconds, str(failure)
     return None
 
