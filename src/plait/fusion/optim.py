@@ -18,6 +18,9 @@ Number = float | Sequence[float]
 Updated = list[tuple[Tensor, dict[str, Tensor]]]
 
 
+# Trials' views of the parameters, of each state by name, and of the steps.
+Slices = tuple[list[tuple[Tensor, ...]], dict[str, list[tuple[Tensor, ...]]], tuple[Tensor, ...]]
+
 _WHOLE = (torch.float32, torch.float64)
 
 
@@ -56,6 +59,7 @@ class FusedOptimizer:
         self.made = [0] * fused.trials
         self.active: Tensor | None = None
         self._finished: list[int] = []
+        self._slices: tuple[Any, Slices] | None = None
         self.state = [self._new_state(parameter) for parameter in self.parameters]
         self.notice_finished()
 
@@ -119,10 +123,8 @@ class FusedOptimizer:
     def _step_by_kernel(self, updated: Updated, gradients: list[Tensor], skip: Tensor | None) -> None:
         """Trial by trial, each in one pass over its memory, by torch's own kernels."""
         assert self.kind.kernel is not None
-        parameters = [p.detach().unbind() for p, _ in updated]
+        parameters, states, steps = self._slices_of(updated)
         slices = [g.unbind() for g in gradients]
-        states = {name: [s[name].unbind() for _, s in updated] for name in self.state[0]}
-        steps = self.steps.unbind()
         rates = self.hyperparameters["lr"].to(torch.float32).unbind() if self.steps.is_cuda else None
         infs = None if skip is None else skip.to(torch.float32).unbind()
         for trial in range(self.fused.trials):
@@ -139,6 +141,19 @@ class FusedOptimizer:
                 None if infs is None else infs[trial],
             )
             self.kind.kernel(pieces)
+
+    def _slices_of(self, updated: Updated) -> Slices:
+        """Each trial's part of parameters, states and steps; views, kept while what they view stays."""
+        key = [(p.data_ptr(), *map(id, s.values())) for p, s in updated]
+        if self._slices is None or self._slices[0] != (key, id(self.steps)):
+            names = updated[0][1] if updated else {}
+            parts = (
+                [p.detach().unbind() for p, _ in updated],
+                {name: [s[name].unbind() for _, s in updated] for name in names},
+                self.steps.unbind(),
+            )
+            self._slices = ((key, id(self.steps)), parts)
+        return self._slices[1]
 
     def _step_by_vectors(self, updated: Updated, gradients: list[Tensor], moving: Tensor | None) -> None:
         """All trials at once, the coefficients broadcast over each parameter."""

@@ -30,6 +30,8 @@ _PRODUCT_BLOCKS = [
     (256, 128, 64, 8, 3),
     (128, 128, 64, 4, 4),
     (128, 16, 64, 4, 3),
+    (128, 64, 16, 4, 4),
+    (128, 16, 16, 4, 4),
 ]
 _WEIGHT_BLOCKS = [
     (64, 64, 64, 4, 3),
@@ -58,7 +60,8 @@ def _fits(size: int, block: int) -> bool:
 
 
 def _fitting_products(configs: list[Any], arguments: Any, **_: Any) -> list[Any]:
-    return [c for c in configs if _fits(arguments["outs"], c.kwargs["BLOCK_N"])]
+    outs, reduced = arguments["outs"], arguments["reduced"]
+    return [c for c in configs if _fits(outs, c.kwargs["BLOCK_N"]) and _fits(reduced, c.kwargs["BLOCK_K"])]
 
 
 def _fitting_weights(configs: list[Any], arguments: Any, **_: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.fallback import loop, vmap_rule
+from plait.fusion.products import dense
 from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.rules.elementwise import place
 from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
@@ -43,11 +44,8 @@ def batched_linear(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) ->
     """x W^T + b for each trial; axes between the trials and the channels are one batch."""
     count, middle = x_tbc.shape[0], x_tbc.shape[1:-1]
     flat = x_tbc if len(middle) == 1 else x_tbc.reshape(count, -1, x_tbc.shape[-1])
-    if bias_to is None:
-        product = torch.bmm(flat, weight_toc.mT)
-    else:
-        product = torch.baddbmm(bias_to.unsqueeze(1), flat, weight_toc.mT)
-    return product if len(middle) == 1 else product.view(count, *middle, product.shape[-1])
+    product = dense(flat, weight_toc, bias_to)
+    return product if len(middle) == 1 else product.reshape(count, *middle, product.shape[-1])
 
 
 def _shared_input(x: Tensor, weight_toc: Tensor, bias: Any, trials: Trials) -> Tensor:
