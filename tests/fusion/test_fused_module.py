@@ -33,12 +33,14 @@ class Remembers(nn.Module):
         super().__init__()
         self.register_buffer("average", torch.zeros(3))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", None)
         self.layer = nn.Linear(3, 3)
 
     def forward(self, x):
         y = self.layer(x)
         self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
         self.count += 1
+        self.last = y.detach()[0]
         return y - self.average
 
 

@@ -58,10 +58,10 @@ def run(
     _check(modes, MODES, "modes")
     rows: list[Row] = []
     for name in names:
-        serial_s = _serial_seconds(name, cases, place, repeats)
+        serial = _best_serial_step(name, cases, place)
         for mode in modes:
             for width in (1,) if mode.startswith("serial") else widths:
-                rows.append(_row(name, cases.get(name), mode, width, place, repeats, serial_s))
+                rows.append(_row(name, cases.get(name), mode, width, place, repeats, serial))
                 if place.type == "cuda":
                     torch.cuda.empty_cache()
     return Bench("fusion", command, tuple(rows), tuple(_claims(rows, place)))
@@ -73,50 +73,62 @@ def _check(given: Sequence[str], valid: Sequence[str], what: str) -> None:
             raise InputError(f"bench fusion: no {what} {name!r}{did_you_mean(name, valid)}")
 
 
-def _serial_seconds(name: str, cases: dict[str, Case], device: torch.device, repeats: int) -> float:
-    """The best plain loop: on a GPU the faster of the two memory layouts."""
+def _best_serial_step(name: str, cases: dict[str, Case], device: torch.device) -> Step:
+    """A step of the best plain loop: on a GPU the faster of the two memory layouts."""
     if name == DCGAN:
-        return statistics.median(_times(gan_serial_step(device, device.type == "cpu"), device, repeats))
+        return gan_serial_step(device, device.type == "cpu")
     steps = [serial_step(cases[name], device)]
     if device.type == "cuda" and cases[name].data()[0].dim() == 4:
         steps.append(serial_step(cases[name], device, channels_last=True))
-    return min(statistics.median(_times(step, device, repeats)) for step in steps)
+    return min(steps, key=lambda step: _seconds(step, device)) if len(steps) > 1 else steps[0]
 
 
 def _row(
-    name: str, case: Case | None, mode: str, width: int, device: torch.device, repeats: int, serial_s: float
+    name: str, case: Case | None, mode: str, width: int, device: torch.device, repeats: int, serial: Step
 ) -> Row:
     row: Row = {"model": name, "mode": mode, "trials": width}
     try:
-        times, memory = _measured(name, case, mode, width, device, repeats)
+        pairs, memory = _measured(name, case, mode, width, device, repeats, serial)
     except Exception as failure:  # any mode may fail on any model; the row says how
         return {**row, "failed": f"{type(failure).__name__}: {str(failure).splitlines()[0][:80]}"}
-    step_s = statistics.median(times)
+    speedups = sorted(serial_s * width / step_s for serial_s, step_s in pairs)
     return {
         **row,
-        "step_ms": 1e3 * step_s,
-        "fastest_ms": 1e3 * min(times),
-        "slowest_ms": 1e3 * max(times),
-        "speedup": serial_s * width / step_s,
+        "serial_ms": 1e3 * statistics.median(serial_s for serial_s, _ in pairs),
+        "step_ms": 1e3 * statistics.median(step_s for _, step_s in pairs),
+        "speedup": statistics.median(speedups),
+        "lowest": speedups[0],
+        "highest": speedups[-1],
         "memory_bytes": memory,
     }
 
 
 def _measured(
-    name: str, case: Case | None, mode: str, width: int, device: torch.device, repeats: int
-) -> tuple[list[float], int | None]:
-    """Seconds of each step of all trials, and the most GPU memory they took."""
+    name: str,
+    case: Case | None,
+    mode: str,
+    width: int,
+    device: torch.device,
+    repeats: int,
+    serial: Step,
+) -> tuple[list[tuple[float, float]], int | None]:
+    """Seconds of a serial step and of a step of all trials, turn by turn, and the most GPU memory.
+
+    The two take turns because a machine's speed drifts: a ratio of neighbours means more than one of means.
+    """
     if mode in ("processes", "mps"):
-        return _times_of_processes(name, mode, width, device, repeats), None
+        together = _times_of_processes(name, mode, width, device, repeats)
+        return [(_seconds(serial, device), step_s) for step_s in together], None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times = _times(_step_of(case, mode, width, device), device, repeats)
-    return times, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    step = serial if mode == "serial" else _step_of(case, mode, width, device)
+    for _ in range(3):
+        step()
+    pairs = [(_seconds(serial, device), _seconds(step, device)) for _ in range(repeats)]
+    return pairs, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def _step_of(case: Case | None, mode: str, width: int, device: torch.device) -> Step:
-    if mode == "serial":
-        return serial_step(case, device) if case else gan_serial_step(device, device.type == "cpu")
     if mode == "serial-graph":
         if case is None:
             raise InputError("not written for a pair of models")
@@ -138,19 +150,15 @@ def _captured(step: Callable[..., Any], inputs: list[torch.Tensor], clear: Step)
     return lambda: captured(*inputs)
 
 
-def _times(step: Step, device: torch.device, repeats: int, inner: int = 5) -> list[float]:
-    """Seconds a step, after warming up; each number is the mean of a few steps."""
-    for _ in range(3):
+def _seconds(step: Step, device: torch.device, inner: int = 5) -> float:
+    """Seconds a step takes, the mean of a few after one that warms up."""
+    step()
+    _finish(device)
+    start = time.perf_counter()
+    for _ in range(inner):
         step()
-    times = []
-    for _ in range(repeats):
-        _finish(device)
-        start = time.perf_counter()
-        for _ in range(inner):
-            step()
-        _finish(device)
-        times.append((time.perf_counter() - start) / inner)
-    return times
+    _finish(device)
+    return (time.perf_counter() - start) / inner
 
 
 def _finish(device: torch.device) -> None:
@@ -185,15 +193,11 @@ def _one_process(name: str, device: str, repeats: int, barrier: Barrier, results
     place = torch.device(device)
     cases = GPU_CASES if place.type == "cuda" else CPU_CASES
     step = gan_serial_step(place, place.type == "cpu") if name == DCGAN else serial_step(cases[name], place)
-    _times(step, place, 1)
+    _seconds(step, place)
     times = []
     for _ in range(repeats):
         barrier.wait(_JOIN_S)
-        start = time.perf_counter()
-        for _ in range(10):
-            step()
-        _finish(place)
-        times.append((time.perf_counter() - start) / 10)
+        times.append(_seconds(step, place, inner=10))
     results.put(times)
 
 

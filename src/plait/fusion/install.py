@@ -25,13 +25,13 @@ class Slot:
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """All places in `module` and its submodules; a tied weight has several."""
+    """All places in `module` and its submodules; a tied weight has several, a buffer may be None for now."""
     found = []
     for part in module.modules():
         found += [
             Slot(part._parameters, name, False) for name, p in part._parameters.items() if p is not None
         ]
-        found += [Slot(part._buffers, name, True) for name, b in part._buffers.items() if b is not None]
+        found += [Slot(part._buffers, name, True) for name in part._buffers]
     return found
 
 
@@ -56,18 +56,16 @@ class Wrappers:
 
 
 @contextmanager
-def installed(module: nn.Module, slots: list[Slot], wrap: Wrap, trials: Trials) -> Iterator[None]:
-    """Within, `module` has trial tensors for parameters and buffers; after, what it had.
+def installed(slots: list[Slot], recurrent: list[nn.RNNBase], wrap: Wrap, trials: Trials) -> Iterator[None]:
+    """Within, the slots hold trial tensors for parameters and buffers; after, what they had.
 
     A buffer that the module re-assigned meanwhile keeps the new value, as it would in a lone model.
     """
     before = [slot.tensors[slot.name] for slot in slots]
-    wrappers: list[TrialTensor] = []
-    for slot, tensor in zip(slots, before):
-        assert tensor is not None
-        wrappers.append(wrap(tensor))
-        slot.tensors[slot.name] = wrappers[-1]
-    refresh_recurrent(module)
+    wrappers = [None if tensor is None else wrap(tensor) for tensor in before]
+    for slot, wrapper in zip(slots, wrappers):
+        slot.tensors[slot.name] = wrapper
+    refresh_recurrent(recurrent)
     try:
         yield
     finally:
@@ -77,7 +75,7 @@ def installed(module: nn.Module, slots: list[Slot], wrap: Wrap, trials: Trials) 
                 slot.tensors[slot.name] = _own(unwrap(now, trials), now)
             else:
                 slot.tensors[slot.name] = tensor
-        refresh_recurrent(module)
+        refresh_recurrent(recurrent)
 
 
 def _own(inner: Tensor, now: Tensor) -> Tensor:
@@ -85,11 +83,14 @@ def _own(inner: Tensor, now: Tensor) -> Tensor:
     return inner if isinstance(now, TrialTensor) else inner.clone()
 
 
-def refresh_recurrent(module: nn.Module) -> None:
+def recurrent_in(module: nn.Module) -> list[nn.RNNBase]:
+    return [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+
+
+def refresh_recurrent(parts: list[nn.RNNBase]) -> None:
     """LSTM and its kind keep a second list of their weights."""
-    for part in module.modules():
-        if isinstance(part, nn.RNNBase):
-            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+    for part in parts:
+        part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
 
 def shared_names(module: nn.Module) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.fusion.check import check_models, hyperparameters
 from plait.fusion.errors import FusionError
-from plait.fusion.install import Wrappers, installed, refresh_recurrent, slots_of, stack
+from plait.fusion.install import Wrappers, installed, recurrent_in, refresh_recurrent, slots_of, stack
 from plait.fusion.mode import TrialMode
 from plait.fusion.patches import Patch, patch_norms
 from plait.fusion.per_trial import PerTrial
@@ -72,6 +72,8 @@ class FusedModule(nn.Module):
         self.register_buffer("ages", torch.tensor(ages, dtype=torch.int64, device=device))
         self._trials = Trials(len(models))
         self._wrappers = Wrappers(self._trials)
+        self._slots = slots_of(self.module)
+        self._recurrent = recurrent_in(self.module)
         self.freeze([])
         patch_norms(self.module)
         patch_unfused(self.module, unfused, self._trials)
@@ -87,8 +89,7 @@ class FusedModule(nn.Module):
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function(model, *args)` returns for each trial: any code that is written for one model."""
-        slots = slots_of(self.module)
-        with installed(self.module, slots, self._wrappers, self._trials):
+        with installed(self._slots, self._recurrent, self._wrappers, self._trials):
             outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
         if self.training:
             self.ages.add_(1)
@@ -119,21 +120,23 @@ class FusedModule(nn.Module):
     @property
     def frozen(self) -> list[int]:
         """The trials whose buffers stand still."""
-        return self._frozen.tolist()
+        return list(self._frozen_numbers)
 
     def freeze(self, numbers: Sequence[int]) -> None:
         """Keep the buffers of these trials, and of no others, as they are now, whatever passes through."""
-        self._frozen = torch.tensor(sorted(numbers), dtype=torch.int64, device=self.seeds.device)
+        self._frozen_numbers = sorted(numbers)
+        self._frozen = torch.tensor(self._frozen_numbers, dtype=torch.int64, device=self.seeds.device)
         self._kept = {name: b[self._frozen].clone() for name, b in self._own_buffers()}
 
     def _own_buffers(self) -> list[tuple[str, Tensor]]:
         return [("ages", self.ages), *self.module.named_buffers(prefix="module")]
 
     def _restore_frozen(self) -> None:
-        if len(self._frozen):
+        if self._frozen_numbers:
             for name, buffer in self._own_buffers():
                 # Past autograd, which may have saved the buffer: gradients of these trials are not used.
-                buffer.data.index_copy_(0, self._frozen, self._kept[name])
+                if name in self._kept:
+                    buffer.data.index_copy_(0, self._frozen, self._kept[name])
 
     def _enter(self, value: Any) -> Any:
         if isinstance(value, Shared):
@@ -184,5 +187,5 @@ def _stacked(models: list[nn.Module]) -> nn.Module:
     module = copy.deepcopy(models[0], memo)
     for path, attribute, values in hyperparameters(models):
         setattr(module.get_submodule(path), attribute, PerTrial(values))
-    refresh_recurrent(module)
+    refresh_recurrent(recurrent_in(module))
     return module

@@ -13,7 +13,7 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.updates import KINDS, Kind, Pieces, kind_of
 
-Number = float | Sequence[float]
+Number = float | Sequence[float] | Tensor
 # The parameters that have a gradient, with their states.
 Updated = list[tuple[Tensor, dict[str, Tensor]]]
 
@@ -49,11 +49,11 @@ class FusedOptimizer:
         self.parameters = [p for p in fused.module.parameters() if p.requires_grad]
         device = self.parameters[0].device
         wanted = {**self.kind.hyperparameters, **numbers}
+        self.numbers = {name: self._one_each(name, value) for name, value in wanted.items()}
         # Kept in float64: they are few, and 1 - beta ** step loses digits in float32.
-        self.hyperparameters = {name: self._vector(name, value, device) for name, value in wanted.items()}
-        # The same numbers where Python reads them without waiting for the device.
-        self.numbers = {name: vector.tolist() for name, vector in self.hyperparameters.items()}
-        self.clip_norm = None if clip_norm is None else self._vector("clip_norm", clip_norm, device)
+        self.hyperparameters = {name: _vector(values, device) for name, values in self.numbers.items()}
+        limits = None if clip_norm is None else self._one_each("clip_norm", clip_norm)
+        self.clip_norm = None if limits is None else _vector(limits, device)
         self.steps = torch.zeros(fused.trials, dtype=torch.float32, device=device)
         self.limits = None if steps is None else list(steps)
         self.made = [0] * fused.trials
@@ -63,17 +63,20 @@ class FusedOptimizer:
         self.state = [self._new_state(parameter) for parameter in self.parameters]
         self.notice_finished()
 
-    def _vector(self, name: str, value: Number, device: torch.device) -> Tensor:
-        numbers = torch.as_tensor(value, dtype=torch.float64).to(device)
-        if numbers.dim() and numbers.shape != (self.fused.trials,):
+    def _one_each(self, name: str, value: Number) -> list[float]:
+        """The value of each trial, from one for all or one each."""
+        values = value.tolist() if isinstance(value, Tensor) else value
+        if isinstance(values, (int, float)):
+            return [float(values)] * self.fused.trials
+        if len(values) != self.fused.trials:
             raise FusionError(
-                f"optimizer: {name} has {numbers.numel()} values, expected one, or one for each of the "
+                f"optimizer: {name} has {len(values)} values, expected one, or one for each of the "
                 f"{self.fused.trials} trials"
             )
-        return numbers.expand(self.fused.trials).clone()
+        return [float(one) for one in values]
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        names = self.kind.states(self.hyperparameters, self.common)
+        names = self.kind.states(self.numbers, self.common)
         state = {name: torch.zeros_like(parameter, requires_grad=False) for name in names}
         if "initial_accumulator_value" in self.hyperparameters:
             start = self.hyperparameters["initial_accumulator_value"].to(parameter.dtype)
@@ -86,9 +89,8 @@ class FusedOptimizer:
             if name not in self.hyperparameters:
                 hint = did_you_mean(name, self.hyperparameters)
                 raise FusionError(f"optimizer: no hyperparameter {name!r}{hint}")
-            vector = self._vector(name, value, torch.device("cpu"))
-            self.numbers[name] = vector.tolist()
-            self.hyperparameters[name].copy_(vector)
+            self.numbers[name] = self._one_each(name, value)
+            self.hyperparameters[name].copy_(_vector(self.numbers[name], torch.device("cpu")))
         for parameter, state in zip(self.parameters, self.state):
             # A momentum that was zero throughout had no buffer.
             for name, tensor in self._new_state(parameter).items() if "momentum" in values else ():
@@ -217,12 +219,19 @@ def _find_kind(name: str) -> Kind:
     return KINDS[name]
 
 
+def _vector(values: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
 def _split_betas(options: Mapping[str, Any]) -> dict[str, Any]:
     """`betas`, a pair or one pair a trial, as `beta1` and `beta2`."""
     numbers = dict(options)
     if "betas" in numbers:
-        betas = torch.as_tensor(numbers.pop("betas"), dtype=torch.float64)
-        numbers["beta1"], numbers["beta2"] = betas[..., 0], betas[..., 1]
+        betas = numbers.pop("betas")
+        pairs = betas if isinstance(betas[0], (tuple, list)) else [betas]
+        first, second = ([pair[place] for pair in pairs] for place in (0, 1))
+        is_one = pairs is not betas
+        numbers["beta1"], numbers["beta2"] = (first[0], second[0]) if is_one else (first, second)
     return numbers
 
 

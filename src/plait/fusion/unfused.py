@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.install import Slot, refresh_recurrent, slots_of
+from plait.fusion.install import Slot, recurrent_in, refresh_recurrent, slots_of
 from plait.fusion.patches import Patch
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.tensor import Trials, TrialTensor
@@ -46,7 +46,7 @@ class _OneByOne:
         singles = [Trials(1, streams.of_trial(number)) for number in range(self.trials.count)]
         outcomes, changed = [], []
         for number, one in enumerate(singles):
-            own = [TrialTensor(pieces[number], one) for pieces in slices]
+            own = [None if pieces is None else TrialTensor(pieces[number], one) for pieces in slices]
             own_args, own_kwargs = _slice_of((args, kwargs), number, one)
             with _values_of(module, number), _held(module, slots, own) as reassigned:
                 outcomes.append(self.forward(*own_args, **own_kwargs))
@@ -82,12 +82,14 @@ def _inner(value: Tensor) -> Tensor:
     return value.stacked if isinstance(value, TrialTensor) else value.unsqueeze(0)
 
 
-def _slices(tensor: Tensor | None, count: int) -> list[Tensor]:
+def _slices(tensor: Tensor | None, count: int) -> list[Tensor] | None:
     """A tensor's trials, each with a trials axis of one.
 
     The pieces of a parameter come from one split, whose gradient is one join; those of a buffer are plain
     views, since the module may write into them.
     """
+    if tensor is None:
+        return None
     assert isinstance(tensor, TrialTensor)
     if tensor.stacked.requires_grad:
         return list(tensor.stacked.split(1))
@@ -104,12 +106,13 @@ def _slice_of(values: Any, number: int, one: Trials) -> Any:
 
 
 @contextmanager
-def _held(module: nn.Module, slots: list[Slot], own: list[TrialTensor]) -> Iterator[dict[int, Tensor]]:
+def _held(module: nn.Module, slots: list[Slot], own: list[TrialTensor | None]) -> Iterator[dict[int, Tensor]]:
     """Within, `module` holds `own`; after, what it held. Yields the buffers it re-assigned, by slot."""
+    recurrent = recurrent_in(module)
     before = [slot.tensors[slot.name] for slot in slots]
     for slot, mine in zip(slots, own):
         slot.tensors[slot.name] = mine
-    refresh_recurrent(module)
+    refresh_recurrent(recurrent)
     reassigned: dict[int, Tensor] = {}
     try:
         yield reassigned
@@ -119,7 +122,7 @@ def _held(module: nn.Module, slots: list[Slot], own: list[TrialTensor]) -> Itera
             if slot.is_buffer and now is not mine and now is not None:
                 reassigned[index] = now
             slot.tensors[slot.name] = tensor
-        refresh_recurrent(module)
+        refresh_recurrent(recurrent)
 
 
 @contextmanager

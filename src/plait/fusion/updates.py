@@ -28,7 +28,7 @@ class Kind:
 
     torch_class: type[torch.optim.Optimizer]
     hyperparameters: Mapping[str, float]
-    states: Callable[[Vectors, Common], list[str]]
+    states: Callable[[Mapping[str, Sequence[float]], Common], list[str]]
     coefficients: Callable[[Vectors, Tensor], dict[str, Tensor]]
     update: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]
     common: Mapping[str, bool] = field(default_factory=dict)
@@ -99,8 +99,8 @@ def _adam_kernel(function: Callable[..., None]) -> Callable[[Pieces], None]:
     return update
 
 
-def _sgd_states(h: Vectors, common: Common) -> list[str]:
-    return ["momentum_buffer"] if bool((h["momentum"] != 0).any()) else []
+def _sgd_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
+    return ["momentum_buffer"] if any(h["momentum"]) else []
 
 
 def _sgd_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ def _sgd(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Com
     p.sub_(c["lr"] * g)
 
 
-def _adam_states(h: Vectors, common: Common) -> list[str]:
+def _adam_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
     return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if common["amsgrad"] else [])]
 
 
@@ -154,8 +154,8 @@ def _adam_step(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, commo
     p.sub_(mean / (square.sqrt() * c["root"] + c["eps"]) * c["size"])
 
 
-def _rmsprop_states(h: Vectors, common: Common) -> list[str]:
-    momentum = ["momentum_buffer"] if bool((h["momentum"] != 0).any()) else []
+def _rmsprop_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
+    momentum = ["momentum_buffer"] if any(h["momentum"]) else []
     return ["square_avg", *momentum, *(["grad_avg"] if common["centered"] else [])]
 
 

@@ -1,0 +1,92 @@
+"""How many trials fit: a step on tensors without memory says what a step with memory would need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from plait.core.units import show_bytes
+from plait.fusion.errors import FusionError
+
+# What the allocator and the libraries take beside the tensors; to be measured anew for another machine.
+OVERHEAD_BYTES = 600 * 10**6
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory of a fused step: bytes for any width, and bytes for each trial."""
+
+    fixed_bytes: float
+    trial_bytes: float
+
+    def of(self, width: int) -> float:
+        return self.fixed_bytes + self.trial_bytes * width
+
+    def largest(self, memory_bytes: float, overhead_bytes: float = OVERHEAD_BYTES) -> int:
+        """The most trials that fit into `memory_bytes`; an error where not even one does."""
+        width = int((memory_bytes - overhead_bytes - self.fixed_bytes) // self.trial_bytes)
+        if width < 1:
+            raise FusionError(
+                f"width: one trial needs {show_bytes(self.of(1) + overhead_bytes)}, and there are "
+                f"{show_bytes(memory_bytes)}; use a smaller batch"
+            )
+        return width
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes that storages made while it is on held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._alive: Any = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        outcome = func(*args, **(kwargs or {}))
+        torch.utils._pytree.tree_map_only(torch.Tensor, self._see, outcome)
+        return outcome
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage not in self._alive:
+            self._alive[storage] = storage.nbytes()
+        self.peak = max(self.peak, sum(self._alive.values()))
+
+
+def step_bytes(make_step: Callable[[int], Callable[[], Any]], width: int) -> int:
+    """The most memory that making and running a step of `width` trials takes, without taking it."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _Peak() as peak:
+        step = make_step(width)
+        step()
+        step()
+    found: int = peak.peak
+    return found
+
+
+def measure_need(make_step: Callable[[int], Callable[[], Any]], widths: tuple[int, int] = (2, 4)) -> Need:
+    """What a step needs for each trial, from steps of two widths on tensors without memory.
+
+    `make_step(width)` builds models, optimizer and data for so many trials and returns the step.
+    """
+    low, high = widths
+    first, second = step_bytes(make_step, low), step_bytes(make_step, high)
+    each = (second - first) / (high - low)
+    return Need(max(0.0, first - each * low), each)
+
+
+def saturated_width(throughput: Mapping[int, float], gain: float = 1.05) -> int:
+    """The width from which a doubling brought less than `gain` times the trials a second."""
+    widths = sorted(throughput)
+    for narrow, wide in pairwise(widths):
+        if throughput[wide] < gain * throughput[narrow]:
+            return narrow
+    return widths[-1]
