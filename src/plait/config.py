@@ -159,7 +159,7 @@ class Job(Section):
         if self.data.batch_size < slots:
             raise JobError(
                 f"data.batch_size: found {self.data.batch_size} for {slots} workers; "
-                f"expected at least one sample a worker: a batch of {slots} or fewer workers"
+                f"expected at least one sample a worker: a batch of {slots} or more, or fewer workers"
             )
         self._check_plan()
         if self.early_stop is not None and self.evaluate.every_steps is None:
@@ -244,7 +244,10 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise JobError(f"{path}: no such file; expected a job file (YAML)") from None
     except (OSError, UnicodeDecodeError) as failure:
         raise JobError(f"{path}: cannot be read: {failure}") from None
-    return make_job(parse(text, str(path)), overrides)
+    content = parse(text, str(path))
+    if isinstance(kind := content.get("plait"), str):
+        raise JobError(f"{path}: this is a {kind} file, expected a job file (YAML)")
+    return make_job(content, overrides)
 
 
 def make_job(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job:

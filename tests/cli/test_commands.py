@@ -83,7 +83,7 @@ def test_a_job_trains_evaluates_and_leaves_its_record(folder: Path):
     assert json.loads(measured.stdout)["metrics"] == pytest.approx(result["test"], rel=1e-5)
     assert json.loads(plait("status", "t", "--json", cwd=folder).stdout)["state"] == "finished"
     again = plait("train", "job.yaml", "--resume", "--json", cwd=folder)
-    assert json.loads(again.stdout)["step"] == result["step"]
+    assert json.loads(again.stdout)["train_loss"] == result["train_loss"]
     over = plait("train", "job.yaml", "--run", "runs/t-001", cwd=folder)
     assert over.returncode == 2
     assert "holds a run already; go on with --resume" in over.stderr
@@ -123,6 +123,8 @@ def test_json_mode_prints_one_object_and_nothing_else(folder: Path):
         (["model=plait.workloads.mlp:mpl"], "model: found 'plait.workloads.mlp:mpl', but"),
         (["data.kind=digts"], "data.kind: unknown kind 'digts'; did you mean 'digits'?"),
         (["optimizer.momentun=0.9"], "optimizer.momentun: SGD takes no 'momentun'; did you mean 'momentum'?"),
+        (["optimizer.lr=much"], "optimizer.lr: found 'much', expected a number"),
+        (["device=cuda"], "device: found 'cuda', but torch sees no GPU here"),
         (["model_args.clases=3"], "model_args.clases: mlp_tiny takes no 'clases'; did you mean 'classes'?"),
     ],
 )
@@ -139,6 +141,7 @@ def test_a_data_file_that_is_missing_names_itself_once(folder: Path):
     done = plait("train", "job.yaml", "-np", "2", *words, cwd=folder)
     assert (done.returncode, done.stderr.count("Traceback")) == (2, 0), done.stderr
     assert done.stderr.count("nowhere/train-images-idx3-ubyte") == 1
+    assert not (folder / "runs").exists()
 
 
 def test_a_job_trains_over_two_hosts(folder: Path, hosts: Hosts):

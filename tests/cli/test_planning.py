@@ -94,7 +94,10 @@ def test_unlike_devices_can_be_named(tmp_path: Path):
     ("words", "message"),
     [
         (["--devices", "four"], "--devices: found 'four', expected a number as in 4 or 4x4"),
-        (["--devices", "0"], "found 0 devices, expected at least 1"),
+        (
+            ["--devices", "0"],
+            "--devices, --bandwidth, --speeds: level 1: found 0 devices, expected at least 1",
+        ),
         (["--bandwidth", "-1"], "found a bandwidth of -1 bytes/s, expected more than 0"),
         (["--bandwidth", "1e9,1e9"], "found 1 levels of devices (4) and 2 bandwidths"),
         (["--memory", "lots"], "--memory: found 'lots', expected a size such as 16GB"),
@@ -114,6 +117,35 @@ def test_bad_input_is_answered_with_what_would_have_to_change(words: list[str], 
 def test_a_graph_without_links_needs_a_bandwidth():
     with pytest.raises(InputError, match="--bandwidth: missing, and no links were measured"):
         plait("plan", ALEXNET, "--devices", "4")
+
+
+def test_files_of_another_kind_are_told_apart(tmp_path: Path):
+    (tmp_path / "job.yaml").write_text(JOB)
+    with pytest.raises(InputError, match="a job file, expected its profile; make it with: plait profile"):
+        plait("plan", str(tmp_path / "job.yaml"))
+    (tmp_path / "x.json").write_text('{"plait": "profile", "version": 1}')
+    with pytest.raises(InputError, match="this is a profile file, expected a job file"):
+        plait("train", str(tmp_path / "x.json"))
+
+
+def test_a_model_with_several_inputs_is_profiled_as_it_is_trained(tmp_path: Path, monkeypatch):
+    (tmp_path / "pairs.py").write_text(
+        "import torch\n"
+        "class Pairs:\n"
+        "    def __init__(self, split): pass\n"
+        "    def __len__(self): return 40\n"
+        "    def __getitem__(self, i): return (torch.ones(4), torch.ones(3) * i), torch.tensor(i % 2)\n"
+        "class Two(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = torch.nn.Linear(4, 2), torch.nn.Linear(3, 2)\n"
+        "    def forward(self, a, b): return self.a(a) + self.b(b)\n"
+    )
+    job = "name: t\nmodel: pairs:Two\ndata: {kind: 'pairs:Pairs', batch_size: 8}\nsteps: 1\n"
+    (tmp_path / "job.yaml").write_text(job)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shown = plait("profile", str(tmp_path / "job.yaml"), "-o", str(tmp_path / "p.json"), "--repeats", "1")
+    assert "--devices 2 --bandwidth 1e9" in shown
 
 
 def test_a_bench_that_is_not_there_is_answered_with_the_nearest():

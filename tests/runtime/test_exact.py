@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from plait.core import events as core_events
+from plait.core.errors import DataError
 from plait.runtime import build, events
 from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.loading import to_device
@@ -121,6 +122,23 @@ def test_steps_that_no_event_told_of_are_written_down_at_the_end(tmp_path: Path)
     steps = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
     assert [e.step for e in steps if isinstance(e, events.Step)] == [5, 7]
     assert result["samples_per_s"] > 0
+
+
+class Triples:
+    def __init__(self, split: str) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int):
+        return torch.zeros(3), torch.zeros(3), torch.tensor(0)
+
+
+def test_a_data_set_that_gives_no_pairs_is_told_what_is_expected(tmp_path: Path):
+    job = digits_job(data=DataSettings("test_exact:Triples", 4))
+    with pytest.raises(DataError, match=r"gave 3 items a sample, expected \(input, target\)"):
+        train_here(job, tmp_path)
 
 
 def test_evaluation_counts_every_test_sample_once_on_any_number_of_workers(tmp_path: Path):

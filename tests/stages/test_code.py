@@ -118,5 +118,5 @@ def test_a_module_with_hooks_is_refused_by_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(lambda module, args, output: output * 2)
     traced = trace(model, (torch.randn(2, 2),))
-    with pytest.raises(StageError, match=r"0, a Linear, .* it has hooks"):
+    with pytest.raises(StageError, match=r"0 \(Linear\) .* it has hooks"):
         write_code(traced, [["0"]], tmp_path)

@@ -27,10 +27,10 @@ def profile(
         Path | None, typer.Option("-o", help="Where to write. [default: NAME.profile.json]")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Samples in a microbatch. [default: the job's batch]")
+        int | None, typer.Option(min=1, help="Samples in a microbatch. [default: the job's batch]")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Measured steps; their median counts.")] = 5,
-    threads: Annotated[int, typer.Option(help="Threads of the measured worker.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured steps; their median counts.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the measured worker.")] = 1,
     links: Annotated[bool, typer.Option(help="Measure the links between the job's workers too.")] = True,
     graph: Annotated[Path | None, typer.Option(help="Write PipeDream's graph.txt here too.")] = None,
     set_: SetOption = None,
@@ -120,7 +120,8 @@ def _show_profile(found: Profile, target: Path, graph: Path | None) -> None:
         print(f"links: {show_bytes(low)}/s to {show_bytes(high)}/s, latency up to {worst}")
     if graph is not None:
         print(f"wrote {graph} (PipeDream's format)")
-    print(f"wrote {target}; next: plait plan {target} --devices {max(2, _ranks(found))}")
+    rates = "" if found.links else " --bandwidth 1e9"
+    print(f"wrote {target}; next: plait plan {target} --devices {max(2, _ranks(found))}{rates}")
 
 
 def _ranks(found: Profile) -> int:
@@ -169,12 +170,15 @@ def plan(
 
     Example: plait plan digits.profile.json --devices 4 --bandwidth 1e9
     """
-    from plait.planner import MemorySettings, Settings, make_plan, render_plan, save_plan, summary
+    from plait.planner import MemorySettings, PlanError, Settings, make_plan, render_plan, save_plan, summary
 
     if to_code is not None and job is None:
         raise InputError("--to-code: needs --job JOB, the job file whose model it writes")
     graph, measured = _read_graph(profile)
-    machines = _machines(devices, bandwidth, memory, speeds, memories, measured)
+    try:
+        machines = _machines(devices, bandwidth, memory, speeds, memories, measured)
+    except PlanError as failure:
+        raise InputError(f"--devices, --bandwidth, --speeds: {failure}") from None
     settings = Settings(
         _schedule(schedule),
         microbatches,
@@ -186,7 +190,7 @@ def plan(
     made = make_plan(graph, machines, settings)
     target = output or profile.with_name(profile.name.split(".")[0] + ".plan.json")
     save_plan(made, target)
-    wrote = [str(target), *_extras(made, timeline, to_code, job)]
+    wrote = [str(target), *_extras(made, measured, timeline, to_code, job)]
     if json_:
         print(json.dumps({**summary(made), "plan": str(target)}))
         return
@@ -199,6 +203,8 @@ def _read_graph(path: Path) -> tuple[Graph, Profile | None]:
     from plait.graph import pipedream
     from plait.profiler.profile import load_profile
 
+    if path.suffix in (".yaml", ".yml"):
+        raise InputError(f"{path}: a job file, expected its profile; make it with: plait profile {path}")
     if path.suffix == ".json":
         found = load_profile(path)
         return found.graph, found
@@ -280,7 +286,9 @@ def _schedule(name: str) -> Schedule:
     return Schedule(name)
 
 
-def _extras(made: Plan, timeline: Path | None, to_code: Path | None, job: Path | None) -> list[str]:
+def _extras(
+    made: Plan, measured: Profile | None, timeline: Path | None, to_code: Path | None, job: Path | None
+) -> list[str]:
     """Draw and write what was asked for beside the plan; their paths."""
     wrote = []
     if timeline is not None:
@@ -293,6 +301,11 @@ def _extras(made: Plan, timeline: Path | None, to_code: Path | None, job: Path |
         from plait.runtime.profiling import trace_job
         from plait.stages.code import write_code
 
-        traced = trace_job(read_job(job).settings())
+        settings = read_job(job).settings()
+        if measured is not None and measured.model != settings.model.factory:
+            raise InputError(
+                f"--job: {job} has the model {settings.model.factory}, but the profile is of {measured.model}"
+            )
+        traced = trace_job(settings)
         wrote += [str(p) for p in write_code(traced, [stage.layers for stage in made.stages], to_code)]
     return wrote

@@ -16,6 +16,7 @@ import typer
 from plait.cluster.hosts import LOCAL
 from plait.core.artefact import read_json
 from plait.core.errors import InputError, PlaitError
+from plait.core.logs import show_logs
 from plait.core.units import show_seconds
 from plait.runtime.folder import RunFolder, find_run
 
@@ -42,6 +43,8 @@ def status(run: RunArgument, run_dir: RunDir = Path("runs"), json_: JsonFlag = F
     print(f"{folder.path}: {found['state']}, last word {age} ago")
     if found["progress"]:
         print(describe(found["progress"]))
+    if found["state"] == "failed" and folder.failure.exists():
+        print(f"it ended with: {folder.failure.read_text().strip().splitlines()[-1]} (see {folder.failure})")
     for worker in found["workers"]:
         alive = "alive" if worker["alive"] else "ended"
         print(f"worker {worker['rank']} on {worker['host']}: pid {worker['pid']}, {alive}")
@@ -113,6 +116,7 @@ def evaluate(
     folder = find_run(run, run_dir)
     from plait.runtime.measure import measure_run
 
+    show_logs()
     found = measure_run(folder, best)
     if json_:
         print(json.dumps({"run": str(folder.path), **found}))

@@ -87,6 +87,7 @@ def describe(progress: Mapping[str, Any]) -> str:
         parts.append(f"test accuracy {show_metric('accuracy', progress['test_accuracy'])}")
     if "samples_per_s" in progress:
         parts.append(f"{progress['samples_per_s']:,.0f} samples/s")
+    if "left_s" in progress:
         parts.append(f"{show_seconds(progress['left_s'])} left")
     return "  ".join(parts)
 
@@ -101,7 +102,8 @@ def result_table(result: Mapping[str, Any]) -> Table:
     """What a run came to, as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("steps", f"{result['step']} of {result['steps']}")
-    table.add_row("training loss", show_metric("loss", result["train_loss"]))
+    if result["train_loss"] is not None or result["step"] > 0:
+        table.add_row("training loss", show_metric("loss", result["train_loss"]))
     for name, value in result["test"].items():
         table.add_row(f"test {name}", show_metric(name, value))
     if result["best"]:

@@ -11,6 +11,8 @@ from plait.planner.predict import data_parallel_s
 def reasons(plan: Plan, graph: Graph) -> str:
     """Why this plan won: what sets its pace, and what the plain ways would pay."""
     parts = [_pace(plan), _against_data_parallel(plan, graph), _against_model_parallel(plan)]
+    if min(plan.speedup_over.single, plan.speedup_over.data_parallel) < 1 - 1e-9:
+        parts.append("What would be faster does not fit the memory or the shape of plan that was asked for.")
     if not plan.exact and plan.lower_bound_s > 0:
         parts.append(_how_near(plan))
     unused = plan.machines.count - plan.devices_used
@@ -85,7 +87,7 @@ def render_plan(plan: Plan) -> str:
     )
     compared = (
         f"{gains.single:.2f}x one device, {gains.data_parallel:.2f}x data parallelism, "
-        f"{gains.model_parallel:.2f}x model parallelism"
+        f"{gains.model_parallel:.2f}x model parallelism, at best"
     )
     return "\n".join([head, predicted, compared, "", stage_table(plan), "", plan.why])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, resolve
 from plait.runtime.evaluate import Metric, find_metric
-from plait.runtime.optim import build_optimizer, check_lr_schedule, find_optimizer
+from plait.runtime.optim import build_optimizer, check_lr_schedule
 from plait.runtime.sampling import Position, mix, steps_per_epoch
 from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
 from plait.workloads import data
@@ -55,7 +55,9 @@ def check(settings: TrainSettings) -> None:
     ):
         if name is not None and name not in known:
             raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
-    find_optimizer(settings.optimizer)
+    # On a parameter of no consequence, to hear what the optimizer thinks of its options.
+    build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    choose_device(settings.device, 0)
     check_lr_schedule(settings.lr_schedule)
 
 
@@ -109,6 +111,8 @@ def build(settings: TrainSettings, device: torch.device) -> Parts:
     total_steps(settings, len(train_set), 0, Position())
     model = build_model(settings.model, settings.seed)
     model.to(device, torch.float64 if settings.precision == "float64" else None)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise JobError(f"model: {settings.model.factory} has no parameter to train")
     optimizer = build_optimizer(settings.optimizer, [p for p in model.parameters() if p.requires_grad])
     return Parts(
         model=model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Launch, Supervisor, WorkerState
 from plait.core.codec import encode
+from plait.core.errors import InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import TrainSettings
@@ -81,7 +83,8 @@ class _Status:
         self._written = time.monotonic()
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        progress = {**self._content["progress"], "step": result["step"], "left_s": 0.0}
+        progress = {**self._content["progress"], "step": result["step"]}
+        progress.pop("left_s", None)
         self.write(state=result["reason"], progress=progress)
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
@@ -133,11 +136,18 @@ def launch(
 
     try:
         result: dict[str, Any] = supervisor.run(prepare)[0]
+        if resume and (earlier := _earlier_result(folder, result)) is not None:
+            result = earlier
         write_atomic(folder.result, json.dumps(result, indent=1))
         status.finish(result)
         return result
     except BaseException as failure:
-        if prepared:
+        wrong_input = isinstance(failure, PlaitError) and failure.exit_status == InputError.exit_status
+        if prepared and wrong_input and folder.made:
+            # The workers found that the job cannot run: a new run leaves nothing behind.
+            shutil.rmtree(folder.path)
+            _remove(folder.path / ".lock", folder.made[1:])
+        elif prepared:
             status.write(state="failed")
             write_atomic(folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")
         else:
@@ -145,6 +155,14 @@ def launch(
         raise
     finally:
         lock.close()
+
+
+def _earlier_result(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The result of the run as it ended before, where going on had nothing left to do."""
+    if result["train_loss"] is not None or not folder.result.exists():
+        return None
+    earlier: dict[str, Any] = json.loads(folder.result.read_text())
+    return earlier if earlier.get("step") == result["step"] else None
 
 
 def _launch(order: dict[str, Any], placement: Placement, logs: Path) -> Launch:

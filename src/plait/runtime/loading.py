@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from plait.cluster.worker import die_with_parent
+from plait.core.errors import DataError
 from plait.runtime.sampling import GlobalBatch, Position, mix, share
 
 
@@ -45,13 +46,25 @@ class SeededSamples(Dataset[Any]):
         if not keys:
             return None
         if self._at_once:
-            return self._dataset.__getitems__([sample for _, sample in keys])
-        return default_collate([self[key] for key in keys])
+            return _checked(self._dataset.__getitems__([sample for _, sample in keys]))
+        return _checked(default_collate([self[key] for key in keys]))
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, sample = key
         seed_all(mix(self._seed, epoch, sample))
         return self._dataset[sample]
+
+
+def _checked(content: Any) -> Any:
+    if not isinstance(content, (tuple, list)) or len(content) != 2:
+        found = (
+            f"{len(content)} items" if isinstance(content, (tuple, list)) else f"a {type(content).__name__}"
+        )
+        raise DataError(
+            f"data.kind: the data set gave {found} a sample, expected (input, target); "
+            f"several inputs go into a tuple, ((a, b), target), or a dict of the model's arguments"
+        )
+    return content
 
 
 def seed_all(number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from plait.core.codec import decode
@@ -12,6 +13,8 @@ from plait.runtime import checkpoint as checkpoints
 from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import TrainSettings
+
+log = logging.getLogger(__name__)
 
 
 def measure_run(folder: RunFolder, best: bool = False) -> dict[str, Any]:
@@ -33,6 +36,7 @@ def _newest(folder: RunFolder) -> checkpoints.Checkpoint:
         try:
             return checkpoints.load(path)
         except CheckpointError as failure:
+            log.warning("checkpoint refused, trying the one before it: %s", failure)
             refused = refused or f"; the newest was refused: {failure}"
     raise CheckpointError(f"{folder.path}: no usable checkpoint in it{refused}")
 

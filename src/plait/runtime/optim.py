@@ -39,6 +39,7 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
             f"or 'package.module:name'{did_you_mean(kind, kinds)}"
         )
     check_arguments(factory, settings.options, "optimizer", JobError, positional=1)
+    _check_numbers(factory, settings.options)
     take_step = getattr(factory, "step", None)
     closure = inspect.signature(take_step).parameters.get("closure") if take_step is not None else None
     if closure is not None and closure.default is closure.empty:
@@ -46,6 +47,15 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
             f"optimizer.kind: {kind} runs the model several times a step; expected one that takes a gradient"
         )
     return factory
+
+
+def _check_numbers(factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse text where the optimizer's own value is a number."""
+    parameters = inspect.signature(factory).parameters
+    for name, value in options.items():
+        usual = parameters[name].default if name in parameters else None
+        if isinstance(value, str) and isinstance(usual, (int, float)):
+            raise JobError(f"optimizer.{name}: found {value!r}, expected a number")
 
 
 def build_optimizer(

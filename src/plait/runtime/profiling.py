@@ -70,7 +70,9 @@ def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> 
     content = SeededSamples(dataset, settings.seed).__getitems__([(0, i) for i in range(batch_size)])
     inputs, target = to_device(content, device, dtype)
     model = build.build_model(settings.model, settings.seed).to(dtype=dtype)
-    return model, inputs if isinstance(inputs, (tuple, dict)) else (inputs,), target
+    if isinstance(inputs, (tuple, list)):
+        return model, tuple(inputs), target
+    return model, inputs if isinstance(inputs, dict) else (inputs,), target
 
 
 class _Quiet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class Recorder:
         self._rate = 0.0
         self._training_s = 0.0
         self._progress: dict[str, Any] = {}
+        self._diverged = False
 
     def start(self, step: int, steps: int) -> None:
         self._total = steps
@@ -88,6 +90,9 @@ class Recorder:
     def _log_steps(self, step: int, epoch: int, lr: float, now: float) -> None:
         seconds, loss = now - self._mark, float(self._loss) / self._steps
         self._record(events.Step(step, epoch, finite(loss), lr, self._samples, round(seconds, 6)))
+        if not math.isfinite(loss) and not self._diverged:
+            self._diverged = True
+            self.warn(f"the loss is {loss} at step {step}: the run has diverged; try a smaller learning rate")
         if self._board is not None:
             self._board.add_scalar("train/loss", loss, step)
             self._board.add_scalar("train/lr", lr, step)
@@ -124,8 +129,12 @@ class Recorder:
 
     def refused(self, path: Path, reason: str) -> None:
         self._record(events.CheckpointRefused(str(path), reason))
+        self.warn(f"checkpoint refused, trying the one before it: {reason}")
+
+    def warn(self, words: str) -> None:
+        """Tell the user, once for all workers."""
         if self._active:
-            log.warning("checkpoint refused, trying the one before it: %s", reason)
+            log.warning("%s", words)
 
     def end(
         self, step: int, reason: str, metrics: dict[str, float], best: dict[str, Any] | None

@@ -149,7 +149,7 @@ class Trainer:
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         name = self.settings.checkpoint.keep_best
-        if name is None or not metrics:
+        if name is None or not metrics or not math.isfinite(metrics[name]):
             return False
         return self.best is None or _gain(name, metrics[name], self.best[name]) > 0
 
@@ -197,6 +197,8 @@ class Trainer:
                 self.recorder.refused(path, str(failure))
                 continue
             return
+        if not refused:
+            self.recorder.warn(f"no checkpoint below {self.folder.checkpoints}; starting from the first step")
         if refused:
             raise CheckpointError(
                 f"no checkpoint below {self.folder.checkpoints} can be used; the newest: {refused[0]}"
@@ -231,9 +233,9 @@ class Trainer:
 
 
 def _gain(name: str, value: float, before: float) -> float:
-    """How much better `value` is: smaller for a loss, larger for other metrics; NaN is worst."""
-    if math.isnan(value):
+    """How much better `value` is: smaller for a loss, larger for other metrics; no number is worst."""
+    if not math.isfinite(value):
         return -math.inf
-    if math.isnan(before):
+    if not math.isfinite(before):
         return math.inf
     return before - value if name == "loss" else value - before

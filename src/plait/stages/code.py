@@ -137,7 +137,7 @@ def _module(path: str, module: nn.Module) -> str:
         return constructor(module)
     except NoConstructor as reason:
         raise StageError(
-            f"{path}, a {type(module).__name__}, cannot be written as source: {reason}; "
+            f"{path} ({type(module).__name__}) cannot be written as source: {reason}; "
             f"expected a torch.nn module as its constructor makes it"
         ) from reason
 

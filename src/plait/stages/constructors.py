@@ -106,8 +106,10 @@ def _check(module: nn.Module, text: str) -> None:
     if ours.keys() != theirs.keys():
         raise NoConstructor(f"{text} has other parts")
     for path, part in ours.items():
-        if _settings(part) != _settings(theirs[path]):
-            raise NoConstructor(f"{text} has other settings in {path or 'itself'}")
+        # What a fresh module has not was put there by others, and its forward knows nothing of it.
+        mine, fresh = _settings(part), _settings(theirs[path])
+        if other := [name for name, value in fresh.items() if mine.get(name, value) != value]:
+            raise NoConstructor(f"{text} has another {other[0]} in {path or 'itself'}")
     if _tensors(module) != _tensors(twin):
         raise NoConstructor(f"{text} has other parameters or buffers")
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in ours.values()):

@@ -37,6 +37,7 @@ def build_loss(kind: str) -> Loss:
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     """The mean cross entropy of logits (batch, classes) or (batch, time, vocabulary); classes come last."""
+    _check_tensor(output, "cross-entropy")
     if output.shape[:-1] != target.shape:
         raise JobError(
             f"loss: cross-entropy found an output of shape {tuple(output.shape)} and a target of shape "
@@ -48,6 +49,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
     """The mean of the squared differences."""
+    _check_tensor(output, "mse")
     if output.shape != target.shape:
         # Torch would broadcast the two, and train towards something nobody asked for.
         raise JobError(
@@ -55,6 +57,14 @@ def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
             f"{tuple(target.shape)}; expected the same shape"
         )
     return F.mse_loss(output, target)
+
+
+def _check_tensor(output: object, kind: str) -> None:
+    if not isinstance(output, Tensor):
+        raise JobError(
+            f"loss: {kind} found that the model returned a {type(output).__name__}, expected a tensor; "
+            f"write a loss of your own that takes the part it needs: loss: package.module:name"
+        )
 
 
 KINDS: Mapping[str, Loss] = {"cross-entropy": cross_entropy, "mse": mean_squared_error}
