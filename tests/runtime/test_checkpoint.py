@@ -304,7 +304,7 @@ def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path):
     )
     result, _ = train_here(job, tmp_path)
     assert result["best"]["step"] > 2
-    never = dataclasses.replace(job, optimizer=OptimizerSettings("sgd", {"lr": 1e30}))
+    never = dataclasses.replace(job, optimizer=OptimizerSettings("sgd", {"lr": 1e308}))
     assert train_here(never, tmp_path / "never")[0]["best"] is None
     log = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
     assert next(e.metrics["loss"] for e in log if isinstance(e, events.Evaluated)) is None
