@@ -8,7 +8,8 @@ operations give both at once: nothing is computed twice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Job = Callable[[], None]
+_active: ContextVar[list[Job] | None] = ContextVar("deferred jobs", default=None)
 
 _CONVOLUTIONS: dict[Any, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _CONVOLUTION_ARGUMENTS = ("bias", "stride", "padding", "dilation", "groups")
@@ -29,6 +31,15 @@ class DeferWeights(TorchFunctionMode):
         super().__init__()
         self.jobs: list[Job] = []
 
+    def __enter__(self) -> Self:
+        self._token = _active.set(self.jobs)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        _active.reset(self._token)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -41,6 +52,11 @@ class DeferWeights(TorchFunctionMode):
             if settings is not None:
                 return _Convolution.apply(args[0], args[1], *settings, self.jobs)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
+
+
+def jobs_of_this_forward() -> list[Job] | None:
+    """Where an autograd function, asked in its forward, may leave its weights' gradients; None: nowhere."""
+    return _active.get()
 
 
 def _can_defer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,246 @@
+"""The sides of the pipeline experiment, as one worker runs them: ours, torch's own, and the plain ways.
+
+Each is a function that takes so many steps; all workers call it together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.cluster.channels import Channels, connect
+from plait.planner.depth import Schedule
+from plait.planner.operations import Layout, Update
+from plait.profiler.trace import trace
+from plait.runtime.arrangement import Arrangement, one_batch, stream
+from plait.runtime.pipeline import Parts, Pipeline
+from plait.stages.deferred import jobs_of_this_forward
+from plait.workloads.transformer import Block
+
+Steps = Callable[[int], None]
+LR = 1e-4
+
+
+@dataclass(frozen=True)
+class Model:
+    """Equal blocks in a row, and the shape of a batch."""
+
+    block: Callable[[], nn.Module]
+    blocks: int
+    shape: tuple[int, ...]
+
+    def build(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(self.block() for _ in range(self.blocks)))
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(self.shape, generator=generator)
+        return x, torch.randn(self.shape, generator=generator)
+
+
+MODELS = {
+    "mlp": Model(lambda: nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()), 16, (256, 1024)),
+    "transformer": Model(lambda: Block(256, 8, 0.0), 8, (16, 128, 256)),
+    # 2 MB of activations for each microbatch of 8, and as much of gradients back.
+    "wide": Model(lambda: nn.Sequential(nn.Linear(256, 256), nn.ReLU()), 16, (16384, 256)),
+}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR)
+
+
+@dataclass
+class FixedWork:
+    """The same microbatches in every step."""
+
+    x: tuple[Tensor, ...]
+    y: tuple[Tensor, ...]
+    share: float
+    total: int
+
+    def content(self, microbatch: int) -> tuple[Any, Any]:
+        place = microbatch % len(self.x)
+        return (self.x[place],), self.y[place]
+
+    def weight(self, microbatch: int) -> float:
+        return self.share
+
+    def seed(self, microbatch: int, stage: int) -> int:
+        return microbatch
+
+    def prepare_update(self, update: Update) -> float:
+        return 1.0
+
+    def admits(self, pipeline: int, microbatch: int) -> bool:
+        return microbatch < self.total
+
+
+def ours(
+    rank: int,
+    model: nn.Sequential,
+    batch: tuple[Tensor, Tensor],
+    schedule: Schedule,
+    stages: int,
+    pieces: int,
+) -> tuple[Steps, Pipeline, Channels]:
+    """`model` in our pipeline over all workers; interleaved deals the stages to them in turn."""
+    size = dist.get_world_size()
+    x, y = batch
+    traced = trace(model, (x[:2],))
+    ids = [layer.id for layer in traced.layers]
+    places = [len(ids) * i // stages for i in range(stages + 1)]
+    arrangement = Arrangement(
+        tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(places)),
+        (Layout(tuple((stage % size,) for stage in range(stages))),),
+        schedule,
+        pieces,
+    )
+    channels = connect(rank, ["here"] * size, arrangement.workers, deadline_s=60)
+    parts = Parts(F.mse_loss, sgd, torch.device("cpu"), contextlib.nullcontext)
+    pipeline = Pipeline(rank, arrangement, traced, channels, parts)
+    share = 1.0 if schedule is Schedule.STASH else 1 / pieces
+    xs, ys = x.chunk(pieces), y.chunk(pieces)
+
+    def steps(count: int) -> None:
+        if schedule.synchronous:
+            for _ in range(count):
+                pipeline.run(one_batch(arrangement, rank, pieces), FixedWork(xs, ys, share, pieces))
+        else:
+            work = FixedWork(xs, ys, share, count * pieces)
+            pipeline.run(stream(arrangement, rank, work), work)
+        pipeline.losses.clear()
+
+    return steps, pipeline, channels
+
+
+def theirs(
+    rank: int,
+    model: nn.Sequential,
+    batch: tuple[Tensor, Tensor],
+    schedule: Schedule,
+    stages: int,
+    pieces: int,
+) -> Steps:
+    """The same in torch.distributed.pipelining."""
+    from torch.distributed.pipelining import (
+        PipelineStage,
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleZBVZeroBubble,
+    )
+
+    size = dist.get_world_size()
+    each = len(model) // stages
+    if schedule is Schedule.ZERO_BUBBLE:
+        own = [rank, stages - 1 - rank]
+    else:
+        own = list(range(rank, stages, size))
+    device = torch.device("cpu")
+    parts = {s: nn.Sequential(*list(model)[s * each : (s + 1) * each]) for s in own}
+    made: list[Any] = [PipelineStage(part, s, stages, device) for s, part in parts.items()]
+    optimizer = sgd([p for part in parts.values() for p in part.parameters()])
+    kinds: dict[Schedule, Any] = {
+        Schedule.GPIPE: ScheduleGPipe,
+        Schedule.FLUSH: Schedule1F1B,
+        Schedule.INTERLEAVED: ScheduleInterleaved1F1B,
+        Schedule.ZERO_BUBBLE: ScheduleZBVZeroBubble,
+    }
+    whole = made if schedule in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE) else made[0]
+    runner = kinds[schedule](whole, pieces, loss_fn=F.mse_loss)
+    x, y = batch
+    arguments: tuple[Tensor, ...] = (x,) if 0 in own else ()
+    target: dict[str, Any] = {"target": y, "losses": []} if stages - 1 in own else {}
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            runner.step(*arguments, **target)
+            optimizer.step()
+
+    return steps
+
+
+def alone(rank: int, model: nn.Sequential, batch: tuple[Tensor, Tensor], pieces: int) -> Steps:
+    """One worker, microbatched; the others wait."""
+    optimizer = sgd(model.parameters())
+    xs, ys = batch[0].chunk(pieces), batch[1].chunk(pieces)
+
+    def steps(count: int) -> None:
+        for _ in range(count if rank == 0 else 0):
+            optimizer.zero_grad()
+            for x, y in zip(xs, ys):
+                (F.mse_loss(model(x), y) / pieces).backward()
+            optimizer.step()
+
+    return steps
+
+
+def data_parallel(rank: int, model: nn.Sequential, batch: tuple[Tensor, Tensor], pieces: int) -> Steps:
+    """torch's DistributedDataParallel, each worker on its share of the batch, microbatched as the others."""
+    size = dist.get_world_size()
+    replica = nn.parallel.DistributedDataParallel(model)
+    optimizer = sgd(replica.parameters())
+    xs, ys = (part.chunk(pieces)[rank::size] for part in batch)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            for i, (x, y) in enumerate(zip(xs, ys)):
+                with contextlib.nullcontext() if i == len(xs) - 1 else replica.no_sync():
+                    (F.mse_loss(replica(x), y) / len(xs)).backward()
+            optimizer.step()
+
+    return steps
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes its time forward, for the gradient of the input, and for that of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        time.sleep(seconds)
+        ctx.seconds, ctx.jobs, ctx.weight = seconds, jobs_of_this_forward(), weight
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+
+        def job() -> None:
+            time.sleep(ctx.seconds)
+
+        if ctx.jobs is None:
+            job()
+        else:
+            ctx.jobs.append(job)
+        return grads[0], None, None
+
+
+class SleepingLayer(nn.Module):
+    """Costs time but no processor, so that many workers fit on few cores."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Sleep.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call]
+        return y
+
+
+def copy_of(model: nn.Sequential) -> nn.Sequential:
+    return copy.deepcopy(model)
