@@ -9,6 +9,7 @@ from fused_checks import CLOSE, alone, assert_equals_lone_models, make_models
 from torch import nn
 
 from plait.fusion import FusionError, Shared, fuse, group_by_shape
+from plait.fusion.per_trial import PerTrial
 
 
 class Decides(nn.Module):
@@ -187,6 +188,47 @@ def test_a_loss_is_mapped_over_trials_with_its_own_smoothing():
         F.cross_entropy(logits[k], target[k], label_smoothing=s) for k, s in enumerate((0.0, 0.1, 0.5))
     ]
     torch.testing.assert_close(losses(logits, target), torch.stack(expected), **CLOSE)
+
+
+class Numbers(nn.Module):
+    """Floats of every kind that may differ between trials."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.scale = 0.5 + number
+        self.norm = nn.BatchNorm1d(3, eps=10.0**-number, momentum=0.1 * (number + 1))
+        self.leaky = nn.LeakyReLU(0.1 * (number + 1))
+        self.layer = nn.LayerNorm(3, eps=10.0**-number)
+
+    def forward(self, x):
+        return self.leaky(self.norm(x)) * self.scale + (1 - self.scale) + self.layer(x)
+
+
+def test_floats_that_differ_between_models_are_each_trials_own():
+    torch.manual_seed(0)
+    models = [Numbers(number).double() for number in range(3)]
+    assert_equals_lone_models(models, [(data(4, 3),) for _ in models])
+
+
+def test_a_branch_on_a_number_that_differs_is_refused_unless_all_agree():
+    per_trial = PerTrial((0.0, 0.5))
+    with pytest.raises(FusionError, match="answers differ"):
+        bool(per_trial)
+    with pytest.raises(FusionError, match="makes one number"):
+        float(per_trial)
+    assert per_trial < 1
+    assert (1 - per_trial).values == (1.0, 0.5)
+    assert (-per_trial).values == (0.0, -0.5)
+
+
+def test_random_operations_and_shapes_changed_in_place_are_refused():
+    fused = fuse(make_models(lambda: nn.Linear(4, 4)))
+    with pytest.raises(FusionError, match="rrelu"):
+        fused.map(lambda x: F.rrelu(x, training=True), data(3, 4))
+    with pytest.raises(FusionError, match="exponential_"):
+        fused.map(lambda x: F.gumbel_softmax(x), data(3, 4))
+    with pytest.raises(FusionError, match="use unsqueeze"):
+        fused.map(lambda x: x.unsqueeze_(0), data(3, 4))
 
 
 def test_nan_in_one_trial_leaves_its_neighbours_alone():

@@ -265,6 +265,21 @@ def test_split_trials_go_on_in_plain_torch_and_come_back_at_other_ages(kind):
         assert_same_state(again.trial(number), model)
 
 
+def test_a_saved_array_goes_on_where_it_was(tmp_path):
+    arrays = []
+    for _ in range(2):
+        fused = fuse(make_models(small))
+        arrays.append((fused, FusedOptimizer(fused, "adamw", lr=[0.01, 0.02, 0.05], steps=[4, 9, 9])))
+    train_fused(*arrays[0], batches(5))
+    torch.save([arrays[0][0].state_dict(), arrays[0][1].state_dict()], tmp_path / "array.pt")
+    weights, state = torch.load(tmp_path / "array.pt")
+    arrays[1][0].load_state_dict(weights)
+    arrays[1][1].load_state_dict(state)
+    for fused, optimizer in arrays:
+        train_fused(fused, optimizer, batches(5, seed=9))
+    assert_same_state(arrays[1][0], arrays[0][0])
+
+
 def test_float32_stays_within_rounding_and_bfloat16_keeps_float32_coefficients():
     models = [model.float() for model in make_models(small)]
     fused = fuse(models)

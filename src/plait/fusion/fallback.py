@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.per_trial import PerTrial
-from plait.fusion.registry import RULES, Arguments, Function, Options, Rule, spellings
+from plait.fusion.registry import RULES, Arguments, Function, Options, Rule, spellings, takes_per_trial
 from plait.fusion.tensor import Trials, TrialTensor, leaves, trials_of, wrap
 
 # What these return is read by Python, and Python can take only one branch.
@@ -24,7 +24,11 @@ _METADATA = (
     "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device "
     "is_contiguous stride storage_offset __len__ is_inference is_conj is_neg __format__ __hash__"
 )
-_RANDOM = "randint_like bernoulli bernoulli_ multinomial normal_ uniform_ normal poisson random_"
+_RESHAPING = "transpose_ t_ squeeze_ unsqueeze_ resize_ resize_as_ swapaxes_ swapdims_ set_"
+_RANDOM = (
+    "rrelu rrelu_ exponential_ geometric_ cauchy_ log_normal_ randint_like bernoulli bernoulli_ multinomial "
+    "normal_ uniform_ normal poisson random_"
+)
 
 
 def find_rule(function: Function) -> Rule:
@@ -42,6 +46,7 @@ def metadata(function: Function, args: Arguments, kwargs: Options) -> Any:
         return function(*args, **kwargs)
 
 
+@takes_per_trial
 def descend(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Run the Python body that torch has for `function`, on trial tensors; its operations have rules."""
     return _body(function)(*args, **kwargs)
@@ -65,6 +70,7 @@ def _body(function: types.FunctionType) -> types.FunctionType:
     return body
 
 
+@takes_per_trial
 def vmap_rule(function: Function, args: Arguments, kwargs: Options) -> Any:
     """The function under torch.func.vmap; once vmap refuses it, trial by trial from then on."""
     if is_in_place(function):
@@ -73,7 +79,9 @@ def vmap_rule(function: Function, args: Arguments, kwargs: Options) -> Any:
         return loop(function, args, kwargs)
     try:
         return _vmapped(function, args, kwargs)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as failure:
+        if "random operation" in str(failure):
+            return refuse_random(function, args, kwargs)
         # A call that is wrong in itself fails here too, with torch's own message about one trial.
         outcome = loop(function, args, kwargs)
         RULES[function] = loop
@@ -173,6 +181,14 @@ def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
     )
 
 
+def refuse_reshaping(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """A tensor's shape cannot change under its name."""
+    name = getattr(function, "__name__", str(function))
+    raise FusionError(f"{user_line()}\n  changes a shape in place ({name}); use {name.removesuffix('_')}")
+
+
+for _spelling in spellings(_RESHAPING.split()):
+    RULES[_spelling] = refuse_reshaping
 for _spelling in spellings(_VALUES.split()):
     RULES[_spelling] = refuse_values
 for _spelling in spellings(_RANDOM.split()):

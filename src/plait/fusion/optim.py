@@ -96,6 +96,25 @@ class FusedOptimizer:
             for name, tensor in self._new_state(parameter).items() if "momentum" in values else ():
                 state.setdefault(name, tensor)
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that a restart needs besides the arguments the optimizer was made with."""
+        return {
+            "state": self.state,
+            "steps": self.steps,
+            "made": list(self.made),
+            "numbers": {name: list(values) for name, values in self.numbers.items()},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; the trials must be as many."""
+        for own, other in zip(self.state, saved["state"], strict=True):
+            for name, tensor in own.items():
+                tensor.copy_(other[name])
+        self.steps.copy_(saved["steps"])
+        self.made = list(saved["made"])
+        self.set(**saved["numbers"])
+        self.notice_finished()
+
     def zero_grad(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None

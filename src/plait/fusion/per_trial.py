@@ -36,6 +36,21 @@ class PerTrial(float):
     def __reduce__(self) -> tuple[Any, ...]:
         return (PerTrial, (self.values,))
 
+    def __bool__(self) -> bool:
+        differs: bool = self != 0.0
+        return differs
+
+    def __neg__(self) -> PerTrial:
+        return PerTrial([-value for value in self.values])
+
+    def __float__(self) -> float:
+        if len(set(self.values)) > 1:
+            raise FusionError(
+                f"{user_line()}\n  makes one number of a hyperparameter that differs between trials "
+                f"{self.values}; name this module in fuse(..., unfused=[...])"
+            )
+        return self.values[0]
+
     def __hash__(self) -> int:
         return hash(self.values)
 

@@ -16,6 +16,9 @@ Rule = Callable[[Function, Arguments, Options], Any]
 
 RULES: dict[Function, Rule] = {}
 
+# Rules that compute with a hyperparameter's value of each trial; the others would see the first one's.
+PER_TRIAL_RULES: set[Rule] = set()
+
 # One operation is reached as torch.relu, Tensor.relu, F.relu; each is a function of its own to torch.
 _PLACES = (torch, torch.Tensor, F, torch._C._nn, torch.special)
 
@@ -38,6 +41,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def takes_per_trial(function: Rule) -> Rule:
+    """Say that a rule knows what to do with `PerTrial` among its arguments."""
+    PER_TRIAL_RULES.add(function)
+    return function
 
 
 def getter(name: str) -> Function:

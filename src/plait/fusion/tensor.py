@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from plait.fusion.pending import PendingNorm
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
-from plait.fusion.registry import RULES, Arguments, Function, Options
+from plait.fusion.registry import PER_TRIAL_RULES, RULES, Arguments, Function, Options
 
 
 class Trials:
@@ -64,7 +64,12 @@ class TrialTensor(torch.Tensor):
             from plait.fusion.fallback import find_rule  # the fallback wraps tensors, so it imports us
 
             rule = RULES[func] = find_rule(func)
-        return rule(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
+            from plait.fusion.fallback import loop
+
+            return loop(func, args, kwargs)
+        return rule(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -74,6 +79,10 @@ class TrialTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TrialTensor(trials={self.trials.count}, shape={tuple(self.shape)})"
+
+
+def _differs_by_trial(args: Arguments, kwargs: Options) -> bool:
+    return any(type(arg) is PerTrial for arg in args) or any(type(arg) is PerTrial for arg in kwargs.values())
 
 
 def trials_of(*values: Any) -> Trials:

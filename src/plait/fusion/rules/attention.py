@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.fusion.fallback import vmap_rule
 from plait.fusion.per_trial import PerTrial
-from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
+from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.rules.dropout import drop
 from plait.fusion.rules.elementwise import place
 from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
@@ -25,6 +25,7 @@ _DEFAULTS: Options = {
 }
 
 
+@takes_per_trial
 @rule("scaled_dot_product_attention")
 def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Masks are honoured; with dropout the weights are made in full, since each trial drops its own."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
-from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
+from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.tensor import Trials, TrialTensor
 
 _NAMES = "input p training inplace"
@@ -31,6 +31,7 @@ def drop(inner: Tensor, p: float, trials: Trials, shape: tuple[int, ...] | None 
     return inner * noise
 
 
+@takes_per_trial
 @rule("dropout", "dropout_")
 def dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, p, active = _given(args, kwargs)
@@ -39,6 +40,7 @@ def dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
     return _put(x, drop(x.stacked, p, x.trials), args, kwargs)
 
 
+@takes_per_trial
 @rule("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_")
 def feature_dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Whole channels of (batch, channels, ...), or of (channels, ...) where there is an axis fewer."""
@@ -55,6 +57,7 @@ def _channels(function: Function, x: Tensor) -> tuple[int, ...]:
     return (*x.shape[:leading], *(1,) * (x.dim() - leading))
 
 
+@takes_per_trial
 @rule("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
 def alpha_dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Dropout that keeps the mean and the variance of SELU's outputs."""

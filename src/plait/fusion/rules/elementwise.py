@@ -10,7 +10,16 @@ from torch import Tensor
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.fallback import is_in_place, refuse_shared_target
 from plait.fusion.per_trial import PerTrial, on_device
-from plait.fusion.registry import RULES, Arguments, Function, Options, getter, rule, spellings
+from plait.fusion.registry import (
+    RULES,
+    Arguments,
+    Function,
+    Options,
+    getter,
+    rule,
+    spellings,
+    takes_per_trial,
+)
 from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
 
 _UNARY = (
@@ -43,12 +52,13 @@ def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of one tensor, whatever its other arguments: applied to all trials as they lie."""
     x = args[0] if args else kwargs["input"]
     others = args[1:]
-    if not isinstance(x, TrialTensor) or any(isinstance(o, (TrialTensor, PerTrial)) for o in others):
+    if not isinstance(x, TrialTensor) or any(isinstance(other, TrialTensor) for other in others):
         return elementwise(function, args, kwargs)
     outcome = function(x.stacked, *others, **{k: v for k, v in kwargs.items() if k != "input"})
     return x if outcome is x.stacked else TrialTensor(outcome, x.trials)
 
 
+@takes_per_trial
 def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of several tensors that broadcast: a tensor's own axes end up behind the trials."""
     if "out" in kwargs:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.fusion.fallback import descend, loop, vmap_rule
 from plait.fusion.per_trial import PerTrial, on_device
-from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, rule
+from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.rules.elementwise import place
 from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
 
@@ -54,6 +54,7 @@ def _reduce(each: Tensor, reduction: str) -> Tensor:
     return flat.mean(1) if reduction == "mean" else flat.sum(1)
 
 
+@takes_per_trial
 @rule("cross_entropy")
 def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Cross entropy of class numbers; classes given as probabilities go through torch's own function."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.fallback import loop
-from plait.fusion.registry import Arguments, Function, Options, rule
+from plait.fusion.per_trial import PerTrial
+from plait.fusion.registry import Arguments, Function, Options, rule, takes_per_trial
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.rules.dropout import drop
 from plait.fusion.tensor import Trials, trials_of, unwrap, wrap
@@ -56,6 +57,7 @@ _STEPS: dict[str, Step] = {
 }
 
 
+@takes_per_trial
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
 def layers(function: Function, args: Arguments, kwargs: Options) -> Any:
     """All layers over all time steps; packed sequences and projections go trial by trial."""
@@ -74,7 +76,7 @@ def layers(function: Function, args: Arguments, kwargs: Options) -> Any:
     begin = [unwrap(part, trials).unbind(1) for part in states]
     ends: list[State] = []
     for layer in range(count):
-        if layer and dropout and training:
+        if layer and training and _drops(dropout):
             inner = drop(inner, dropout, trials)
         outputs = []
         for direction in range(directions):
@@ -103,11 +105,15 @@ def _run(
     return torch.stack(outputs[::-1] if backwards else outputs, 2), state
 
 
+def _drops(chance: float) -> bool:
+    return isinstance(chance, PerTrial) or chance > 0
+
+
 def _packed(function: Function, args: Arguments) -> Any:
     dropout, training = args[-4], args[-3]
     if isinstance(args[3], (list, tuple)):
         dropout, training = args[6], args[7]
-    if dropout and training:
+    if training and _drops(dropout):
         raise FusionError(
             f"{user_line()}\n  drops out between the layers of a packed sequence, or of one with "
             f"projections, which run trial by trial; put an nn.Dropout between single layers"

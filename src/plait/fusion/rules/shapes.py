@@ -68,7 +68,7 @@ def permute(function: Function, args: Arguments, kwargs: Options) -> Any:
     return TrialTensor(x.stacked.permute(0, *(dim % x.dim() + 1 for dim in dims)), x.trials)
 
 
-@rule("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "transpose_")
+@rule("transpose", "swapaxes", "swapdims", "movedim", "moveaxis")
 def transpose(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = args[0]
     moved = function(x.stacked, *map(shift_all, args[1:]), **{k: shift_all(v) for k, v in kwargs.items()})
@@ -81,8 +81,18 @@ def swap_last(function: Function, args: Arguments, kwargs: Options) -> Any:
     return x if x.dim() < 2 else TrialTensor(x.stacked.transpose(-1, -2), x.trials)
 
 
-for _property in ("T", "mT", "H", "mH"):
-    RULES[getter(_property)] = swap_last
+def reverse_axes(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x = args[0]
+    return x.permute(tuple(reversed(range(x.dim()))))
+
+
+def conjugate_transpose(function: Function, args: Arguments, kwargs: Options) -> Any:
+    return swap_last(function, args, kwargs).conj()
+
+
+RULES[getter("H")] = RULES[getter("mH")] = conjugate_transpose
+RULES[getter("T")] = reverse_axes
+RULES[getter("mT")] = swap_last
 
 
 @rule("unsqueeze")
