@@ -118,6 +118,12 @@ def test_trials_differ_in_what_they_drop_and_forwards_do_too():
     assert not torch.equal(first[0], second[0])
 
 
+def test_two_dropouts_of_one_forward_drop_different_elements():
+    fused = fuse([nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])])
+    first, second = fused.call(lambda parts, x: [part(x) for part in parts], torch.ones(1, 1000))
+    assert 0.4 < (first == second).float().mean() < 0.6
+
+
 def test_dropout_keeps_the_share_each_trial_asks_for():
     fused = fuse([nn.Dropout(0.0), nn.Dropout(0.2), nn.Dropout(0.9), nn.Dropout(1.0)])
     y = fused(torch.ones(4, 40_000))
