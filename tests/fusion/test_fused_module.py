@@ -72,6 +72,32 @@ def test_buffers_that_a_model_assigns_anew_follow_each_trial():
     assert [trial.count.item() for trial in fused.split()] == [3, 3, 3]
 
 
+class Keeps(nn.Module):
+    """Leaves what it computed in a plain attribute, and uses it the next time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.before = None
+
+    def forward(self, x):
+        y = self.layer(x) if self.before is None else self.layer(x) + self.before.detach()
+        self.before = y
+        return y
+
+
+def test_what_a_forward_leaves_in_an_attribute_is_each_trials_own():
+    models = make_models(Keeps)
+    fused = fuse(models)
+    x = data(3, 2, 3)
+    fused(x)
+    together = fused(x)
+    for number, model in enumerate(models):
+        model(x[number])
+        torch.testing.assert_close(together[number], model(x[number]), **CLOSE)
+        torch.testing.assert_close(fused.trial(number).before, model.before, **CLOSE)
+
+
 def test_tied_weights_stay_tied():
     def tied():
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

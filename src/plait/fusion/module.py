@@ -164,6 +164,11 @@ class FusedModule(nn.Module):
             own = tensor.detach()[number].clone()
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if is_parameter else own
+        # What a forward left in a plain attribute, attention weights say, has the trials too.
+        for part in self.module.modules():
+            for value in vars(part).values():
+                if isinstance(value, TrialTensor):
+                    memo[id(value)] = value.stacked[number].detach().clone()
         made = copy.deepcopy(self.module, memo)
         for part in made.modules():
             if isinstance(part.__dict__.get("forward"), Patch):
