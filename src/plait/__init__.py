@@ -16,6 +16,7 @@ _ROOMS: dict[str, tuple[str, str]] = {
     "Machines": ("plait.planner", "Machines"),
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),
+    "fuse": ("plait.fusion", "fuse"),
     "machines": ("plait.planner", "machines"),
     "make_job": ("plait.config", "make_job"),
     "plan": ("plait.planner", "make_plan"),
