@@ -219,7 +219,8 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
             pipeline.run(one_batch(arrangement, rank, local), work)
     else:
         total = case.steps * case.microbatches
-        pipeline.run(stream(arrangement, rank, AllOf(arrangement, total)), CaseWork(case, arrangement, rank, 0, total))
+        work = CaseWork(case, arrangement, rank, 0, total)
+        pipeline.run(stream(arrangement, rank, AllOf(arrangement, total)), work)
     channels.close()
     weights = {
         name: value.detach().numpy()

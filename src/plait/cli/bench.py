@@ -13,7 +13,7 @@ from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 
 # Each is a module of plait.experiments with a function run(command=...) -> Bench.
-NAMES = ("pipeline", "planner", "profiler")
+NAMES = ("fusion", "pipeline", "planner", "profiler")
 
 
 def bench(
