@@ -32,7 +32,7 @@ _EXTRA = socket.CMSG_LEN(struct.calcsize("i"))
 
 @dataclass
 class _Slot:
-    """One buffer of ours: the peer reads it while `busy` says for which channel."""
+    """One buffer of ours; `descriptor` is its file until the peer has been handed it."""
 
     number: int
     buffer: Buffer

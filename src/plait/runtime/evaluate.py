@@ -43,7 +43,7 @@ def evaluate_parts(parts: Parts, settings: TrainSettings, rank: int, world_size:
     """Mean loss and metric over the test split; all ranks call it together and get the same numbers."""
     sums = torch.zeros(4, dtype=torch.float64)
     size = settings.evaluate.batch_size or settings.data.batch_size
-    with torch.no_grad(), _evaluation_mode(parts.model):
+    with torch.no_grad(), evaluation_mode(parts.model):
         batches = load(
             parts.test_set,
             in_order(len(parts.test_set), size),
@@ -72,7 +72,7 @@ def mean_of_all(parts: Parts, sums: Tensor, world_size: int) -> dict[str, float]
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Evaluate, then put each module back as it was: some may be kept in evaluation mode on purpose."""
     training = [module for module in model.modules() if module.training]
     model.eval()

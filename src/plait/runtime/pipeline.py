@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from plait.profiler.traced import TracedModel
 from plait.runtime.agreement import Agreement, find_holders
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.checkpoint import optimizer_state
+from plait.runtime.evaluate import evaluation_mode
 from plait.runtime.events import Operations
 from plait.runtime.stage_runner import Autocast, Flight, StageRunner
 from plait.stages.cut import check_stages, cut
@@ -346,8 +348,12 @@ class Pipeline:
 
     def evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
         """Send `microbatches` of this pipeline forward; the last stage hands outputs to `measure`."""
-        for held in self._held.values():
-            held.runner.stage.module.eval()
+        with contextlib.ExitStack() as modes:
+            for module in self.modules.values():
+                modes.enter_context(evaluation_mode(module))
+            self._evaluate(microbatches, work, measure)
+
+    def _evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
         for microbatch in range(microbatches):
             for stage, held in sorted(self._held.items()):
                 if self.layout.worker(stage, microbatch) == self.rank:
@@ -359,8 +365,6 @@ class Pipeline:
                         measure(self._rebuild(values), flight.target, microbatch)
                     self._send_forward(op, flight)
                     flight.land()
-        for held in self._held.values():
-            held.runner.stage.module.train()
 
     def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
         loss_of = self._held[self.arrangement.last].runner.loss_of

@@ -94,6 +94,13 @@ class PipelineTrainer(Trainer):
     def _make_engine(self) -> None:
         return None
 
+    def run(self, resume: bool) -> dict[str, Any]:
+        result = super().run(resume)
+        self._channels.close()
+        if self._events is not None:
+            self._events.close()
+        return result
+
     def begin(self, steps: int) -> None:
         """Get ready to go on: cut the model, with the state it has now, into its stages."""
         super().begin(steps)
