@@ -1,0 +1,34 @@
+"""Streams of operations: made as they are needed, and the same as the planner's whole lists."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.planner.depth import Schedule
+from plait.planner.errors import PlanError
+from plait.planner.operations import Layout, straight_layout
+from plait.planner.schedules import operations
+from plait.runtime.arrangement import Arrangement, stream
+from support.pipelines import AllOf
+
+
+def arranged(layout: Layout, schedule: Schedule, **changes: object) -> Arrangement:
+    stages = tuple((f"layer{s}",) for s in range(len(layout.stages)))
+    return Arrangement(stages, (layout,), schedule, 1, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.TWO_BUFFERED])
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1, 1), (1, 3), (3, 2), (1, 1, 1, 1), (4,)])
+def test_a_stream_is_the_planners_list(replicas: tuple[int, ...], schedule: Schedule) -> None:
+    layout = straight_layout(replicas)
+    arrangement = arranged(layout, schedule)
+    for total in (1, 5, 12, 23):
+        expected = operations(schedule, layout, total)
+        for worker in layout.workers:
+            assert tuple(stream(arrangement, worker, AllOf(arrangement, total))) == expected[worker]
+
+
+def test_vertical_sync_that_needs_weights_from_the_future_is_refused() -> None:
+    arrangement = arranged(straight_layout((1, 1)), Schedule.STASH, vertical_sync=True, depths={0: 2, 1: 5})
+    with pytest.raises(PlanError, match="vertical_sync: stage 1 would need version"):
+        list(stream(arrangement, 1, AllOf(arrangement, 20)))
