@@ -78,7 +78,7 @@ def settings_of(name: str, steps: int) -> TrainSettings:
 
 
 class Plain:
-    """The job as a person writes it, with the data in memory."""
+    """The job as a person writes it, fetching whole batches from the same data set."""
 
     def __init__(self, settings: TrainSettings, rank: int, world_size: int) -> None:
         parts = build.build(settings, torch.device("cpu"))
@@ -86,7 +86,7 @@ class Plain:
         if world_size > 1:
             self.model = DistributedDataParallel(parts.model)
         self.loss, self.optimizer = parts.loss, parts.optimizer
-        self.x, self.y = parts.train_set.__getitems__(list(range(len(parts.train_set))))
+        self.data = parts.train_set
         self.batch, self.rank, self.world_size = settings.data.batch_size, rank, world_size
 
     def run(self, steps: int) -> float:
@@ -94,11 +94,12 @@ class Plain:
         done = 0
         share = self.batch // self.world_size
         while done < steps:
-            order = torch.randperm(len(self.y), generator=torch.Generator().manual_seed(done))
+            order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(done))
             for begin in range(0, len(order) - self.batch + 1, self.batch):
                 chosen = order[begin + self.rank * share : begin + (self.rank + 1) * share]
                 self.optimizer.zero_grad(set_to_none=True)
-                self.loss(self.model(self.x[chosen]), self.y[chosen]).backward()
+                x, y = self.data.__getitems__(chosen.tolist())
+                self.loss(self.model(x), y).backward()
                 self.optimizer.step()
                 done += 1
                 if done == steps:
