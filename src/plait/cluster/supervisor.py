@@ -71,6 +71,22 @@ class Watcher(Protocol):
     def stopping(self) -> None: ...
 
 
+class Unwatched:
+    """A watcher for launches that nobody looks at."""
+
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        pass
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        pass
+
+    def printed(self, line: str) -> None:
+        pass
+
+    def stopping(self) -> None:
+        pass
+
+
 class Supervisor:
     """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one ends them at once."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.cluster.hosts import LOCAL, Host
-from plait.cluster.supervisor import Launch, Supervisor, WorkerState
+from plait.cluster.supervisor import Launch, Supervisor, Unwatched
 from plait.cluster.worker import Worker
 from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Bench, Claim, Row
@@ -63,24 +62,8 @@ def _in_world(workers: int, entry: str, settings: dict[str, Any]) -> list[Row]:
             logs=Path(logs),
             threads=1,
         )
-        rows: list[Row] = Supervisor(launch, _Quiet()).run()[0]["rows"]
+        rows: list[Row] = Supervisor(launch, Unwatched()).run()[0]["rows"]
     return rows
-
-
-class _Quiet:
-    """A watcher that says nothing."""
-
-    def started(self, workers: tuple[WorkerState, ...]) -> None:
-        pass
-
-    def progressed(self, progress: Mapping[str, Any]) -> None:
-        pass
-
-    def printed(self, line: str) -> None:
-        pass
-
-    def stopping(self) -> None:
-        pass
 
 
 def speed_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,17 @@ class Placement:
     link_timeout_s: float = 10.0
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    def launch(
+        self,
+        entry: str,
+        settings: Mapping[str, Any],
+        logs: Path,
+        check: str | None = None,
+        preload: tuple[str, ...] = (),
+    ) -> Launch:
+        """The launch of the function `entry` on these workers."""
+        return Launch(entry=entry, settings=settings, logs=logs, check=check, preload=preload, **vars(self))
+
 
 class Display(Protocol):
     """Who shows a run to a person."""
@@ -123,7 +134,15 @@ def launch(
     lock = folder.lock()
     status = _Status(folder, display)
     order = {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume}
-    supervisor = Supervisor(_launch(order, placement, folder.logs.absolute()), status)
+    task = placement.launch(
+        "plait.runtime.worker:train",
+        order,
+        folder.logs.absolute(),
+        check="plait.runtime.worker:check_order",
+        # Torch's optimizers load it, and it takes longer than torch itself.
+        preload=("torch._dynamo",),
+    )
+    supervisor = Supervisor(task, status)
     prepared = False
 
     def prepare() -> None:
@@ -163,25 +182,6 @@ def _earlier_result(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, A
         return None
     earlier: dict[str, Any] = json.loads(folder.result.read_text())
     return earlier if earlier.get("step") == result["step"] else None
-
-
-def _launch(order: dict[str, Any], placement: Placement, logs: Path) -> Launch:
-    return Launch(
-        hosts=placement.hosts,
-        entry="plait.runtime.worker:train",
-        check="plait.runtime.worker:check_order",
-        # Torch's optimizers load it, and it takes longer than torch itself.
-        preload=("torch._dynamo",),
-        settings=order,
-        logs=logs,
-        shell=placement.shell,
-        python=placement.python,
-        nic=placement.nic,
-        threads=placement.threads,
-        timeout_s=placement.timeout_s,
-        link_timeout_s=placement.link_timeout_s,
-        environment=placement.environment,
-    )
 
 
 def _remove(lock: Path, made: tuple[Path, ...]) -> None:

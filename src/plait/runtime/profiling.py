@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from plait.cluster.supervisor import Launch, Supervisor, WorkerState
+from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.cluster.worker import Worker
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
@@ -75,38 +75,10 @@ def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> 
     return model, inputs if isinstance(inputs, dict) else (inputs,), target
 
 
-class _Quiet:
-    """A watcher that says nothing."""
-
-    def started(self, workers: tuple[WorkerState, ...]) -> None:
-        pass
-
-    def progressed(self, progress: Mapping[str, Any]) -> None:
-        pass
-
-    def printed(self, line: str) -> None:
-        pass
-
-    def stopping(self) -> None:
-        pass
-
-
 def profile_links(placement: Placement, logs: Path) -> tuple[Link, ...]:
     """Bandwidth and latency between each pair of the placement's workers, which are started for it."""
-    launch = Launch(
-        hosts=placement.hosts,
-        entry="plait.runtime.profiling:links_worker",
-        settings={},
-        logs=logs,
-        shell=placement.shell,
-        python=placement.python,
-        nic=placement.nic,
-        threads=placement.threads,
-        timeout_s=placement.timeout_s,
-        link_timeout_s=placement.link_timeout_s,
-        environment=placement.environment,
-    )
-    results = Supervisor(launch, _Quiet()).run()
+    launch = placement.launch("plait.runtime.profiling:links_worker", {}, logs)
+    results = Supervisor(launch, Unwatched()).run()
     return tuple(decode(Link, link, "link") for link in results[0]["links"])
 
 
