@@ -8,6 +8,7 @@ wait has a deadline, and its error names the peer and what was waited for.
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,33 +141,51 @@ def connect(
     `hosts` names the host of each rank. Two workers are each other's peers, or neither is.
     """
     peers = sorted(set(peers) - {rank})
-    can_share = hasattr(os, "memfd_create")
-    near = [peer for peer in peers if can_share and hosts[peer] == hosts[rank]]
-    door = Door(f"plait-{uuid.uuid4().hex}") if can_share else None
-    names: list[str | None] = [None] * len(hosts)
-    dist.all_gather_object(names, door.name if door else None)
+    near = meet_near(rank, hosts, peers, deadline_s)
     links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in near}
-    if door is not None:
-        links |= _link_near(rank, near, names, door, time.monotonic() + deadline_s)
-        door.close()
+    links |= {peer: SharedLink(connection) for peer, connection in near.items()}
     return Channels(rank, links, deadline_s, window)
 
 
-def _link_near(
-    rank: int, near: Sequence[int], names: Sequence[str | None], door: Door, end: float
-) -> dict[int, Link]:
+def meet_near(
+    rank: int,
+    hosts: Sequence[str],
+    peers: Iterable[int],
+    deadline_s: float,
+    group: dist.ProcessGroup | None = None,
+) -> dict[int, socket.socket]:
+    """Connections to those of `peers` that share memory with this worker: those of its host.
+
+    All ranks of the group (the world, unless given) call it together. On systems without anonymous shared
+    memory nobody is near.
+    """
+    near = [peer for peer in sorted(set(peers) - {rank}) if hosts[peer] == hosts[rank]]
+    door = Door(f"plait-{uuid.uuid4().hex}") if hasattr(os, "memfd_create") else None
+    members = dist.get_process_group_ranks(group)
+    found: list[str | None] = [None] * len(members)
+    dist.all_gather_object(found, door.name if door else None, group=group)
+    if door is None:
+        return {}
+    connections = _connect_near(rank, near, dict(zip(members, found)), door, time.monotonic() + deadline_s)
+    door.close()
+    return connections
+
+
+def _connect_near(
+    rank: int, near: Sequence[int], names: Mapping[int, str | None], door: Door, end: float
+) -> dict[int, socket.socket]:
     """Knock at the doors of lower ranks, and open to higher ones."""
-    links: dict[int, Link] = {}
+    connections: dict[int, socket.socket] = {}
     for peer in (p for p in near if p < rank):
         name = names[peer]
         assert name is not None
-        links[peer] = knock(name, rank, end - time.monotonic())
+        connections[peer] = knock(name, rank, end - time.monotonic())
     waiting = {p for p in near if p > rank}
     while waiting:
         try:
-            peer, link = door.accept(end)
+            peer, connection = door.accept(end)
         except TimeoutError:
             raise PeerError(f"worker {rank}: no word from workers {sorted(waiting)} while linking") from None
-        links[peer] = link
+        connections[peer] = connection
         waiting.discard(peer)
-    return links
+    return connections

@@ -168,24 +168,24 @@ class Door:
         self._socket.bind(f"\0{name}")
         self._socket.listen(128)
 
-    def accept(self, deadline: float) -> tuple[int, SharedLink]:
-        """The rank that knocked, and the link to it."""
+    def accept(self, deadline: float) -> tuple[int, socket.socket]:
+        """The rank that knocked, and the connection to it."""
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
         connection, _ = self._socket.accept()
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         rank = int(connection.recv(16))
         connection.settimeout(None)
-        return rank, SharedLink(connection)
+        return rank, connection
 
     def close(self) -> None:
         self._socket.close()
 
 
-def knock(name: str, rank: int, seconds: float) -> SharedLink:
-    """The link to the worker behind the door `name`, told that `rank` knocks."""
+def knock(name: str, rank: int, seconds: float) -> socket.socket:
+    """The connection to the worker behind the door `name`, told that `rank` knocks."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(max(0.001, seconds))
     connection.connect(f"\0{name}")
     connection.send(str(rank).encode())
     connection.settimeout(None)
-    return SharedLink(connection)
+    return connection
