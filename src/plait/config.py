@@ -127,6 +127,7 @@ class Job(Section):
     model_args: dict[str, Any] = Field(default_factory=dict)
     data: Data
     loss: str = "cross-entropy"
+    loss_args: dict[str, Any] = Field(default_factory=dict)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_schedule: LrSchedule = Field(default_factory=LrSchedule)
     epochs: int | None = Field(default=None, ge=1)
@@ -200,6 +201,7 @@ class Job(Section):
                 self.data.loaders,
             ),
             loss=self.loss,
+            loss_args=self.loss_args,
             optimizer=run.OptimizerSettings(self.optimizer.kind, self.optimizer.options),
             lr_schedule=run.LrScheduleSettings(
                 self.lr_schedule.kind, self.lr_schedule.warmup_steps, self.lr_schedule.options

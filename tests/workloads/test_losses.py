@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from plait.core.errors import JobError
@@ -49,8 +50,18 @@ def test_a_loss_may_be_any_importable_function_or_class():
 def test_something_that_is_no_function_is_refused_as_a_loss():
     with pytest.raises(JobError, match="expected a function"):
         build_loss("math:pi")
-    with pytest.raises(JobError, match="without arguments"):
+    with pytest.raises(JobError, match="Linear needs 'in_features'.*add loss_args.in_features"):
         build_loss("torch.nn:Linear")
+
+
+def test_a_loss_takes_options_and_refuses_those_it_has_not():
+    output, target = torch.randn(4, 5), torch.tensor([0, 1, 2, 3])
+    smooth = build_loss("cross-entropy", {"label_smoothing": 0.1})
+    assert torch.equal(smooth(output, target), F.cross_entropy(output, target, label_smoothing=0.1))
+    smooth = build_loss("torch.nn:CrossEntropyLoss", {"label_smoothing": 0.2})
+    assert torch.equal(smooth(output, target), F.cross_entropy(output, target, label_smoothing=0.2))
+    with pytest.raises(JobError, match="loss_args.label_smothing.*did you mean 'label_smoothing'"):
+        build_loss("cross-entropy", {"label_smothing": 0.1})
 
 
 def test_accuracy_counts_samples_and_tokens():

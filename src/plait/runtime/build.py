@@ -46,7 +46,7 @@ def check(settings: TrainSettings) -> None:
     """Refuse settings that name what does not exist or takes other arguments; builds and reads nothing."""
     find_model(settings.model)
     data.check(settings.data.kind, settings.data.options)
-    build_loss(settings.loss)
+    build_loss(settings.loss, settings.loss_args)
     metric = find_metric(settings.evaluate.metric, settings.loss)
     known = ["loss", metric[0]] if metric is not None else ["loss"]
     for key, name in (
@@ -117,7 +117,7 @@ def build(settings: TrainSettings, device: torch.device) -> Parts:
     return Parts(
         model=model,
         names={parameter: name for name, parameter in model.named_parameters()},
-        loss=build_loss(settings.loss),
+        loss=build_loss(settings.loss, settings.loss_args),
         metric=find_metric(settings.evaluate.metric, settings.loss),
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),

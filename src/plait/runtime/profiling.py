@@ -38,7 +38,7 @@ def profile_job(
     build.check(settings)
     device = build.choose_device(settings.device, 0)
     model, inputs, target = _example(settings, batch_size or settings.data.batch_size, device)
-    loss = build_loss(settings.loss)
+    loss = build_loss(settings.loss, settings.loss_args)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -95,6 +95,7 @@ class TrainSettings:
     model: ModelSettings
     data: DataSettings
     loss: str = "cross-entropy"
+    loss_args: Mapping[str, Any] = field(default_factory=dict)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     lr_schedule: LrScheduleSettings = field(default_factory=LrScheduleSettings)
     epochs: int | None = None

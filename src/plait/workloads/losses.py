@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from plait.core.errors import JobError
-from plait.core.names import did_you_mean, resolve
+from plait.core.names import check_arguments, did_you_mean, resolve
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def build_loss(kind: str) -> Loss:
-    """The loss called `kind`: one of `KINDS`, or a user's `package.module:name`.
+def build_loss(kind: str, args: Mapping[str, Any] | None = None) -> Loss:
+    """The loss called `kind`, with its options: one of `KINDS`, or a user's `package.module:name`.
 
     A user's name is a function of (output, target), or a class such as `torch.nn:L1Loss` whose instances
     are; it must return the mean over the batch.
@@ -26,16 +27,22 @@ def build_loss(kind: str) -> Loss:
                 f"loss: unknown loss {kind!r}{did_you_mean(kind, KINDS)}; "
                 f"a loss of your own is written 'package.module:name'"
             )
-        return KINDS[kind]
+        return _with_options(KINDS[kind], args or {})
     loss = resolve(kind, "loss", JobError)
     if isinstance(loss, type):
-        loss = _instance(loss, kind)
+        check_arguments(loss, args or {}, "loss_args", JobError)
+        return cast("Loss", _instance(loss, kind, args or {}))
     if not callable(loss):
         raise JobError(f"loss: {kind} is {loss!r}, expected a function of (output, target)")
-    return cast("Loss", loss)
+    return _with_options(cast("Loss", loss), args or {})
 
 
-def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+def _with_options(loss: Loss, args: Mapping[str, Any]) -> Loss:
+    check_arguments(loss, args, "loss_args", JobError, positional=2)
+    return partial(loss, **args) if args else loss
+
+
+def cross_entropy(output: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """The mean cross entropy of logits (batch, classes) or (batch, time, vocabulary); classes come last."""
     _check_tensor(output, "cross-entropy")
     if output.shape[:-1] != target.shape:
@@ -44,7 +51,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
             f"{tuple(target.shape)}; expected the target to have the output's shape without its last axis, "
             f"the classes"
         )
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(), label_smoothing=label_smoothing)
 
 
 def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
@@ -70,8 +77,11 @@ def _check_tensor(output: object, kind: str) -> None:
 KINDS: Mapping[str, Loss] = {"cross-entropy": cross_entropy, "mse": mean_squared_error}
 
 
-def _instance(loss: type, kind: str) -> object:
+def _instance(loss: type, kind: str, args: Mapping[str, Any]) -> object:
     try:
-        return loss()
-    except TypeError as failure:
-        raise JobError(f"loss: {kind} cannot be made without arguments: {failure}") from failure
+        made: object = loss(**args)
+    except (TypeError, ValueError) as failure:
+        raise JobError(f"loss: {kind} cannot be made with {dict(args)}: {failure}") from failure
+    if not callable(made):
+        raise JobError(f"loss: {kind} is {made!r}, expected a function of (output, target)")
+    return made
