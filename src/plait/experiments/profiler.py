@@ -94,9 +94,10 @@ def _stage_against_model(
     samples: list[tuple[float, float]] = []
     for _ in range(1 + repeats):
         model.zero_grad()
-        staged = time_whole(stage, (inputs,), {}, stage_loss, clock)
+        staged, _ = time_whole(stage, (inputs,), {}, stage_loss, clock)
         model.zero_grad()
-        samples.append((staged, time_whole(model, (inputs,), {}, loss, clock)))
+        whole, _ = time_whole(model, (inputs,), {}, loss, clock)
+        samples.append((staged, whole))
     return Timed.of([s for s, _ in samples[1:]]), Timed.of([w for _, w in samples[1:]])
 
 

@@ -93,13 +93,19 @@ def group_by_shape(items: Sequence[T], model_of: Callable[[T], nn.Module]) -> li
     """`items` in groups whose models can be fused, in order of appearance."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
-        model = model_of(item)
-        numbers = tuple(
-            (path, name, value)
-            for path, part in model.named_modules()
-            for name, value in vars(part).items()
-            if isinstance(value, (bool, int, str)) and name not in _SKIPPED
-        )
-        key = (*_kinds(model).items(), *_shapes(model).items(), *shared_names(model).items(), *numbers)
-        groups.setdefault(key, []).append(item)
+        groups.setdefault(shape_key(model_of(item)), []).append(item)
     return list(groups.values())
+
+
+def shape_key(model: nn.Module) -> Hashable:
+    """What models that can be fused have in common: structure, shapes, numbers that are no floats.
+
+    Of a float only whether it is zero counts: a model that asks so takes another branch.
+    """
+    numbers = tuple(
+        (path, name, value != 0 if isinstance(value, float) else value)
+        for path, part in model.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, str, float)) and name not in _SKIPPED
+    )
+    return (*_kinds(model).items(), *_shapes(model).items(), *shared_names(model).items(), *numbers)

@@ -5,45 +5,106 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from plait.fusion.errors import FusionError
 
-_FORM = "key=v1,v2,... or key=log:low:high:count or key=linear:low:high:count"
+_FORM = "key=v1,v2,... or key=log:low:high[:count], also with linear or int in place of log"
+_KINDS = ("log", "linear", "int")
 
 
-def parse_over(text: str) -> tuple[str, list[Any]]:
-    """The key of a hyperparameter, as in a job file, and the values to try."""
+@dataclass(frozen=True)
+class Dimension:
+    """One key of a job and what it may be: listed `values`, or any number from `low` to `high`."""
+
+    key: str
+    values: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    whole: bool = False
+
+    @property
+    def is_range(self) -> bool:
+        return not self.values
+
+    def at(self, share: float) -> Any:
+        """The value that lies at `share`, from 0 to 1, of the way through."""
+        if not self.is_range:
+            return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+        if self.whole:
+            return min(int(self.low + share * (self.high - self.low + 1)), int(self.high))
+        if self.log:
+            return math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
+        return self.low + share * (self.high - self.low)
+
+    def ends(self) -> tuple[Any, ...]:
+        """Values that stand for all: those listed, or both ends of the range."""
+        if not self.is_range:
+            return self.values
+        return (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
+
+
+def parse_dimension(text: str) -> Dimension:
+    """The key of a hyperparameter, as in a job file, and what to try."""
     key, equals, values = text.partition("=")
     if not equals or not key or not values:
         raise FusionError(f"--over: found {text!r}, expected {_FORM}")
     kind, colon, rest = values.partition(":")
-    if colon and kind in ("log", "linear"):
-        return key, _spaced(kind, rest, text)
-    return key, [_value(part) for part in values.split(",")]
+    if colon and kind in _KINDS:
+        return _range(key, kind, rest, text)
+    return Dimension(key, tuple(_value(part) for part in _parts(values)))
 
 
-def _spaced(kind: str, rest: str, text: str) -> list[float]:
+def parse_over(text: str) -> tuple[str, list[Any]]:
+    """The key of a hyperparameter and the values to try; a range needs a count here."""
+    dimension = parse_dimension(text)
+    if dimension.is_range:
+        raise FusionError(
+            f"--over: found {text!r}, which has no end of values; add a count, as in "
+            f"{dimension.key}=log:1e-4:1e-1:16, or draw from it with --search random or asha"
+        )
+    return dimension.key, list(dimension.values)
+
+
+def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
     try:
-        low_text, high_text, count_text = rest.split(":")
-        low, high, count = float(low_text), float(high_text), int(count_text)
+        low, high, *more = (float(part) for part in rest.split(":"))
+        (count,) = more or (None,)
     except ValueError:
         raise FusionError(f"--over: found {text!r}, expected {_FORM}") from None
-    if count < 2 or (kind == "log" and min(low, high) <= 0) or not math.isfinite(low + high):
-        limit = "positive ends and " if kind == "log" else ""
-        raise FusionError(f"--over: found {text!r}, expected {limit}a count of 2 or more")
-    if kind == "log":
-        inner = [
-            math.exp(math.log(low) + (math.log(high) - math.log(low)) * i / (count - 1)) for i in range(count)
-        ]
-    else:
-        inner = [low + (high - low) * i / (count - 1) for i in range(count)]
-    return [low, *inner[1:-1], high]
+    if not low < high or not math.isfinite(low + high) or (kind == "log" and low <= 0):
+        limit = "0 < low < high" if kind == "log" else "low < high"
+        raise FusionError(f"--over: found {text!r}, expected {limit}")
+    if kind == "int" and (low != int(low) or high != int(high)):
+        raise FusionError(f"--over: found {text!r}, expected whole numbers after int:")
+    dimension = Dimension(key, low=low, high=high, log=kind == "log", whole=kind == "int")
+    if count is None:
+        return dimension
+    if count != int(count) or count < 2:
+        raise FusionError(f"--over: found {text!r}, expected a count of 2 or more")
+    inner = [dimension.at(i / (count - 1)) for i in range(1, int(count) - 1)]
+    spaced = (int(low), *inner, int(high)) if kind == "int" else (low, *inner, high)
+    return Dimension(key, tuple(dict.fromkeys(spaced)))
+
+
+def _parts(text: str) -> list[str]:
+    """`text` cut at commas that stand outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def _value(text: str) -> Any:
-    """A number, true, false or null where it reads as one, else the text itself."""
+    """A number, true, false, null or a list where it reads as one, else the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -54,11 +115,27 @@ def _value(text: str) -> Any:
         return text
 
 
-def grid(over: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Every combination of the given values: one mapping from keys to values for each trial."""
-    parsed = [parse_over(text) for text in over]
-    keys = [key for key, _ in parsed]
+def check_keys(dimensions: Sequence[Dimension]) -> None:
+    """Refuse a key that comes twice."""
+    keys = [dimension.key for dimension in dimensions]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise FusionError(f"--over: {twice} is given twice; give all its values at once")
-    return [dict(zip(keys, values)) for values in itertools.product(*(values for _, values in parsed))]
+
+
+def grid(over: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Every combination of the given values: one mapping from keys to values for each trial."""
+    return combinations([Dimension(key, tuple(values)) for key, values in map(parse_over, over)])
+
+
+def combinations(dimensions: Sequence[Dimension]) -> list[Mapping[str, Any]]:
+    """Every combination of listed values, the last dimension changing fastest."""
+    check_keys(dimensions)
+    keys = [dimension.key for dimension in dimensions]
+    return [dict(zip(keys, values)) for values in itertools.product(*(d.values for d in dimensions))]
+
+
+def draw(dimensions: Sequence[Dimension], seed: int, number: int) -> Mapping[str, Any]:
+    """Values of trial `number` at random; the same seed and number give the same."""
+    source = random.Random(f"{seed}/{number}")
+    return {dimension.key: dimension.at(source.random()) for dimension in dimensions}

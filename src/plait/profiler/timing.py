@@ -2,7 +2,8 @@
 
 A step runs layer by layer over one autograd graph, so each layer meets the tensors, the caches and the
 memory that it meets in training; nothing is detached, copied or run alone. Backward, a hook on each node of
-the graph notes when the engine comes to another layer's nodes.
+the graph notes when the engine comes to another layer's nodes. On a GPU the host has more to do for such a
+step than for a plain one; the GPU sleeps for as long beforehand, so that it waits for no more than it would.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,16 +63,37 @@ class Clock:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
 
+    def sleep(self, seconds: float) -> None:
+        """Keep a GPU busy for `seconds`, so that the host gets ahead of it."""
+        if self._is_cuda and seconds > 0:
+            with torch.cuda.device(self._device):
+                torch.cuda._sleep(int(seconds * self._cycles_per_s))
+
+    @cached_property
+    def _cycles_per_s(self) -> float:
+        cycles = 20_000_000
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(cycles)
+            start = self.mark()
+            torch.cuda._sleep(cycles)
+            end = self.mark()
+            self.settle()
+        return cycles / self.between(start, end)
+
     def between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end) / 1e3 if self._is_cuda else end - start)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step, by layer; the loss counts for the last layer, with which it runs."""
+    """Seconds of one step, by layer; the loss counts for the last layer, with which it runs.
+
+    `host_s` is how long the host took to start it all.
+    """
 
     forward_s: list[float]
     backward_s: list[float]
+    host_s: float
 
 
 class LayeredModel:
@@ -126,9 +149,16 @@ def _last_uses(boundaries: Sequence[Boundary], outputs: Sequence[str]) -> list[l
     return dying
 
 
-def time_layers(model: LayeredModel, inputs: Sequence[Tensor], loss: Loss, clock: Clock) -> StepTimes:
-    """One step, timed layer by layer. Gradients are left in the parameters."""
+def time_layers(
+    model: LayeredModel, inputs: Sequence[Tensor], loss: Loss, clock: Clock, head_start_s: float = 0.0
+) -> StepTimes:
+    """One step, timed layer by layer. Gradients are left in the parameters.
+
+    `head_start_s` is what the host needs for the timing itself: for so long a GPU sleeps at first.
+    """
     clock.settle()
+    began = time.perf_counter()
+    clock.sleep(head_start_s)
     stopwatch = _Stopwatch(clock)
     output, ends = model.run(inputs, stopwatch.lap)
     with stopwatch.lap(len(ends)):
@@ -136,8 +166,9 @@ def time_layers(model: LayeredModel, inputs: Sequence[Tensor], loss: Loss, clock
     del output
     backward = _BackwardTimer(clock, [*ends, [value.grad_fn]])
     backward.run(value)
+    host_s = time.perf_counter() - began
     clock.settle()
-    return StepTimes(_fold_loss(stopwatch.laps()), _fold_loss(backward.laps()))
+    return StepTimes(_fold_loss(stopwatch.laps()), _fold_loss(backward.laps()), host_s)
 
 
 def _fold_loss(seconds: list[float]) -> list[float]:
@@ -214,11 +245,13 @@ class _BackwardTimer:
 
 def time_whole(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss, clock: Clock
-) -> float:
-    """Seconds of one step of the unmodified model: forward, loss, backward."""
+) -> tuple[float, float]:
+    """Seconds of one step of the unmodified model (forward, loss, backward), and of the host to start it."""
     clock.settle()
+    began = time.perf_counter()
     start = clock.mark()
     loss(model(*args, **kwargs)).backward()
     end = clock.mark()
+    host_s = time.perf_counter() - began
     clock.settle()
-    return clock.between(start, end)
+    return clock.between(start, end), host_s

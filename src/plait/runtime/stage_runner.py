@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.cluster.messages import Message
+from plait.runtime.loading import seed_all
 from plait.stages.cut import Stage
 from plait.stages.deferred import DeferWeights, Job
 from plait.stages.versions import WeightVersions
@@ -109,7 +110,7 @@ class StageRunner:
 
     def _run(self, flight: Flight) -> None:
         # Dropout draws the same whenever, wherever and how often this microbatch runs.
-        torch.manual_seed(flight.seed)
+        seed_all(flight.seed)
         defer = DeferWeights() if self.split else None
         with self.autocast(), defer or contextlib.nullcontext():
             flight.outputs = self._call(flight)

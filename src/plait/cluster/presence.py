@@ -1,0 +1,95 @@
+"""Who is there: every worker renews a lease in the job's store, and a lease that ran out is noticed by all.
+
+A lease tells a slow worker from one that is stopped or cut off: it is renewed beside the work, by a thread,
+so that a long step keeps it and a stopped process loses it. No clocks are compared between workers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+BEATS = 5
+
+
+class Presence:
+    """This worker's lease and its view of the others'; all `members` make one with the same prefix.
+
+    A member whose word has not changed for `lease_s` is absent until it speaks again. One that is known to
+    have ended (`forget`) stays away.
+    """
+
+    def __init__(
+        self, store: dist.TCPStore, prefix: str, rank: int, members: Iterable[int], lease_s: float
+    ) -> None:
+        # A store's client serves one thread at a time.
+        self._store = store.clone()
+        self._prefix = prefix
+        self._rank = rank
+        self._lease_s = lease_s
+        self._others = [member for member in members if member != rank]
+        self._lock = threading.Lock()
+        self._gone: set[int] = set()
+        self._words: dict[int, bytes] = {}
+        now = time.monotonic()
+        self._heard = dict.fromkeys(self._others, now)
+        self._looked = now
+        self._ended = threading.Event()
+        self._store.set(self._key(rank), "0")
+        self._thread = threading.Thread(target=self._beat, name="plait-presence", daemon=True)
+        self._thread.start()
+
+    def living(self) -> tuple[int, ...]:
+        """The members that are there, this one among them, in order."""
+        now = time.monotonic()
+        with self._lock:
+            # Right after this process was itself stopped, it knows nothing of the others.
+            judges = now - self._looked < 3 * self._lease_s / BEATS
+            found = [
+                other
+                for other in self._others
+                if other not in self._gone and not (judges and now - self._heard[other] > self._lease_s)
+            ]
+        return tuple(sorted([self._rank, *found]))
+
+    def forget(self, member: int) -> None:
+        """The member has ended and will not be back."""
+        with self._lock:
+            self._gone.add(member)
+
+    def close(self) -> None:
+        """Give up the lease; the others learn at once."""
+        self._ended.set()
+        self._thread.join()
+        self._store.set(self._key(self._rank), "ended")
+
+    def _key(self, member: int) -> str:
+        return f"{self._prefix}/lease/{member}"
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._ended.wait(self._lease_s / BEATS):
+            count += 1
+            self._store.set(self._key(self._rank), str(count))
+            words = {
+                other: self._store.get(self._key(other))
+                for other in self._others
+                if self._store.check([self._key(other)])
+            }
+            self._take(words)
+
+    def _take(self, words: dict[int, bytes]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            # After a pause of this process everyone has a whole lease again.
+            paused = now - self._looked > 3 * self._lease_s / BEATS
+            self._looked = now
+            for other, word in words.items():
+                if paused or self._words.get(other) != word:
+                    self._heard[other] = now
+                self._words[other] = word
+                if word == b"ended":
+                    self._gone.add(other)

@@ -1,0 +1,109 @@
+"""The settings of a trial, and which trials can share an array."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from plait.core.codec import decode, encode
+from plait.core.errors import JobError
+from plait.fusion.check import shape_key
+from plait.fusion.updates import KINDS
+from plait.runtime import build
+from plait.runtime.settings import (
+    DataSettings,
+    LrScheduleSettings,
+    ModelSettings,
+    OptimizerSettings,
+    TrainSettings,
+)
+
+# Sections of the job whose further keys are options, and the fields that are not.
+_OPEN: Mapping[str, type] = {
+    "data": DataSettings,
+    "optimizer": OptimizerSettings,
+    "lr_schedule": LrScheduleSettings,
+}
+# What belongs to the run as a whole and is the same for all trials.
+_COMMON = ("name", "run_dir", "device", "tensorboard", "log_every_steps", "parallel", "cluster", "checkpoint")
+# What each trial of an array may have its own of; the rest of its settings must be equal.
+_OWN = ("seed", "steps", "epochs", "clip_norm", "lr_schedule", "evaluate", "early_stop", "name")
+
+
+def check_key(key: str) -> None:
+    """Refuse a key that trials cannot have values of their own of."""
+    if key.partition(".")[0] in _COMMON:
+        raise JobError(f"--over {key}: it belongs to the sweep as a whole; set it with --set {key}=...")
+
+
+def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSettings:
+    """`settings` with `values`, by their keys in a job file, put over them."""
+    tree = encode(settings)
+    for key, value in values.items():
+        *parents, last = _place(key)
+        below = tree
+        for parent in parents:
+            below = below[parent]
+            if not isinstance(below, dict):
+                raise JobError(f"--over {key}: the job has no section {parent!r} to set it in")
+        below[last] = encode(value)
+    return decode(TrainSettings, tree, "trial")
+
+
+def _place(key: str) -> list[str]:
+    """Where in the encoded settings a key of the job file lies."""
+    first, _, rest = key.partition(".")
+    if first == "model":
+        return ["model", "factory"]
+    if first == "model_args":
+        return ["model", "args", rest]
+    if first in _OPEN and rest not in {field.name for field in fields(_OPEN[first])}:
+        return [first, "options", rest]
+    return key.split(".")
+
+
+def is_fusable(settings: TrainSettings) -> bool:
+    """Whether the fused optimizers have this one with these options; others train one by one."""
+    kind = KINDS.get(settings.optimizer.kind)
+    if kind is None:
+        return False
+    known = {*kind.hyperparameters, *kind.common, "betas"}
+    return known.issuperset(settings.optimizer.options)
+
+
+def array_key(settings: TrainSettings) -> str:
+    """A short text that trials have in common when one array can hold them."""
+    tree = {name: value for name, value in encode(settings).items() if name not in _OWN}
+    # Batches of unlike sizes are padded, so only the rest of the data settings must be equal.
+    tree["data"] = {**tree["data"], "batch_size": None}
+    tree["optimizer"] = {**tree["optimizer"], "options": _switches(settings.optimizer.options)}
+    tree["loss_args"] = _switches(settings.loss_args)
+    tree["model"] = _model_key(settings.model)
+    text = json.dumps(tree, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are no numbers: arrays hold one of each."""
+    return {name: value for name, value in options.items() if not is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a trial of an array can have this value of its own: a number, or a pair of them."""
+    if isinstance(value, (list, tuple)):
+        return all(is_number(part) for part in value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _model_key(settings: ModelSettings) -> Any:
+    """The shapes of the model; its very arguments where it cannot be made without memory."""
+    try:
+        with torch.device("meta"):
+            return [settings.factory, repr(shape_key(build.find_model(settings)(**settings.args)))]
+    except Exception:  # a user's model may fail in any way on tensors without memory
+        return encode(settings)

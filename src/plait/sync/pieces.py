@@ -1,0 +1,44 @@
+"""Pieces: how a buffer is cut for its journey, and which route each piece takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Long enough that a piece costs more than telling of it, short enough to fill a route quickly.
+MOST_BYTES = 512 << 10
+# A piece this small costs no more than half of one.
+LEAST_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Elements `start` to `stop` of a buffer, and the route they take."""
+
+    start: int
+    stop: int
+    route: int
+
+
+def cut_buffer(
+    count: int, item_bytes: int, loads: Sequence[int], most: int = MOST_BYTES, least: int = LEAST_BYTES
+) -> list[Cut]:
+    """`count` elements in pieces of nearly equal size, spread over the routes by size.
+
+    `loads` holds the bytes that each route has been given before; the next piece always takes the one that
+    has had least, so small buffers even out what large ones left.
+    """
+    if count == 0:
+        return []
+    size = count * item_bytes
+    pieces = -(-size // most)
+    pieces = -(-pieces // len(loads)) * len(loads)
+    pieces = max(1, min(pieces, size // least, count))
+    given = list(loads)
+    cuts = []
+    for i in range(pieces):
+        start, stop = count * i // pieces, count * (i + 1) // pieces
+        route = given.index(min(given))
+        given[route] += (stop - start) * item_bytes
+        cuts.append(Cut(start, stop, route))
+    return cuts
