@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.fusion.errors import FusionError, user_line
+from plait.fusion.padding import Rows
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.registry import RULES, Arguments, Function, Options, Rule, spellings, takes_per_trial
 from plait.fusion.tensor import Trials, TrialTensor, leaves, trials_of, wrap
@@ -104,11 +105,12 @@ def _vmapped(function: Function, args: Arguments, kwargs: Options) -> Any:
     return args[0] if is_in_place(function) else wrap(outcome, trials)
 
 
-def loop(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """The function for one trial after another, the outcomes stacked."""
+def loop(function: Function, args: Arguments, kwargs: Options, rows: Rows | None = None) -> Any:
+    """The function for one trial after another, the outcomes stacked; with `rows`, on each one's own rows."""
     trials = trials_of(args, kwargs)
     outcomes = [
-        function(*one_trial(args, trial), **one_trial(kwargs, trial)) for trial in range(trials.count)
+        function(*one_trial(args, trial, rows), **one_trial(kwargs, trial, rows))
+        for trial in range(trials.count)
     ]
     return args[0] if is_in_place(function) else stack_outcomes(outcomes, trials)
 
@@ -129,12 +131,13 @@ def refuse_shared_target(function: Function, args: Arguments) -> None:
         )
 
 
-def one_trial(values: Any, trial: int) -> Any:
+def one_trial(values: Any, trial: int, rows: Rows | None = None) -> Any:
     """`values` as one trial sees them: its slice of each trial tensor, its value of each hyperparameter."""
 
     def pick(value: Any) -> Any:
         if isinstance(value, TrialTensor):
-            return value.stacked[trial]
+            own = value.stacked[trial]
+            return own if rows is None else rows.cut(own, trial)
         return value.of(trial) if isinstance(value, PerTrial) else value
 
     return pytree.tree_map(pick, values)

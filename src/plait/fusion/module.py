@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from plait.fusion.check import check_models, hyperparameters
 from plait.fusion.errors import FusionError
 from plait.fusion.install import Wrappers, installed, recurrent_in, refresh_recurrent, slots_of, stack
 from plait.fusion.mode import TrialMode
+from plait.fusion.padding import Rows
 from plait.fusion.patches import Patch, patch_norms
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.random import Streams
@@ -103,6 +105,23 @@ class FusedModule(nn.Module):
         with TrialMode(self._trials):
             outcome = function(*entered_args, **entered_kwargs)
         return pytree.tree_map(self._leave, outcome)
+
+    @contextmanager
+    def padded(self, counts: Sequence[int]) -> Iterator[None]:
+        """Within, each trial's batch has so many rows of its own, and padding after them.
+
+        Batch norms and the losses of torch.nn leave padding out. The batch is the first axis of what a model
+        gets; code of its own that mixes rows of a batch sees padding too.
+        """
+        if len(counts) != self.trials:
+            raise FusionError(
+                f"padded: found {len(counts)} counts of rows for {self.trials} trials, expected one each"
+            )
+        self._trials.rows = Rows(counts, max(counts))
+        try:
+            yield
+        finally:
+            self._trials.rows = None
 
     def channels_last(self) -> FusedModule:
         """Keep the weights of 2d convolutions with their channels innermost, as GPUs read them fastest."""

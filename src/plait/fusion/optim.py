@@ -263,10 +263,11 @@ def _check_options(name: str, kind: Kind, options: Mapping[str, Any]) -> None:
 
 def split_optimizer(optimizer: FusedOptimizer, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
     """Torch's own optimizers with the trials' states, over the modules that `fused.split()` returned."""
-    return [_lone_optimizer(optimizer, module, number) for number, module in enumerate(modules)]
+    return [lone_optimizer(optimizer, module, number) for number, module in enumerate(modules)]
 
 
-def _lone_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> torch.optim.Optimizer:
+def lone_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> torch.optim.Optimizer:
+    """Torch's own optimizer with one trial's state, over the module that `fused.trial(number)` returned."""
     options: dict[str, Any] = {name: v[number].item() for name, v in fused.hyperparameters.items()}
     if "beta1" in options:
         options["betas"] = (options.pop("beta1"), options.pop("beta2"))
@@ -305,11 +306,12 @@ def fuse_optimizers(
     common = {name: groups[0][name] for name in KINDS[kind].common}
     made = FusedOptimizer(fused, kind, **vectors, **common, **options)
     for number, optimizer in enumerate(optimizers):
-        _load_trial(made, optimizer, number)
+        load_trial(made, optimizer, number)
     return made
 
 
-def _load_trial(fused: FusedOptimizer, optimizer: torch.optim.Optimizer, number: int) -> None:
+def load_trial(fused: FusedOptimizer, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Give one trial the state of a lone optimizer."""
     parameters = optimizer.param_groups[0]["params"]
     trainable = [p for p in parameters if p.requires_grad]
     if len(trainable) != len(fused.parameters):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from plait.fusion.padding import Rows
 from plait.fusion.pending import PendingNorm
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
@@ -22,11 +23,12 @@ from plait.fusion.registry import PER_TRIAL_RULES, RULES, Arguments, Function, O
 
 
 class Trials:
-    """What the tensors of one forward share: how many trials there are, and their random streams."""
+    """What the tensors of one forward share: how many trials there are, their random streams and own rows."""
 
-    def __init__(self, count: int, streams: Streams | None = None) -> None:
+    def __init__(self, count: int, streams: Streams | None = None, rows: Rows | None = None) -> None:
         self.count = count
         self.streams = streams
+        self.rows = rows
 
 
 class TrialTensor(torch.Tensor):

@@ -43,7 +43,11 @@ class _OneByOne:
         assert streams is not None, "an unfused part ran outside of its fused model"
         slots = slots_of(module)
         slices = [_slices(slot.tensors[slot.name], self.trials.count) for slot in slots]
-        singles = [Trials(1, streams.of_trial(number)) for number in range(self.trials.count)]
+        rows = self.trials.rows
+        singles = [
+            Trials(1, streams.of_trial(number), None if rows is None else rows.of_trial(number))
+            for number in range(self.trials.count)
+        ]
         outcomes, changed = [], []
         for number, one in enumerate(singles):
             own = [None if pieces is None else TrialTensor(pieces[number], one) for pieces in slices]

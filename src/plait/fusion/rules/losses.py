@@ -8,11 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.fusion.fallback import descend, loop, vmap_rule
+from plait.fusion.fallback import descend, find_rule, loop, vmap_rule
 from plait.fusion.per_trial import PerTrial, on_device
-from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, rule, takes_per_trial
+from plait.fusion.registry import (
+    PER_TRIAL_RULES,
+    RULES,
+    Arguments,
+    Function,
+    Options,
+    Rule,
+    arguments_of,
+    rule,
+    takes_per_trial,
+)
 from plait.fusion.rules.elementwise import place
-from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 
 # Losses of two tensors, element by element, that differ in nothing but the formula.
 _ELEMENTWISE = (
@@ -63,8 +73,13 @@ def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
     given = arguments_of(names, defaults, args, kwargs)
     logits, target = given["input"], given["target"]
     if target.is_floating_point() or given.get("size_average") is not None or given.get("reduce") is not None:
-        return vmap_rule(F.cross_entropy, args, kwargs)
+        rows = trials_of(logits, target).rows
+        return (
+            vmap_rule(F.cross_entropy, args, kwargs) if rows is None else loop(function, args, kwargs, rows)
+        )
     trials = trials_of(logits, target)
+    if trials.rows is not None:
+        target = _without_padding(target, given["ignore_index"], trials)
     plain = given["weight"] is None and not isinstance(given["label_smoothing"], PerTrial)
     if plain and given["label_smoothing"] == 0 and logits.dim() == 2:
         return wrap(_plain_cross_entropy(unwrap(logits, trials), unwrap(target, trials), given), trials)
@@ -72,6 +87,14 @@ def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
     options = {name: given[name] for name in ("weight", "ignore_index", "reduction")}
     smoothing = given["label_smoothing"]
     return wrap(_negative_log(log_chance, unwrap(target, trials), smoothing=smoothing, **options), trials)
+
+
+def _without_padding(target: Any, ignored: int, trials: Trials) -> Any:
+    """Class numbers with those of padding rows replaced by the one that is ignored."""
+    assert trials.rows is not None
+    inner = unwrap(target, trials)
+    own = trials.rows.mask(inner.shape[1], inner.device)
+    return wrap(inner.masked_fill(~own.view(*own.shape, *(1,) * (inner.dim() - 2)), ignored), trials)
 
 
 def _plain_cross_entropy(logits_tbc: Tensor, target_tb: Tensor, given: Options) -> Tensor:
@@ -178,3 +201,19 @@ def gradients(function: Function, args: Arguments, kwargs: Options) -> Any:
 RULES[torch.autograd.grad] = gradients
 # It looks at its variances, in Python, for negative ones.
 RULES[F.gaussian_nll_loss] = loop
+
+
+def _over_own_rows(usual: Rule) -> Rule:
+    """`usual`; over padded batches the loss of one trial after another, each on its own rows."""
+
+    def loss(function: Function, args: Arguments, kwargs: Options) -> Any:
+        rows = trials_of(args, kwargs).rows
+        return usual(function, args, kwargs) if rows is None else loop(function, args, kwargs, rows)
+
+    return takes_per_trial(loss) if usual in PER_TRIAL_RULES else loss
+
+
+for _function in vars(F).values():
+    _name = getattr(_function, "__name__", "")
+    if (_name.endswith("_loss") or _name in ("kl_div", *_ELEMENTWISE.split())) and callable(_function):
+        RULES[_function] = _over_own_rows(RULES.get(_function, find_rule(_function)))

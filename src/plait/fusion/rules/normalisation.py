@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.fusion.fallback import vmap_rule
+from plait.fusion.errors import FusionError, user_line
+from plait.fusion.fallback import loop, vmap_rule
+from plait.fusion.padding import masked_norm, numbers
 from plait.fusion.pending import PendingNorm
-from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
+from plait.fusion.per_trial import PerTrial
+from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import place
 from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
@@ -23,6 +26,7 @@ def _flat(value: Any, trials: Trials) -> Tensor | None:
     return value.stacked.view(-1) if isinstance(value, TrialTensor) else unwrap(value, trials).reshape(-1)
 
 
+@takes_per_trial
 @rule("batch_norm")
 def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     names = "input running_mean running_var weight bias training momentum eps"
@@ -30,6 +34,10 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     given = arguments_of(names, {**defaults, "training": False, "momentum": 0.1, "eps": 1e-5}, args, kwargs)
     trials = trials_of(*given.values())
     inner = unwrap(given["input"], trials)
+    if trials.rows is not None and given["training"]:
+        return _padded_norm(inner, given, trials)
+    if isinstance(given["momentum"], PerTrial) or isinstance(given["eps"], PerTrial):
+        return loop(function, args, kwargs)
     mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
     folded = fold_channels(inner)
     if given["training"] and weight is not None and bias is not None and _waits(folded):
@@ -42,6 +50,14 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = folded.unsqueeze(2) if is_sequence else folded
     y = F.batch_norm(x, mean, variance, weight, bias, given["training"], given["momentum"], given["eps"])
     return wrap(unfold_channels(y.squeeze(2) if is_sequence else y, trials.count), trials)
+
+
+def _padded_norm(inner: Tensor, given: Options, trials: Trials) -> Any:
+    assert trials.rows is not None
+    tensors = [given[name] for name in ("running_mean", "running_var", "weight", "bias")]
+    momentum, eps = (numbers(given[name], trials.count, inner.device) for name in ("momentum", "eps"))
+    stacked = (None if tensor is None else unwrap(tensor, trials) for tensor in tensors)
+    return wrap(masked_norm(inner, trials.rows, *stacked, momentum, eps), trials)
 
 
 def _waits(folded: Tensor) -> bool:
@@ -97,6 +113,10 @@ def instance_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     )
     trials = trials_of(*given.values())
     mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
+    if trials.rows is not None and mean is not None and given["use_input_stats"]:
+        raise FusionError(
+            f"{user_line()}\n  averages instance norms over padding; give these trials batches of one size"
+        )
     folded = F.instance_norm(
         fold_channels(unwrap(given["input"], trials)),
         mean,
