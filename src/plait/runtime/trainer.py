@@ -21,6 +21,7 @@ from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
+from plait.runtime.patience import Patience, gain
 from plait.runtime.record import Recorder
 from plait.runtime.sampling import Position, batches, mix
 from plait.runtime.settings import TrainSettings
@@ -37,8 +38,7 @@ class Trainer:
         self.step = self.steps = 0
         self.position = Position()
         self.best: dict[str, Any] | None = None
-        self.early_best: float | None = None
-        self.evaluations_without_gain = 0
+        self.patience = Patience(settings.early_stop)
         self.engine = self._make_engine()
         self.recorder = Recorder(worker, settings, parts, folder)
 
@@ -71,7 +71,7 @@ class Trainer:
     def train(self) -> str:
         """Take steps until the last one, a request to stop, or the end of patience; which of them it was."""
         assert self.engine is not None
-        if self._out_of_patience():
+        if self.patience.is_over:
             return "early-stop"
         for batch in itertools.islice(self._batches(), max(self.steps - self.step, 0)):
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
@@ -84,7 +84,7 @@ class Trainer:
             if self.step == self.steps:
                 break
             self._evaluate_or_save()
-            if self._out_of_patience():
+            if self.patience.is_over:
                 return "early-stop"
             if stop:
                 return "stopped"
@@ -94,7 +94,7 @@ class Trainer:
         """What is due after this step: an evaluation, and one checkpoint at most."""
         every = self.settings.evaluate.every_steps
         metrics = self._evaluate() if every and self.step % every == 0 else {}
-        self._judge(metrics)
+        self.patience.judge(metrics)
         if self.step % self.settings.checkpoint.every_steps == 0 or self._is_best(metrics):
             self._save(metrics)
 
@@ -132,26 +132,11 @@ class Trainer:
         """Mean loss and metric over the test split, the same on all ranks."""
         return evaluate_parts(self.parts, self.settings, self.worker.rank, self.worker.world_size)
 
-    def _judge(self, metrics: dict[str, float]) -> None:
-        """Count evaluations that brought no gain."""
-        rule = self.settings.early_stop
-        if rule is None or not metrics:
-            return
-        value = metrics[rule.metric]
-        if self.early_best is None or _gain(rule.metric, value, self.early_best) > rule.min_change:
-            self.early_best, self.evaluations_without_gain = value, 0
-        else:
-            self.evaluations_without_gain += 1
-
-    def _out_of_patience(self) -> bool:
-        rule = self.settings.early_stop
-        return rule is not None and self.evaluations_without_gain >= rule.patience
-
     def _is_best(self, metrics: dict[str, float]) -> bool:
         name = self.settings.checkpoint.keep_best
         if name is None or not metrics or not math.isfinite(metrics[name]):
             return False
-        return self.best is None or _gain(name, metrics[name], self.best[name]) > 0
+        return self.best is None or gain(name, metrics[name], self.best[name]) > 0
 
     def _save(self, metrics: dict[str, float]) -> None:
         """Rank 0 writes a checkpoint of the state after this step; the others wait at the next sum."""
@@ -173,8 +158,8 @@ class Trainer:
             "position": asdict(self.position),
             "seed": self.settings.seed,
             "best": self.best,
-            "early_best": self.early_best,
-            "evaluations_without_gain": self.evaluations_without_gain,
+            "early_best": self.patience.best,
+            "evaluations_without_gain": self.patience.without_gain,
             "loss_scale": parts.scaler.state_dict(),
             "optimizer": self.settings.optimizer.kind,
             "workers": self.worker.world_size,
@@ -212,8 +197,8 @@ class Trainer:
         self.step = state.step
         self.position = Position(**progress["position"])
         self.best = progress["best"]
-        self.early_best = progress["early_best"]
-        self.evaluations_without_gain = progress["evaluations_without_gain"]
+        self.patience.best = progress["early_best"]
+        self.patience.without_gain = progress["evaluations_without_gain"]
         parts.scaler.load_state_dict(progress["loss_scale"])
 
     def _agree_on_start(self) -> None:
@@ -230,12 +215,3 @@ class Trainer:
         with torch.no_grad():
             for tensor in itertools.chain(self.parts.model.parameters(), self.parts.model.buffers()):
                 dist.broadcast(tensor, src=0)
-
-
-def _gain(name: str, value: float, before: float) -> float:
-    """How much better `value` is: smaller for a loss, larger for other metrics; no number is worst."""
-    if not math.isfinite(value):
-        return -math.inf
-    if not math.isfinite(before):
-        return math.inf
-    return before - value if name == "loss" else value - before
