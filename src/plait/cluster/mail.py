@@ -114,12 +114,17 @@ def open_mail(
             store.wait([f"{prefix}/door/{peer}"], left)
             name, place, port = store.get(f"{prefix}/door/{peer}").decode().split(" ")
             seconds = end - time.monotonic()
-            links[peer] = (
-                knock(name, rank, seconds) if peer in near else ring(place, int(port), rank, seconds)
-            )
-        for _ in range(len(hosts) - rank - 1 - sum(peer < rank for peer in near) + _lower(near, rank)):
-            peer, link = _accept(door, gate, end)
-            links[peer] = link
+            if peer in near:
+                links[peer] = SharedLink(knock(name, rank, seconds))
+            else:
+                links[peer] = WireLink(ring(place, int(port), rank, seconds))
+        for higher in range(rank + 1, len(hosts)):
+            if higher in near and door is not None:
+                peer, connection = door.accept(end)
+                links[peer] = SharedLink(connection)
+            else:
+                peer, connection = gate.accept(end)
+                links[peer] = WireLink(connection)
     except (TimeoutError, RuntimeError) as failure:
         missing = sorted(set(range(len(hosts))) - {rank} - links.keys())
         raise PeerError(f"worker {rank}: no word from workers {missing} while linking: {failure}") from None

@@ -1,0 +1,160 @@
+"""A TCP connection between two workers of different hosts, with the same face as shared memory.
+
+Sending never waits: what the connection does not take at once goes out whenever this end looks for news.
+The peer answers each message it has used, so a sender knows how many are under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.cluster.messages import Buffer, Message, packing_of
+
+# The kind of frame, the channel, the bytes that follow.
+_HEAD = struct.Struct("<BIQ")
+_FULL, _FREE, _END = 1, 2, 3
+
+
+class WireLink:
+    """One end of the connection to a worker of another host."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        self._socket = connection
+        self._unsent: deque[memoryview] = deque()
+        self._arrived: dict[int, deque[Buffer]] = defaultdict(deque)
+        self._under_way: dict[int, int] = defaultdict(int)
+        self._head = bytearray(_HEAD.size)
+        self._body: Tensor | None = None
+        self._into = memoryview(self._head)
+        self.ended = False
+        self.lost = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits to go out."""
+        return bool(self._unsent)
+
+    def under_way(self, channel: int) -> int:
+        """Messages sent on `channel` that the peer has not used up."""
+        return self._under_way[channel]
+
+    def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
+        """Copy a message and start it on its way; never waits."""
+        packing = packing_of(tensors, note)
+        buffer = Buffer(torch.empty(packing.size, dtype=torch.uint8))
+        buffer.write(number, packing, tensors)
+        self._under_way[channel] += 1
+        self._put(_FULL, channel, memoryview(buffer.flat.numpy().data))
+
+    def take(self, channel: int) -> Message | None:
+        """The next message of `channel`, if one has arrived."""
+        if not self._arrived[channel]:
+            return None
+        buffer = self._arrived[channel].popleft()
+        return Message(buffer.read(), lambda: self._put(_FREE, channel))
+
+    def take_notices(self) -> None:
+        """Send and read what can be without waiting."""
+        self._push()
+        try:
+            while not self.lost and not self.ended:
+                got = self._socket.recv_into(self._into)
+                if got == 0:
+                    self.lost = True
+                self._into = self._into[got:]
+                if not len(self._into):
+                    self._take_piece()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.lost = True
+
+    def close(self) -> None:
+        """Tell the peer that this end was closed on purpose."""
+        self._put(_END, 0)
+        self._socket.close()
+
+    def _put(self, kind: int, channel: int, body: memoryview | None = None) -> None:
+        self._unsent.append(memoryview(_HEAD.pack(kind, channel, len(body) if body is not None else 0)))
+        if body is not None:
+            self._unsent.append(body)
+        self._push()
+
+    def _push(self) -> None:
+        try:
+            while self._unsent and not self.lost:
+                sent = self._socket.send(self._unsent[0])
+                self._unsent[0] = self._unsent[0][sent:]
+                if not len(self._unsent[0]):
+                    self._unsent.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            # What the peer sent before it ended can still be read; reading then tells of the end.
+            self._unsent.clear()
+
+    def _take_piece(self) -> None:
+        """A head or a body is complete: act on it and say where the next bytes go."""
+        kind, channel, size = _HEAD.unpack(self._head)
+        if self._body is None and size:
+            self._body = torch.empty(size, dtype=torch.uint8)
+            self._into = memoryview(self._body.numpy().data)
+            return
+        if kind == _FULL:
+            assert self._body is not None
+            self._arrived[channel].append(Buffer(self._body))
+        elif kind == _FREE:
+            self._under_way[channel] -= 1
+        else:
+            self.ended = True
+        self._body = None
+        self._into = memoryview(self._head)
+
+
+class Gate:
+    """Where workers of other hosts ring to be linked with this one."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind((address, 0))
+        self._socket.listen(128)
+        self.address, self.port = self._socket.getsockname()
+
+    def accept(self, deadline: float) -> tuple[int, socket.socket]:
+        """The rank that rang, and the connection to it."""
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        connection, _ = self._socket.accept()
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        (rank,) = struct.unpack("<I", connection.recv(4, socket.MSG_WAITALL))
+        return rank, connection
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def ring(address: str, port: int, rank: int, seconds: float) -> socket.socket:
+    """The connection to the worker behind the gate, told that `rank` rings."""
+    connection = socket.create_connection((address, port), timeout=max(0.001, seconds))
+    connection.send(struct.pack("<I", rank))
+    return connection
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address at which this machine is known to whoever reaches it from `host`."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        # Nothing is sent; the system only chooses the interface.
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])

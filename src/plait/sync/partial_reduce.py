@@ -1,0 +1,76 @@
+"""Partial reduce: after its update a worker averages with whoever is ready too, and waits for nobody else."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from plait.cluster.mail import Mail
+from plait.cluster.presence import Presence
+from plait.sync.averaging import GROUP_WAYS, Meetings, Tally
+from plait.sync.group_mean import GroupMean
+from plait.sync.rounds import Rounds, Rules
+from plait.sync.vector import Source, Vector
+
+# How fast the measured time of a step follows a change.
+NEWEST = 0.3
+
+
+class PartialReduce:
+    """Averages the tensors of `source` in groups that form from whoever is ready.
+
+    Workers that may be in one group share `prefix` in the store; stages of a pipeline have one each.
+    """
+
+    tolerant = True
+
+    def __init__(
+        self,
+        store: dist.Store,
+        prefix: str,
+        mail: Mail,
+        presence: Presence,
+        source: Source,
+        rules: Rules | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self.groups: list[tuple[int, ...]] = []
+        self._mail = mail
+        self._presence = presence
+        self._vector = Vector(source)
+        self._rounds = Rounds(store, f"{prefix}/partial", mail, presence, rules)
+        self._mean = GroupMean(mail, presence, GROUP_WAYS)
+        self._meetings = Meetings(store, prefix, mail, presence)
+        self._left = time.monotonic()
+        self._step_s = 0.0
+
+    def after_update(self) -> None:
+        """Average with whoever is ready; returns when that is done, or nobody came."""
+        arrived = time.monotonic()
+        took = arrived - self._left
+        self._step_s = took if not self._step_s else self._step_s + NEWEST * (took - self._step_s)
+        with self.tally.waiting():
+            sent = self._mail.bytes_sent
+            round_ = self._rounds.enter(self._step_s, self._meetings.has_begun)
+            if len(round_.members) > 1:
+                self._vector.gather()
+                self._mean.average(round_.number, round_.members, self._vector.flats, round_.behind)
+                self._vector.scatter()
+        self.groups.append(round_.members)
+        self.tally.groups += 1
+        self.tally.members += len(round_.members)
+        self.tally.bytes_sent += self._mail.bytes_sent - sent
+        self._left = time.monotonic()
+
+    def settle(self) -> tuple[int, ...]:
+        """The mean over all living workers, whom it returns."""
+        members = self._meetings.meet(self._vector)
+        self._rounds.refresh()
+        self.tally.distances.append(self._meetings.distance)
+        self._left = time.monotonic()
+        return members
+
+    def close(self) -> None:
+        self._presence.close()
+        self._mail.close()
