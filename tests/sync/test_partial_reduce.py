@@ -73,13 +73,8 @@ def die_or_train(rank: int, port: int, size: int, how: str, seconds: float) -> d
         time.sleep(0.02)
         started = time.monotonic()
         if rank == 1 and steps == 5:
-            real = sync._mean.average
-
-            def leave(*args: Any) -> bool:
-                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-                return real(*args)
-
-            sync._mean.average = leave  # type: ignore[method-assign]
+            number = signal.SIGKILL if how == "kill" else signal.SIGSTOP
+            sync._mean.average = lambda *_: os.kill(os.getpid(), number)  # type: ignore[assignment, method-assign]
         sync.after_update()
         longest = max(longest, time.monotonic() - started)
         steps += 1

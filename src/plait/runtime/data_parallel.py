@@ -16,17 +16,20 @@ from plait.runtime.build import Parts
 from plait.runtime.evaluate import forward
 from plait.runtime.loading import Batch, cut, to_device
 from plait.runtime.settings import TrainSettings
+from plait.runtime.slow import SlowDown
 from plait.sync.all_reduce import AllReduce
 
 
 class DataParallel:
-    """Takes steps on `parts` together with the other workers."""
+    """Takes steps on `parts` together with the other workers, or, with `alone`, on its own gradients."""
 
-    def __init__(self, worker: Worker, settings: TrainSettings, parts: Parts) -> None:
+    def __init__(self, worker: Worker, settings: TrainSettings, parts: Parts, alone: bool = False) -> None:
         self._worker = worker
         self._settings = settings
         self._parts = parts
-        self._sync = AllReduce(list(parts.model.parameters())) if worker.world_size > 1 else None
+        together = worker.world_size > 1 and not alone
+        self._sync = AllReduce(list(parts.model.parameters())) if together else None
+        self._slow = SlowDown(settings.slow, worker.rank, settings.seed)
         self._wish = _Wish(parts.device)
 
     def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, bool]:
@@ -48,6 +51,10 @@ class DataParallel:
         return loss, stop
 
     def _backward(self, batch: Batch) -> Tensor:
+        with self._slow.slowed():
+            return self._backward_at_full_speed(batch)
+
+    def _backward_at_full_speed(self, batch: Batch) -> Tensor:
         parts = self._parts
         total = torch.zeros((), dtype=torch.float64, device=parts.device)
         if batch.count == 0:

@@ -41,6 +41,11 @@ def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
 
 def evaluate_parts(parts: Parts, settings: TrainSettings, rank: int, world_size: int) -> dict[str, float]:
     """Mean loss and metric over the test split; all ranks call it together and get the same numbers."""
+    return mean_of_all(parts, sums_over_share(parts, settings, rank, world_size), world_size)
+
+
+def sums_over_share(parts: Parts, settings: TrainSettings, rank: int, world_size: int) -> Tensor:
+    """The sums (see `sums_of`) over the part of the test split that falls to `rank` of `world_size`."""
     sums = torch.zeros(4, dtype=torch.float64)
     size = settings.evaluate.batch_size or settings.data.batch_size
     with torch.no_grad(), evaluation_mode(parts.model):
@@ -56,7 +61,7 @@ def evaluate_parts(parts: Parts, settings: TrainSettings, rank: int, world_size:
         for batch in batches:
             if batch.count:
                 sums += _measure(parts, batch)
-    return mean_of_all(parts, sums, world_size)
+    return sums
 
 
 def mean_of_all(parts: Parts, sums: Tensor, world_size: int) -> dict[str, float]:
@@ -65,6 +70,11 @@ def mean_of_all(parts: Parts, sums: Tensor, world_size: int) -> dict[str, float]
         carried = sums.to(parts.device)
         dist.all_reduce(carried)
         sums = carried.cpu()
+    return means(parts, sums)
+
+
+def means(parts: Parts, sums: Tensor) -> dict[str, float]:
+    """Mean loss and metric from sums over all samples."""
     results = {"loss": (sums[0] / sums[1]).item()}
     if parts.metric is not None:
         results[parts.metric[0]] = (sums[2] / sums[3]).item()

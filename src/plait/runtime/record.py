@@ -160,6 +160,15 @@ class Recorder:
             "device": str(self._parts.device),
         }
 
+    def take_over(self, log_: EventLog) -> None:
+        """Keep the record from now on, in this worker's own file: the one that kept it is gone."""
+        self._active, self._log = True, log_
+        self._mark = time.perf_counter()
+
+    def count_samples(self, samples: int) -> None:
+        """Count samples that other workers used since the last step that was noted."""
+        self._samples += samples
+
     def note(self, event: Event) -> None:
         """Write an event of another kind down."""
         self._record(event)

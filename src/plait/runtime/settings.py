@@ -88,6 +88,22 @@ class PipelineSettings:
 
 
 @dataclass(frozen=True)
+class SyncSettings:
+    """How workers that hold the same model agree: a kind of plait.sync.options, or `auto`, and its options."""
+
+    kind: str = "all-reduce"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SlowSettings:
+    """Workers made slow on purpose: `factors` by rank, and `jitter` as (probability, seconds) a step."""
+
+    factors: Mapping[int, float] = field(default_factory=dict)
+    jitter: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """One training run; without `pipeline` every worker holds the whole model."""
 
@@ -111,3 +127,5 @@ class TrainSettings:
     tensorboard: bool = False
     log_every_steps: int | None = None
     pipeline: PipelineSettings | None = None
+    sync: SyncSettings = field(default_factory=SyncSettings)
+    slow: SlowSettings = field(default_factory=SlowSettings)

@@ -144,13 +144,17 @@ class Trainer:
         if is_best:
             self.best = {"step": self.step, **metrics}
         self._average_buffers()
-        if self.worker.rank != 0:
+        if not self._writes():
             return
         started = time.perf_counter()
         rule, folder = self.settings.checkpoint, self.folder.checkpoints
         checkpoints.save(folder, self._state())
         checkpoints.prune(folder, self.step, rule.keep_last, self.best["step"] if self.best else None)
         self.recorder.saved(self.step, time.perf_counter() - started, is_best)
+
+    def _writes(self) -> bool:
+        """Whether this worker is the one that writes checkpoints."""
+        return self.worker.rank == 0
 
     def _state(self) -> checkpoints.Checkpoint:
         parts = self.parts

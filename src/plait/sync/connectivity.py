@@ -1,4 +1,4 @@
-"""Pure decisions about groups of workers: are they connected over time, who pairs with whom, who owns what."""
+"""Pure decisions about groups of workers: whether they stay connected, who pairs with whom, who owns what."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -60,5 +61,4 @@ class Vector:
 
 def distance(flats: Sequence[Tensor], before: Sequence[Tensor]) -> float:
     """The Euclidean distance between two states of the flat memory."""
-    squares = sum(float((a - b).double().square().sum()) for a, b in zip(flats, before))
-    return float(squares) ** 0.5
+    return math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(flats, before)))

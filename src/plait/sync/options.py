@@ -1,0 +1,172 @@
+"""The ways in which workers agree, by name, and the options of each. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from plait.core.codec import decode
+from plait.core.errors import ArtefactError, JobError
+from plait.core.names import did_you_mean
+
+KEY = "parallel.sync_options"
+
+
+@dataclass(frozen=True)
+class AllReduceOptions:
+    """Gradients are summed at every step; there is nothing to choose here."""
+
+    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class PartialReduceOptions:
+    """Groups of at least `minimum` workers that are ready; see `plait.sync.rounds.Rules`.
+
+    With `state`, the optimizer's state is averaged as well as weights and buffers.
+    """
+
+    minimum: int = 2
+    window: float = 0.1
+    patience: float = 1.0
+    every: int = 10
+    state: bool = True
+    lease_s: float = 5.0
+
+    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_wrong(
+            (2 <= self.minimum <= max(workers, 2), "minimum", self.minimum, f"2 to {workers}, the workers"),
+            (0 <= self.window <= 1, "window", self.window, "a share of a step, 0 to 1"),
+            (0 < self.patience, "patience", self.patience, "steps to wait for a partner, more than 0"),
+            (self.every >= 1, "every", self.every, "a number of rounds, at least 1"),
+            _lease(self.lease_s),
+        )
+
+
+@dataclass(frozen=True)
+class AdPsgdOptions:
+    """A background thread averages with a random neighbour on a bipartite `graph` while the worker computes."""
+
+    graph: Literal["complete", "ring"] = "complete"
+    lease_s: float = 5.0
+
+    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_wrong(_lease(self.lease_s))
+
+
+@dataclass(frozen=True)
+class PairSyncOptions:
+    """Every step, each worker averages with the partner that a random matching gives it."""
+
+    state: bool = False
+
+    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+        return None
+
+
+@dataclass(frozen=True)
+class PairAveragingOptions:
+    """Each worker pulls the model of a random peer and takes the mean of both."""
+
+    lease_s: float = 5.0
+
+    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_wrong(_lease(self.lease_s))
+
+
+@dataclass(frozen=True)
+class SmaOptions:
+    """Weights are drawn towards the mean of all by `alpha` at every step."""
+
+    alpha: float = 0.1
+
+    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_wrong((0 < self.alpha <= 1, "alpha", self.alpha, "more than 0, at most 1"))
+
+
+@dataclass(frozen=True)
+class LocalSgdOptions:
+    """The mean of all after every `every` steps; `outer: nesterov` takes it as a step of DiLoCo's optimizer."""
+
+    every: int = 8
+    outer: Literal["none", "nesterov"] = "none"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_wrong(
+            (self.every >= 1, "every", self.every, "a number of steps, at least 1"),
+            (self.outer_lr > 0, "outer_lr", self.outer_lr, "more than 0"),
+            (0 <= self.outer_momentum < 1, "outer_momentum", self.outer_momentum, "0 to less than 1"),
+        )
+
+
+@dataclass(frozen=True)
+class HetPipeOptions:
+    """A parameter server on the first `servers` workers; each worker pushes once in `wave` steps.
+
+    A worker may be `staleness` waves ahead of the slowest.
+    """
+
+    servers: int = 1
+    staleness: int = 0
+    wave: int = 1
+
+    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_wrong(
+            (1 <= self.servers <= workers, "servers", self.servers, f"1 to {workers}, the workers"),
+            (self.staleness >= 0, "staleness", self.staleness, "a number of waves, at least 0"),
+            (self.wave >= 1, "wave", self.wave, "a number of steps, at least 1"),
+        )
+
+
+Options = (
+    AllReduceOptions
+    | PartialReduceOptions
+    | AdPsgdOptions
+    | PairSyncOptions
+    | PairAveragingOptions
+    | SmaOptions
+    | LocalSgdOptions
+    | HetPipeOptions
+)
+
+KINDS: Mapping[str, type[Options]] = {
+    "all-reduce": AllReduceOptions,
+    "partial-reduce": PartialReduceOptions,
+    "ad-psgd": AdPsgdOptions,
+    "pair-sync": PairSyncOptions,
+    "pair-averaging": PairAveragingOptions,
+    "sma": SmaOptions,
+    "local-sgd": LocalSgdOptions,
+    "hetpipe": HetPipeOptions,
+}
+
+# Syncs under which a worker may be lost without ending the run.
+TOLERANT = ("partial-reduce", "ad-psgd", "pair-averaging")
+# Syncs under which all workers take equally many steps; the others go at their own pace.
+EQUAL_STEPS = ("pair-sync", "sma", "local-sgd")
+
+
+def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
+    """The options of sync `kind`, checked; an error names the key."""
+    if kind not in KINDS:
+        raise JobError(f"parallel.sync: found {kind!r}{did_you_mean(kind, [*KINDS, 'auto'])}")
+    try:
+        options = decode(KINDS[kind], dict(given), KEY)
+    except ArtefactError as failure:
+        raise JobError(f"{failure} (options of {kind})") from None
+    if (wrong := options.wrong(workers)) is not None:
+        name, found, expected = wrong
+        raise JobError(f"{KEY}.{name}: found {found!r}, expected {expected}")
+    return options
+
+
+def _lease(seconds: float) -> tuple[bool, str, Any, str]:
+    return (seconds >= 0.2, "lease_s", seconds, "seconds, at least 0.2")
+
+
+def _first_wrong(*checks: tuple[bool, str, Any, str]) -> tuple[str, Any, str] | None:
+    return next(((name, found, words) for fine, name, found, words in checks if not fine), None)
