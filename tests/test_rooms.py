@@ -25,7 +25,8 @@ LEVEL = {
     "report": 9,
     "experiments": 10,
     "config": 11,
-    "cli": 12,
+    "sweeping": 12,
+    "cli": 13,
 }
 
 

@@ -105,9 +105,9 @@ def choose_backend(device: torch.device) -> str:
     return "gloo"
 
 
-def build(settings: TrainSettings, device: torch.device) -> Parts:
-    """All parts of a run on `device`, the same on every worker."""
-    train_set = build_data(settings.data, "train")
+def build(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any] | None = None) -> Parts:
+    """All parts of a run on `device`, the same on every worker; `sets` are its data where they are there."""
+    train_set, test_set = sets or (build_data(settings.data, "train"), build_data(settings.data, "test"))
     total_steps(settings, len(train_set), 0, Position())
     model = build_model(settings.model, settings.seed)
     model.to(device, torch.float64 if settings.precision == "float64" else None)
@@ -124,7 +124,7 @@ def build(settings: TrainSettings, device: torch.device) -> Parts:
         # A loss scale keeps small gradients alive in fp16; the other types need none.
         scaler=torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16"),
         train_set=train_set,
-        test_set=build_data(settings.data, "test"),
+        test_set=test_set,
         device=device,
         dtype=torch.float64 if settings.precision == "float64" else None,
         autocast=_autocast(settings.precision, device),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from plait.core.events import Event
 
@@ -90,3 +91,136 @@ class Operations(Event):
     microbatches: tuple[int, ...]
     starts: tuple[float, ...]
     ends: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SweepStarted(Event):
+    """A sweep, or a resumed part of one, begins; `ended` trials were done before."""
+
+    name: str
+    model: str
+    search: str
+    over: tuple[str, ...]
+    trials: int
+    ended: int
+    metric: str
+    workers: int
+    torch: str
+
+
+@dataclass(frozen=True)
+class TrialDrawn(Event):
+    """A trial and its values; `group` names those that can share an array with it."""
+
+    trial: int
+    values: Mapping[str, Any]
+    steps: int
+    group: str
+
+
+@dataclass(frozen=True)
+class TrialStep(Event):
+    """A trial's mean loss over the steps since its event before."""
+
+    trial: int
+    step: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class TrialEvaluated(Event):
+    """A trial after `step` steps on the test split."""
+
+    trial: int
+    step: int
+    metrics: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class TrialReached(Event):
+    """A trial came to where trials are compared; of `result` less is better, none is worst."""
+
+    trial: int
+    step: int
+    result: float | None
+
+
+@dataclass(frozen=True)
+class TrialCopied(Event):
+    """A trial took over another's weights, and values changed from the other's."""
+
+    trial: int
+    source: int
+    step: int
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TrialEnded(Event):
+    """A trial ended: `state` is finished, early-stop, dropped or diverged."""
+
+    trial: int
+    step: int
+    state: str
+    metrics: Mapping[str, float | None]
+    train_loss: float | None
+
+
+@dataclass(frozen=True)
+class ArrayChanged(Event):
+    """The trials that a worker trains together from now on."""
+
+    worker: int
+    trials: tuple[int, ...]
+    fused: bool
+
+
+@dataclass(frozen=True)
+class SweepEnded(Event):
+    """The sweep ended: `reason` is finished or stopped; `best` is the best trial."""
+
+    reason: str
+    ended: int
+    best: int | None
+    seconds: float
+    trial_steps_per_s: float
+
+
+@dataclass(frozen=True)
+class Pace(Event):
+    """What one worker of a run that averages weights did since its event before."""
+
+    step: int
+    updates: int
+    samples: int
+    seconds: float
+    samples_per_s: float
+    wait_share: float
+    groups: int
+    group_size: float | None
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
+class Settled(Event):
+    """All living workers took the mean of their weights; `distance` is how far this worker's were from it."""
+
+    step: int
+    members: tuple[int, ...]
+    distance: float
+
+
+@dataclass(frozen=True)
+class WorkerLost(Event):
+    """A worker was gone or silent when the others settled."""
+
+    worker: int
+    step: int
+
+
+@dataclass(frozen=True)
+class SyncChosen(Event):
+    """`sync: auto` chose how workers agree, and why."""
+
+    sync: str
+    reason: str

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,15 +130,42 @@ def launch(
 
     The folder is held while the run goes on, and left as it was when the settings are refused.
     """
+    files = {folder.settings: json.dumps(encode(settings), indent=1)}
+    if job_text:
+        files[folder.job] = job_text
+
+    def finish(result: dict[str, Any]) -> dict[str, Any]:
+        return (_earlier_result(folder, result) if resume else None) or result
+
+    return launch_entry(
+        "plait.runtime.worker", "train", settings, placement, folder, display, resume, files, finish
+    )
+
+
+def launch_entry(
+    module: str,
+    entry: str,
+    settings: Any,
+    placement: Placement,
+    folder: RunFolder,
+    display: Display,
+    resume: bool,
+    files: Mapping[Path, str],
+    finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: result,
+) -> dict[str, Any]:
+    """Run a module's `entry` on all workers in a run folder, once its `check_order` accepts the order.
+
+    `files` are written before any worker starts; `finish` may change what rank 0 returned.
+    """
     made = folder.made if folder.path.exists() else (folder.path,)
     lock = folder.lock()
     status = _Status(folder, display)
     order = {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume}
     task = placement.launch(
-        "plait.runtime.worker:train",
+        f"{module}:{entry}",
         order,
         folder.logs.absolute(),
-        check="plait.runtime.worker:check_order",
+        check=f"{module}:check_order",
         # Torch's optimizers load it, and it takes longer than torch itself.
         preload=("torch._dynamo",),
     )
@@ -147,16 +174,13 @@ def launch(
 
     def prepare() -> None:
         nonlocal prepared
-        write_atomic(folder.settings, json.dumps(encode(settings), indent=1))
-        if job_text:
-            write_atomic(folder.job, job_text)
+        for path, text in files.items():
+            write_atomic(path, text)
         status.write()
         prepared = True
 
     try:
-        result: dict[str, Any] = supervisor.run(prepare)[0]
-        if resume and (earlier := _earlier_result(folder, result)) is not None:
-            result = earlier
+        result: dict[str, Any] = finish(supervisor.run(prepare)[0])
         write_atomic(folder.result, json.dumps(result, indent=1))
         status.finish(result)
         return result

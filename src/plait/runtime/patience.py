@@ -27,7 +27,6 @@ class Patience:
         else:
             self.without_gain += 1
 
-    @property
     def is_over(self) -> bool:
         return self.rule is not None and self.without_gain >= self.rule.patience
 

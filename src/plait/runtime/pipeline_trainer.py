@@ -134,13 +134,13 @@ class PipelineTrainer(Trainer):
 
     def train(self) -> str:
         """Take stretches of steps until the last step, a request to stop, or the end of patience."""
-        reason = "early-stop" if self._out_of_patience() else "finished"
+        reason = "early-stop" if self.patience.is_over() else "finished"
         while reason == "finished" and self.step < self.steps:
             stopped = self._take_stretch(min(self.steps, self._next_drain()))
             if self.step == self.steps:
                 break
             self._evaluate_or_save()
-            if self._out_of_patience():
+            if self.patience.is_over():
                 reason = "early-stop"
             elif stopped:
                 reason = "stopped"

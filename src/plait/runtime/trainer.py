@@ -71,7 +71,7 @@ class Trainer:
     def train(self) -> str:
         """Take steps until the last one, a request to stop, or the end of patience; which of them it was."""
         assert self.engine is not None
-        if self.patience.is_over:
+        if self.patience.is_over():
             return "early-stop"
         for batch in itertools.islice(self._batches(), max(self.steps - self.step, 0)):
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
@@ -84,7 +84,7 @@ class Trainer:
             if self.step == self.steps:
                 break
             self._evaluate_or_save()
-            if self.patience.is_over:
+            if self.patience.is_over():
                 return "early-stop"
             if stop:
                 return "stopped"

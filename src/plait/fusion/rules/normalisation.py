@@ -54,10 +54,12 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 def _padded_norm(inner: Tensor, given: Options, trials: Trials) -> Any:
     assert trials.rows is not None
-    tensors = [given[name] for name in ("running_mean", "running_var", "weight", "bias")]
+    mean, variance, weight, bias = (
+        None if given[name] is None else unwrap(given[name], trials)
+        for name in ("running_mean", "running_var", "weight", "bias")
+    )
     momentum, eps = (numbers(given[name], trials.count, inner.device) for name in ("momentum", "eps"))
-    stacked = (None if tensor is None else unwrap(tensor, trials) for tensor in tensors)
-    return wrap(masked_norm(inner, trials.rows, *stacked, momentum, eps), trials)
+    return wrap(masked_norm(inner, trials.rows, mean, variance, weight, bias, momentum, eps), trials)
 
 
 def _waits(folded: Tensor) -> bool:

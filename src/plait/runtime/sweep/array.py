@@ -1,0 +1,308 @@
+"""An array: trials of one shape on one device, fused, that take their steps together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.fusion import (
+    FusedOptimizer,
+    LossScales,
+    Shared,
+    add_trials,
+    fuse,
+    fuse_optimizers,
+    keep_trials,
+    replace_trial,
+)
+from plait.fusion.optim import load_trial, lone_optimizer
+from plait.fusion.padding import pad
+from plait.fusion.per_trial import PerTrial
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime.build import Parts
+from plait.runtime.evaluate import evaluate_parts, evaluation_mode, forward, in_order, mean_of_all, sums_of
+from plait.runtime.loading import Batch, cut, load, to_device
+from plait.runtime.sampling import mix
+from plait.runtime.settings import TrainSettings
+from plait.workloads.losses import KINDS as LOSSES
+from plait.workloads.losses import build_loss
+
+# A trial's part of a step: a microbatch and how many samples it has.
+Piece = tuple[Any, int]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it."""
+
+    settings: TrainSettings
+    parts: Parts
+    age: int = 0
+
+
+@dataclass(frozen=True)
+class TrialTensors:
+    """A trial's state as its checkpoint holds it."""
+
+    model: checkpoints.Tensors
+    optimizer: checkpoints.Tensors
+    loss_scale: Mapping[str, Any]
+    age: int
+
+
+class Array(Protocol):
+    """Trials that train together; places number them from 0, and those that stay keep their order."""
+
+    @property
+    def trials(self) -> int: ...
+
+    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+        """Let trials leave and enter: newcomers take the leavers' places, then new ones at the end."""
+
+    def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
+        """One step of every trial on its batch, with its factor on the learning rate; their losses."""
+
+    def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]: ...
+
+    def tensors(self, place: int) -> TrialTensors: ...
+
+
+class FusedArray:
+    """Trials fused into one module and one optimizer."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        first = entries[0]
+        self._entries = [_without_state(entry) for entry in entries]
+        self._device = first.parts.device
+        models = [entry.parts.model for entry in entries]
+        self.fused = fuse(models, seeds=_seeds(entries), ages=[entry.age for entry in entries])
+        if self._device.type == "cuda":
+            self.fused.channels_last()
+        clips = [_clip(entry) for entry in entries]
+        optimizers = [entry.parts.optimizer for entry in entries]
+        # Always with a vector, as trials that come later may clip; what nobody clips costs one pass.
+        self.optimizer: FusedOptimizer = fuse_optimizers(self.fused, optimizers, clip_norm=clips)
+        self._notice_clips()
+        self._is_scaled = first.settings.precision == "fp16"
+        self._scales = LossScales(len(entries), self._device)
+        for place, entry in enumerate(entries):
+            self._load_scale(place, entry)
+        self._loss = self._build_loss()
+
+    @property
+    def trials(self) -> int:
+        return self.fused.trials
+
+    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+        """Let trials leave and enter: newcomers take the leavers' places, then new ones at the end."""
+        pairs = min(len(leaving), len(entering))
+        # A vector for all, also where nobody clipped before.
+        self.optimizer.clip_norm = self._clip_vector()
+        for place, entry in zip(leaving, entering):
+            replace_trial(self.fused, self.optimizer, place, entry.parts.model, 0, self._numbers(entry))
+            self._entries[place] = entry
+        stay = [place for place in range(self.trials) if place not in leaving[pairs:]]
+        if len(stay) < self.trials:
+            keep_trials(self.fused, self.optimizer, stay)
+            self._reorder(stay)
+        for entry in entering[pairs:]:
+            numbers = {name: [value] for name, value in self._numbers(entry).items()}
+            add_trials(self.fused, self.optimizer, [entry.parts.model], [0], numbers)
+            self._reorder([*range(len(self._entries)), 0])
+            self._entries[-1] = entry
+        for place, entry in enumerate(self._entries):
+            if any(entry is one for one in entering):
+                self._take_up(place, entry)
+        self.optimizer.clip_norm = self._clip_vector()
+        self._notice_clips()
+        self._loss = self._build_loss()
+
+    def _reorder(self, places: Sequence[int]) -> None:
+        self._entries = [self._entries[place] for place in places]
+        index = torch.tensor(list(places), device=self._device)
+        self._scales.scales = self._scales.scales[index]
+        self._scales.good_steps = self._scales.good_steps[index]
+
+    def _take_up(self, place: int, entry: Entry) -> None:
+        """The state that a newcomer brings beside its weights."""
+        load_trial(self.optimizer, entry.parts.optimizer, place)
+        self.fused.seeds[place], self.fused.ages[place] = _seeds([entry])[0], entry.age
+        self._load_scale(place, entry)
+        self._entries[place] = _without_state(entry)
+
+    def _numbers(self, entry: Entry) -> dict[str, float]:
+        """The hyperparameters of a newcomer's own optimizer as the fused one names them."""
+        group = dict(entry.parts.optimizer.param_groups[0])
+        group["beta1"], group["beta2"] = group.get("betas", (0.0, 0.0))
+        return {name: float(group[name]) for name in self.optimizer.numbers}
+
+    def _load_scale(self, place: int, entry: Entry) -> None:
+        if state := entry.parts.scaler.state_dict():
+            self._scales.scales[place] = state["scale"]
+            self._scales.good_steps[place] = state["_growth_tracker"]
+
+    def _clip_vector(self) -> Tensor:
+        clips = [_clip(entry) for entry in self._entries]
+        return torch.tensor(clips, dtype=torch.float64, device=self._device)
+
+    def _notice_clips(self) -> None:
+        if all(_clip(entry) == float("inf") for entry in self._entries):
+            self.optimizer.clip_norm = None
+
+    def _build_loss(self) -> Callable[..., Tensor]:
+        """The loss with each trial's own numbers among its options."""
+        settings = [entry.settings for entry in self._entries]
+        options = dict(settings[0].loss_args)
+        for name, value in options.items():
+            values = [float(one.loss_args[name]) for one in settings] if isinstance(value, float) else []
+            if len(set(values)) > 1:
+                options[name] = PerTrial(values)
+        plain = build_loss(settings[0].loss, settings[0].loss_args)
+        return partial(plain, **options) if isinstance(plain, partial) else plain
+
+    def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
+        """One step of every trial on its batch, with its factor on the learning rate; their losses."""
+        self._set_rates([e.parts.base_lrs[0] * factor for e, factor in zip(self._entries, factors)])
+        self.optimizer.zero_grad()
+        total = torch.zeros(self.trials, dtype=torch.float64, device=self._device)
+        for pieces, weights in _rounds(batches, self._entries[0].settings.accumulate):
+            total += self._backward(pieces, weights)
+        if self._is_scaled:
+            self._scales.step(self.optimizer)
+        else:
+            self.optimizer.step()
+        return total
+
+    def _set_rates(self, rates: list[float]) -> None:
+        if rates != self.optimizer.numbers["lr"]:
+            self.optimizer.set(lr=rates)
+
+    def _backward(self, pieces: Sequence[Piece], weights: list[float]) -> Tensor:
+        counts = [count for _, count in pieces]
+        without = [place for place, weight in enumerate(weights) if weight == 0.0]
+        padding = self.fused.padded(counts) if len(set(counts)) > 1 else nullcontext()
+        inputs, target = self._together([content for content, _ in pieces], max(counts))
+        self.fused.freeze(without)
+        with padding, self._entries[0].parts.autocast():
+            output = forward(self.fused, inputs)
+            losses = self._losses(output, target, counts)
+        if without:
+            self.fused.freeze([])
+        weighted = losses * torch.tensor(weights, dtype=losses.dtype, device=self._device)
+        (self._scales.scale(weighted) if self._is_scaled else weighted).sum().backward()
+        return weighted.detach()
+
+    def _losses(self, output: Any, target: Any, counts: list[int]) -> Tensor:
+        if self._entries[0].settings.loss in LOSSES or len(set(counts)) == 1:
+            found: Tensor = self.fused.map(self._loss, output, target)
+            return found
+        # A user's own loss may mix the rows of a batch in any way, so it gets a trial's own rows alone.
+        return torch.stack(
+            [
+                entry.parts.loss(*pytree.tree_map(lambda x, p=place, n=count: x[p][:n], (output, target)))
+                for place, (entry, count) in enumerate(zip(self._entries, counts))
+            ]
+        )
+
+    def _together(self, contents: Sequence[Any], length: int) -> Any:
+        """Inputs and target of all trials: the same for all, or stacked and padded."""
+        parts = self._entries[0].parts
+        if all(content is contents[0] for content in contents):
+            return pytree.tree_map_only(Tensor, Shared, to_device(contents[0], parts.device, parts.dtype))
+        moved = {id(content): to_device(content, parts.device, parts.dtype) for content in contents}
+        flat, specs = zip(*(pytree.tree_flatten(moved[id(content)]) for content in contents))
+        leaves = [pad(leaf, length) if isinstance(leaf[0], Tensor) else leaf[0] for leaf in zip(*flat)]
+        return pytree.tree_unflatten(leaves, specs[0])
+
+    def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
+        """Mean loss and metric of the trials at `places` over the test split."""
+        sizes = {_evaluation_size(self._entries[place].settings) for place in places}
+        # A forward of all costs more than those of a few who are due.
+        if 2 * len(places) <= self.trials or len(sizes) > 1:
+            return [self._evaluate_alone(place) for place in places]
+        sums = torch.zeros(len(places), 4, dtype=torch.float64)
+        first = self._entries[places[0]]
+        parts, settings = first.parts, first.settings
+        with torch.no_grad(), evaluation_mode(self.fused):
+            for batch in _test_batches(parts, settings, sizes.pop()):
+                inputs, target = to_device(batch.content, parts.device, parts.dtype)
+                with parts.autocast():
+                    output = forward(self.fused, pytree.tree_map_only(Tensor, Shared, inputs))
+                for row, place in enumerate(places):
+                    sums[row] += sums_of(self._entries[place].parts, _at(output, place), target, batch.count)
+        return [mean_of_all(self._entries[p].parts, row, world_size=1) for p, row in zip(places, sums)]
+
+    def _evaluate_alone(self, place: int) -> dict[str, float]:
+        entry = self._entries[place]
+        return evaluate_parts(replace(entry.parts, model=self.fused.trial(place)), entry.settings, 0, 1)
+
+    def tensors(self, place: int) -> TrialTensors:
+        model = self.fused.trial(place)
+        optimizer = lone_optimizer(self.optimizer, model, place)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        scale = self._entries[place].parts.scaler.state_dict()
+        if scale:
+            scale["scale"] = self._scales.scales[place].item()
+            scale["_growth_tracker"] = int(self._scales.good_steps[place])
+        return TrialTensors(
+            checkpoints.model_state(model),
+            checkpoints.optimizer_state(optimizer, names),
+            scale,
+            int(self.fused.ages[place]),
+        )
+
+
+def _at(output: Any, place: int) -> Any:
+    """One trial's part of what all trials returned."""
+    return pytree.tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, output)
+
+
+def _without_state(entry: Entry) -> Entry:
+    """`entry` without the weights that the array now holds."""
+    empty = nn.Parameter(torch.zeros(0))
+    parts = replace(entry.parts, model=nn.Module(), names={}, optimizer=torch.optim.SGD([empty]))
+    return replace(entry, parts=parts)
+
+
+def _seeds(entries: Sequence[Entry]) -> list[int]:
+    return [mix(entry.settings.seed) for entry in entries]
+
+
+def _clip(entry: Entry) -> float:
+    return float("inf") if entry.settings.clip_norm is None else entry.settings.clip_norm
+
+
+def _rounds(batches: Sequence[Batch], accumulate: int) -> list[tuple[list[Piece], list[float]]]:
+    """The microbatches that trials work on together, and each one's share of its trial's batch.
+
+    A batch with fewer samples than microbatches has none in the last rounds: a share of zero.
+    """
+    cuts = {id(batch): list(cut(batch.content, batch.count, accumulate)) for batch in batches}
+    own = [cuts[id(batch)] for batch in batches]
+    rounds = []
+    for number in range(max(len(pieces) for pieces in own)):
+        taken = [pieces[min(number, len(pieces) - 1)] for pieces in own]
+        weights = [
+            count / batch.total if number < len(pieces) else 0.0
+            for (_, count), batch, pieces in zip(taken, batches, own)
+        ]
+        rounds.append((taken, weights))
+    return rounds
+
+
+def _evaluation_size(settings: TrainSettings) -> int:
+    return settings.evaluate.batch_size or settings.data.batch_size
+
+
+def _test_batches(parts: Parts, settings: TrainSettings, size: int) -> Any:
+    order = in_order(len(parts.test_set), size)
+    pin = parts.device.type == "cuda"
+    loaders = settings.data.loaders
+    return load(parts.test_set, order, seed=settings.seed, rank=0, world_size=1, loaders=loaders, pin=pin)

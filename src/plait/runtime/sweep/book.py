@@ -1,0 +1,319 @@
+"""The book of a sweep: every trial, how far it is and what becomes of it. Rank 0 keeps it.
+
+What must outlive a kill is recorded as events before anyone hears of it, so a book read from the events of a
+run goes on where that run was: a decision that was lost is made again from the same results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from plait.core.codec import finite
+from plait.core.events import Event
+from plait.fusion.search import exploit, goes_on, survivors
+from plait.runtime import events
+from plait.runtime.sampling import mix
+from plait.runtime.settings import TrainSettings
+from plait.runtime.sweep.search import Past, Search
+from plait.runtime.sweep.settings import SweepSettings
+from plait.runtime.sweep.trials import array_key, is_fusable, with_values
+
+ENDED = ("finished", "early-stop", "dropped", "diverged")
+
+
+@dataclass
+class Trial:
+    """One trial: `state` is waiting, running, held (until others have come as far) or one of `ENDED`."""
+
+    number: int
+    values: Mapping[str, Any]
+    settings: TrainSettings
+    steps: int
+    group: str
+    goals: list[int]
+    state: str = "waiting"
+    step: int = 0
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    train_loss: float | None = None
+    # Results where trials are compared, by the number of the goal.
+    reached: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def goal(self) -> int:
+        """The next step at which it is compared."""
+        return self.goals[min(len(self.reached), len(self.goals) - 1)]
+
+    @property
+    def result(self) -> float:
+        """The latest result, of which less is better."""
+        return self.reached[max(self.reached)] if self.reached else math.nan
+
+
+class Book:
+    """All trials of a sweep. `record` keeps an event for good; `copy` gives a trial another's weights."""
+
+    def __init__(
+        self,
+        settings: SweepSettings,
+        workers: int,
+        metric: str,
+        steps_of: Callable[[TrainSettings], int],
+        record: Callable[[Event], None],
+        copy: Callable[[int, int], None],
+    ) -> None:
+        self.settings = settings
+        self.search = Search(settings)
+        self.metric = metric
+        self.trials: list[Trial] = []
+        self._workers = workers
+        self._steps_of = steps_of
+        self._record = record
+        self._copy = copy
+        # Who came to each goal, in order: ASHA lets a trial go on by those before it.
+        self._arrivals: dict[int, list[int]] = {}
+        self._copied: set[tuple[int, int]] = set()
+
+    def open(self, past: Iterable[Event] = ()) -> None:
+        """Take up what events tell of an earlier part of the sweep, and draw all trials that can be drawn."""
+        for event in past:
+            self._replay(event)
+        if not self.search.learns:
+            while len(self.trials) < self.search.total:
+                self._draw()
+        if self.search.waits:
+            self._settle()
+        for trial in self.trials:
+            # A decision may have been lost between a result and its consequence.
+            if not self.search.waits and trial.reached and not trial.has_ended:
+                self._decide(trial)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.trials) == self.search.total and all(trial.has_ended for trial in self.trials)
+
+    @property
+    def ended(self) -> int:
+        return sum(trial.has_ended for trial in self.trials)
+
+    def best(self) -> Trial | None:
+        """The trial with the best result among those that came to their end."""
+        complete = [t for t in self.trials if t.state in ("finished", "early-stop")]
+        return min(complete, key=_standing) if complete else None
+
+    def table(self) -> list[dict[str, Any]]:
+        """All trials, best first: those that came to their end, then by how far the others came."""
+        ordered = sorted(self.trials, key=_standing)
+        return [
+            {
+                "trial": trial.number,
+                "state": trial.state,
+                "step": trial.step,
+                "values": dict(trial.values),
+                "metrics": dict(trial.metrics),
+                "train_loss": trial.train_loss,
+            }
+            for trial in ordered
+        ]
+
+    def waiting(self, group: str | None = None) -> list[Trial]:
+        """The trials that nobody trains and that could go on: of `group`, or of whichever is next."""
+        self._draw_more(self._workers)
+        found = [trial for trial in self.trials if trial.state == "waiting"]
+        wanted = group or (found[0].group if found else None)
+        return [trial for trial in found if trial.group == wanted]
+
+    def would_be_best(self, number: int, metrics: Mapping[str, Any], train_loss: float | None) -> bool:
+        """Whether a trial that ended with these results would be the best so far."""
+        best, result = self.best(), self._result(metrics, train_loss)
+        if best is None or best.number == number:
+            return True
+        return (_number(result), number) < (_number(best.result), best.number)
+
+    def take(self, group: str, count: int, begin: bool) -> list[Trial]:
+        """Up to `count` waiting trials of `group`; a worker that begins an array gets its share, not all."""
+        self._draw_more(count)
+        fitting = self.waiting(group)
+        if begin:
+            count = min(count, math.ceil(len(fitting) / self._workers))
+        for trial in fitting[:count]:
+            trial.state = "running"
+        return fitting[:count]
+
+    def report(self, number: int, step: int, metrics: Mapping[str, Any], train_loss: float | None) -> int:
+        """Note that a trial came to its goal; up to which step it goes on, or 0 where it leaves its array."""
+        trial = self.trials[number]
+        self._note_result(trial, step, metrics, train_loss)
+        if step >= trial.steps:
+            return self._end(trial, "finished")
+        if self.search.waits:
+            trial.state = "held"
+            self._settle()
+            return 0
+        return self._decide(trial)
+
+    def _decide(self, trial: Trial) -> int:
+        """ASHA's rule at the last goal that a trial came to: up to which step it goes on, or 0."""
+        place = len(trial.reached) - 1
+        arrivals = self._arrivals[place]
+        before = [self.trials[n].reached[place] for n in arrivals[: arrivals.index(trial.number)]]
+        is_last = place == len(trial.goals) - 1
+        if not is_last and not goes_on(trial.reached[place], before, self.search.settings.eta):
+            return self._end(trial, "dropped")
+        return trial.goal
+
+    def stop(
+        self, number: int, step: int, state: str, metrics: Mapping[str, Any], train_loss: float | None
+    ) -> None:
+        """Note that a trial ended by itself: it diverged, or its patience was over."""
+        trial = self.trials[number]
+        self._note_result(trial, step, metrics, train_loss, nan=state == "diverged")
+        self._end(trial, state)
+        if self.search.waits:
+            self._settle()
+
+    def give_back(self, number: int) -> None:
+        """A worker stopped before the trial's goal; its checkpoint is written."""
+        self.trials[number].state = "waiting"
+
+    def _draw_more(self, count: int) -> None:
+        """Draw as many as there is room for, where values depend on results."""
+        waiting = sum(trial.state == "waiting" for trial in self.trials)
+        while waiting < count and len(self.trials) < self.search.total:
+            self._draw()
+            waiting += 1
+
+    def _draw(self) -> None:
+        number = len(self.trials)
+        past = [Past(t.values, t.result if t.reached else None, t.step, t.state) for t in self.trials]
+        values = self.search.values(number, past if self.search.learns else ())
+        trial = self._add(values)
+        self._record(events.TrialDrawn(number, dict(values), trial.steps, trial.group))
+
+    def _add(self, values: Mapping[str, Any]) -> Trial:
+        settings = with_values(self.settings.train, values)
+        steps = self._steps_of(settings)
+        group = array_key(settings) if is_fusable(settings) else f"alone-{len(self.trials)}"
+        trial = Trial(len(self.trials), values, settings, steps, group, self.search.goals(steps))
+        self.trials.append(trial)
+        return trial
+
+    def _note_result(
+        self,
+        trial: Trial,
+        step: int,
+        metrics: Mapping[str, Any],
+        train_loss: float | None,
+        nan: bool = False,
+    ) -> None:
+        trial.step, trial.metrics, trial.train_loss = step, dict(metrics), train_loss
+        result = math.nan if nan else self._result(metrics, train_loss)
+        place = _place(trial, step)
+        if place in trial.reached:
+            return
+        self._record(events.TrialReached(trial.number, step, finite(result)))
+        self._arrive(trial, place, result)
+
+    def _arrive(self, trial: Trial, place: int, result: float) -> None:
+        trial.reached[place] = result
+        self._arrivals.setdefault(place, []).append(trial.number)
+
+    def _result(self, metrics: Mapping[str, Any], train_loss: float | None) -> float:
+        value = metrics.get(self.metric, train_loss) if metrics else train_loss
+        if value is None:
+            return math.nan
+        return float(value) if self.metric == "loss" or not metrics else -float(value)
+
+    def _end(self, trial: Trial, state: str) -> int:
+        trial.state = state
+        self._record(
+            events.TrialEnded(trial.number, trial.step, state, dict(trial.metrics), trial.train_loss)
+        )
+        return 0
+
+    def _settle(self) -> None:
+        """Compare trials once all that go on have come to the same goal."""
+        going = [trial for trial in self.trials if not trial.has_ended]
+        if not going or any(trial.state != "held" for trial in going):
+            return
+        place = min(len(trial.reached) for trial in going) - 1
+        ready = [trial for trial in going if len(trial.reached) - 1 == place]
+        # Where someone went on from here the comparison was made, before the sweep was killed.
+        if all(len(trial.reached) - 1 <= place for trial in self.trials):
+            self._compare(place)
+        for trial in ready:
+            if not trial.has_ended:
+                trial.state = "waiting"
+
+    def _compare(self, place: int) -> None:
+        """Halving drops what is worse; population-based training replaces it."""
+        # Also those that were dropped here just now: one that was killed halfway decides the same again.
+        here = [trial for trial in self.trials if place in trial.reached]
+        if self.search.settings.kind == "pbt":
+            self._exploit({t.number: t.reached[place] for t in here if not t.has_ended}, place)
+            return
+        kept = survivors({t.number: t.reached[place] for t in here}, self.search.settings.eta)
+        for trial in here:
+            if trial.number not in kept and not trial.has_ended:
+                self._end(trial, "dropped")
+
+    def _exploit(self, results: Mapping[int, float], place: int) -> None:
+        if len(results) < 2:
+            return
+        keys = [dimension.key for dimension in self.settings.over]
+        for copy in exploit(results, keys, seed=mix(self.search.settings.seed, place)):
+            if (copy.loser, place) in self._copied:
+                continue
+            winner, loser = self.trials[copy.winner], self.trials[copy.loser]
+            values = {key: winner.values[key] * factor for key, factor in copy.factors.items()}
+            self._copy(copy.winner, copy.loser)
+            self._change(loser, values, place)
+            self._record(events.TrialCopied(loser.number, winner.number, loser.step, values))
+
+    def _change(self, trial: Trial, values: Mapping[str, Any], place: int) -> None:
+        trial.values, trial.settings = values, with_values(self.settings.train, values)
+        self._copied.add((trial.number, place))
+
+    def _replay(self, event: Event) -> None:
+        match event:
+            case events.TrialDrawn():
+                self._add(event.values)
+            case events.TrialReached():
+                trial = self.trials[event.trial]
+                trial.step = event.step
+                place = _place(trial, event.step)
+                if place not in trial.reached:
+                    self._arrive(trial, place, math.nan if event.result is None else event.result)
+                is_last = place == len(trial.goals) - 1
+                trial.state = "held" if self.search.waits and not is_last else "waiting"
+            case events.TrialEnded():
+                trial = self.trials[event.trial]
+                trial.state, trial.step = event.state, event.step
+                trial.metrics, trial.train_loss = dict(event.metrics), event.train_loss
+            case events.TrialCopied():
+                trial = self.trials[event.trial]
+                self._change(trial, event.values, _place(trial, event.step))
+            case _:
+                pass
+
+
+def _place(trial: Trial, step: int) -> int:
+    """The number of the goal at `step`; a trial that ends between two goals counts as at the next."""
+    return next(number for number, goal in enumerate(trial.goals) if step <= goal)
+
+
+def _standing(trial: Trial) -> tuple[Any, ...]:
+    """Sorts trials best first; numbers keep the order of equals."""
+    complete = trial.state in ("finished", "early-stop")
+    unknown = math.isnan(trial.result) or trial.state == "diverged"
+    return (unknown, not complete, 0 if complete else -trial.step, _number(trial.result), trial.number)
+
+
+def _number(result: float) -> float:
+    return math.inf if math.isnan(result) else result

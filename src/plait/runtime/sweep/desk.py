@@ -1,0 +1,92 @@
+"""The desk of a sweep: workers ask, rank 0 answers from its book, over the job's store.
+
+With one worker the question is a function call. Questions and answers are plain values.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from plait.cluster.worker import Worker
+from plait.core.errors import InputError, PlaitError
+
+Question = dict[str, Any]
+Answer = dict[str, Any]
+Answerer = Callable[[Question], Answer]
+
+_CLOSE: Question = {"ask": "close"}
+
+
+class Desk(Protocol):
+    """Whom a worker asks."""
+
+    def ask(self, **question: Any) -> Answer: ...
+
+
+class OwnDesk:
+    """The desk in the process that keeps the book; one question at a time."""
+
+    def __init__(self, answer: Answerer) -> None:
+        self._answer = answer
+        self._lock = threading.Lock()
+
+    def ask(self, **question: Any) -> Answer:
+        with self._lock:
+            return self._answer(question)
+
+
+class FarDesk:
+    """The desk as other workers reach it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def ask(self, **question: Any) -> Answer:
+        number = self._store.add("plait/sweep/questions", 1)
+        self._store.set(f"plait/sweep/question/{number}", json.dumps(question))
+        answer: Answer = json.loads(self._store.get(f"plait/sweep/answer/{number}"))
+        self._store.delete_key(f"plait/sweep/answer/{number}")
+        if "failed" in answer:
+            error = InputError if answer["wrong_input"] else PlaitError
+            raise error(answer["failed"])
+        return answer
+
+
+class Clerk:
+    """Answers the other workers' questions in a thread of rank 0, in the order they come."""
+
+    def __init__(self, worker: Worker, desk: OwnDesk) -> None:
+        # A store of its own: one that waits for a question would keep rank 0 from its own business.
+        timeout = timedelta(days=365)
+        self._store = dist.TCPStore(worker.store.host, worker.store.port, is_master=False, timeout=timeout)
+        self._own_store = worker.store
+        self._desk = desk
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        number = 1
+        while (question := json.loads(self._store.get(f"plait/sweep/question/{number}"))) != _CLOSE:
+            self._store.set(f"plait/sweep/answer/{number}", json.dumps(self._reply(question)))
+            self._store.delete_key(f"plait/sweep/question/{number}")
+            number += 1
+
+    def _reply(self, question: Mapping[str, Any]) -> Answer:
+        try:
+            return self._desk.ask(**question)
+        except Exception as failure:  # whoever asked must not wait for ever
+            words = str(failure) if isinstance(failure, PlaitError) else traceback.format_exc()
+            return {"failed": words, "wrong_input": isinstance(failure, InputError)}
+
+    def close(self) -> None:
+        """End the thread; all other workers have asked their last question."""
+        number = self._own_store.add("plait/sweep/questions", 1)
+        self._own_store.set(f"plait/sweep/question/{number}", json.dumps(_CLOSE))
+        self._thread.join(10.0)

@@ -1,0 +1,68 @@
+"""Where an array's batches come from: trials in the same order of the same data share one stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plait.runtime.loading import Batch, load
+from plait.runtime.sampling import Position, batches
+from plait.runtime.settings import TrainSettings
+
+
+class Feed:
+    """The batches of a trial from some position on, one at a time."""
+
+    def __init__(self, train_set: Any, settings: TrainSettings, position: Position, pin: bool) -> None:
+        data = settings.data
+        self.order = _order(settings)
+        self.position = position
+        self._batches = load(
+            train_set,
+            batches(
+                position,
+                len(train_set),
+                data.batch_size,
+                seed=settings.seed,
+                shuffle=data.shuffle,
+                keep_last=data.last_batch == "keep",
+            ),
+            seed=settings.seed,
+            rank=0,
+            world_size=1,
+            loaders=data.loaders,
+            pin=pin,
+        )
+
+    def next(self) -> Batch:
+        batch = next(self._batches)
+        self.position = batch.after
+        return batch
+
+
+def _order(settings: TrainSettings) -> tuple[int, int]:
+    """What the order of samples depends on, within an array."""
+    return settings.seed, settings.data.batch_size
+
+
+class Feeds:
+    """The feeds of an array's trials; one that another trial already reads from the same place is shared."""
+
+    def __init__(self, train_set: Any, pin: bool) -> None:
+        self._train_set = train_set
+        self._pin = pin
+
+    def find(self, settings: TrainSettings, position: Position, used: list[Feed]) -> Feed:
+        """A feed for a trial at `position`: one of those `used`, or a new one."""
+        for feed in used:
+            if feed.order == _order(settings) and feed.position == position:
+                return feed
+        return Feed(self._train_set, settings, position, self._pin)
+
+
+def next_batches(feeds: list[Feed]) -> list[Batch]:
+    """The next batch of each feed; a feed that comes several times moves once."""
+    taken: dict[int, Batch] = {}
+    for feed in feeds:
+        if id(feed) not in taken:
+            taken[id(feed)] = feed.next()
+    return [taken[id(feed)] for feed in feeds]

@@ -1,0 +1,252 @@
+"""Rank 0's office: the book of trials, its record in the run folder, and the answers to the workers."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from plait.cluster.worker import Worker
+from plait.core import events as core_events
+from plait.core.codec import finite
+from plait.core.events import Event, EventLog
+from plait.runtime import build, events
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime.evaluate import find_metric
+from plait.runtime.folder import RunFolder
+from plait.runtime.sampling import Position
+from plait.runtime.settings import TrainSettings
+from plait.runtime.sweep.book import Book, Trial
+from plait.runtime.sweep.data import DataSets
+from plait.runtime.sweep.desk import Answer, Question
+from plait.runtime.sweep.seat import newest, save_state, trial_folder
+from plait.runtime.sweep.settings import SweepSettings
+
+REPORT_S = 0.2
+ROWS = 12
+
+
+class Office:
+    """Keeps the book and its record; `answer` is the only way in."""
+
+    def __init__(
+        self, worker: Worker, settings: SweepSettings, folder: RunFolder, sets: DataSets, resume: bool
+    ) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._folder = folder
+        self._sets = sets
+        past = [recorded.event for recorded in _read(folder)] if resume else []
+        self._log = EventLog(folder.events(), rank=0)
+        self.book = Book(
+            settings, worker.world_size, choose_metric(settings), self._steps_of, self._keep, self._copy
+        )
+        self.book.open(past)
+        self._tidy()
+        self._latest: dict[int, tuple[int, float | None]] = {}
+        self._started = time.perf_counter()
+        self._trial_steps = 0
+        self._reported = 0.0
+        self.left = 0
+        self._keep(self._begun())
+
+    def _begun(self) -> Event:
+        settings, book = self._settings, self.book
+        return events.SweepStarted(
+            name=settings.train.name,
+            model=settings.train.model.factory,
+            search=settings.search.kind,
+            over=tuple(dimension.key for dimension in settings.over),
+            trials=book.search.total,
+            ended=book.ended,
+            metric=book.metric,
+            workers=self._worker.world_size,
+            torch=torch.__version__,
+        )
+
+    def _steps_of(self, settings: TrainSettings) -> int:
+        return build.total_steps(settings, len(self._sets.of(settings)[0]), 0, Position())
+
+    def _keep(self, event: Event) -> None:
+        """Record an event so that it outlives this process."""
+        self._log.record(event)
+        self._log.flush()
+
+    def _copy(self, winner: int, loser: int) -> None:
+        """Give a trial another's weights and optimizer state; how far it is in its data stays its own."""
+        source, own = newest(self._folder, winner), newest(self._folder, loser)
+        assert source is not None
+        assert own is not None
+        save_state(self._folder, loser, replace(source, progress=own.progress))
+
+    def answer(self, question: Question) -> Answer:
+        """The answer to a worker's question: `ask` names it, the rest are its arguments."""
+        arguments = dict(question)
+        found: Answer = getattr(self, f"_on_{arguments.pop('ask')}")(**arguments)
+        self._report()
+        return found
+
+    def _on_look(self) -> Answer:
+        """What waits for a worker that has nothing to do."""
+        waiting = self.book.waiting()
+        if not waiting:
+            return {"over": self.book.is_over}
+        return {"group": waiting[0].group, "waiting": len(waiting), "values": dict(waiting[0].values)}
+
+    def _on_take(self, group: str, count: int, begin: bool) -> Answer:
+        taken = self.book.take(group, count, begin)
+        search = self.book.search
+        drawn = len(self.book.trials) == search.total
+        return {"trials": [_order(trial) for trial in taken], "more": search.waits or not drawn}
+
+    def _on_array(self, worker: int, trials: list[int], fused: bool) -> Answer:
+        self._log.record(events.ArrayChanged(worker, tuple(trials), fused))
+        return {}
+
+    def _on_note(self, losses: list[Any], metrics: list[Any]) -> Answer:
+        """Points of learning curves: (trial, step, loss) and (trial, step, metrics)."""
+        for trial, step, loss in losses:
+            before = self._latest.get(trial, (self.book.trials[trial].step, None))[0]
+            self._trial_steps += max(0, step - before)
+            self._latest[trial] = (step, loss)
+            self._log.record(events.TrialStep(trial, step, loss))
+        for trial, step, found in metrics:
+            self._log.record(events.TrialEvaluated(trial, step, found))
+        return {}
+
+    def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:
+        """Whether a trial with these results would be the best, so that its state is worth keeping."""
+        return {"wanted": self.book.would_be_best(trial, metrics, train_loss)}
+
+    def _on_report(
+        self, trial: int, step: int, metrics: Mapping[str, Any], train_loss: float | None
+    ) -> Answer:
+        until = self.book.report(trial, step, metrics, train_loss)
+        self._tidy()
+        return {"until": until}
+
+    def _on_stop(
+        self, trial: int, step: int, state: str, metrics: Mapping[str, Any], train_loss: float | None
+    ) -> Answer:
+        self.book.stop(trial, step, state, metrics, train_loss)
+        self._tidy()
+        return {}
+
+    def _on_back(self, trial: int) -> Answer:
+        self.book.give_back(trial)
+        return {}
+
+    def _on_leave(self) -> Answer:
+        self.left += 1
+        return {}
+
+    def _tidy(self) -> None:
+        """Of the trials that ended, keep the best one's state."""
+        best = self.book.best()
+        for trial in self.book.trials:
+            folder = trial_folder(self._folder, trial.number).path
+            if trial.has_ended and trial is not best and folder.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _report(self) -> None:
+        now = time.perf_counter()
+        if now - self._reported >= REPORT_S:
+            self._reported = now
+            self._worker.report(self.progress())
+
+    def progress(self) -> dict[str, Any]:
+        """How far the sweep is, for whoever watches: steps of all trials, and the trials that stand out."""
+        book = self.book
+        steps = {t.number: t.step if t.has_ended else max(t.step, self._step_of(t)) for t in book.trials}
+        total = sum(t.step if t.has_ended else t.steps for t in book.trials)
+        rate = self._trial_steps / max(time.perf_counter() - self._started, 1e-9)
+        done = sum(steps.values())
+        found: dict[str, Any] = {
+            "step": done,
+            "steps": total,
+            "trials": book.search.total,
+            "ended": book.ended,
+            "trial_steps_per_s": round(rate, 1),
+            "rows": [self._row(row, steps) for row in self._shown()],
+        }
+        return {**found, "left_s": round((total - done) / rate, 1)} if rate > 0 else found
+
+    def _shown(self) -> list[dict[str, Any]]:
+        running = {trial.number for trial in self.book.trials if trial.state == "running"}
+        table = self.book.table()
+        best = [row for row in table if row["trial"] not in running and row["state"] != "waiting"]
+        going = [row for row in table if row["trial"] in running]
+        return [*best[: ROWS - min(len(going), ROWS // 2)], *going][:ROWS]
+
+    def _row(self, row: Mapping[str, Any], steps: Mapping[int, int]) -> dict[str, Any]:
+        number = row["trial"]
+        loss = row["train_loss"] if row["train_loss"] is not None else self._latest.get(number, (0, None))[1]
+        return {**row, "step": steps[number], "train_loss": loss}
+
+    def _step_of(self, trial: Trial) -> int:
+        return self._latest.get(trial.number, (0, None))[0]
+
+    def close(self, reason: str) -> dict[str, Any]:
+        """End the record, put the best trial's checkpoint in its place; what the sweep came to."""
+        best = self.book.best()
+        if best is not None:
+            self._publish(best)
+        seconds = time.perf_counter() - self._started
+        rate = round(self._trial_steps / seconds, 1)
+        number = None if best is None else best.number
+        self._keep(events.SweepEnded(reason, self.book.ended, number, round(seconds, 3), rate))
+        self._log.close()
+        self._worker.report(self.progress())
+        return {
+            "reason": reason,
+            "step": self.book.ended,
+            "steps": self.book.search.total,
+            "search": self._settings.search.kind,
+            "metric": self.book.metric,
+            "best": None if best is None else self.book.table()[0],
+            "trials": self.book.table(),
+            "seconds": round(seconds, 3),
+            "trial_steps_per_s": rate,
+            "workers": self._worker.world_size,
+        }
+
+    def _publish(self, best: Trial) -> None:
+        """The best trial's settings and checkpoint where an ordinary run has them."""
+        state = newest(self._folder, best.number)
+        if state is None:  # published by an earlier part of this sweep
+            return
+        checkpoints.save(self._folder.checkpoints, state)
+        checkpoints.prune(self._folder.checkpoints, state.step, keep_last=1, best=None)
+        shutil.copyfile(trial_folder(self._folder, best.number).settings, self._folder.settings)
+
+
+def choose_metric(settings: SweepSettings) -> str:
+    """What trials are compared by; checked against what evaluation gives."""
+    train, wanted = settings.train, settings.search.metric
+    found = find_metric(train.evaluate.metric, train.loss)
+    known = ["loss"] if found is None else ["loss", found[0]]
+    if wanted == "auto":
+        return known[-1]
+    if wanted not in known:
+        from plait.core.errors import InputError
+
+        raise InputError(f"--metric: found {wanted!r}, but evaluation gives {' and '.join(known)}")
+    return wanted
+
+
+def _order(trial: Trial) -> dict[str, Any]:
+    return {
+        "trial": trial.number,
+        "values": dict(trial.values),
+        "steps": trial.steps,
+        "until": trial.goal,
+        "train_loss": None if trial.train_loss is None else finite(trial.train_loss),
+    }
+
+
+def _read(folder: RunFolder) -> list[core_events.Recorded]:
+    return list(core_events.read(folder.events())) if folder.events().exists() else []

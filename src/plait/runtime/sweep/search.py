@@ -1,0 +1,110 @@
+"""Which values trials have, and when they are compared: pure functions of settings and results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.core.errors import InputError
+from plait.fusion.search import rungs
+from plait.fusion.space import Dimension, check_keys, combinations, draw
+from plait.runtime.sweep.settings import SearchSettings, SweepSettings
+
+# Population-based training changes these between two steps; anything else a trial keeps to its end.
+_CHANGEABLE = ("optimizer.", "loss_args.", "clip_norm")
+
+
+@dataclass(frozen=True)
+class Past:
+    """A trial as a sampler sees it: its values, the result so far (less is better), and its state."""
+
+    values: Mapping[str, Any]
+    result: float | None
+    step: int
+    state: str
+
+
+class Search:
+    """How many trials there are, their values, and the steps at which they are compared."""
+
+    def __init__(self, settings: SweepSettings) -> None:
+        self.settings: SearchSettings = settings.search
+        self.over = settings.over
+        check(settings)
+        self._listed = combinations(self.over) if self.settings.trials is None else None
+        self.total = len(self._listed) if self._listed is not None else self.settings.trials or 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether trials are compared once all have come as far: halving and population-based training."""
+        return self.settings.kind in ("halving", "pbt")
+
+    @property
+    def learns(self) -> bool:
+        """Whether a trial's values depend on the results before it."""
+        return self.settings.kind == "asha" and self._listed is None
+
+    def values(self, number: int, past: Sequence[Past]) -> Mapping[str, Any]:
+        """The values of trial `number`; the same past gives the same values."""
+        if self._listed is not None:
+            return self._listed[number]
+        if self.learns:
+            from plait.runtime.sweep.tpe import suggest  # loads optuna
+
+            return suggest(self.over, past, self.settings.seed, number)
+        return draw(self.over, self.settings.seed, number)
+
+    def goals(self, steps: int) -> list[int]:
+        """After how many of its `steps` steps a trial is compared; the last is its end."""
+        least = self.settings.least_steps
+        if self.settings.kind in ("grid", "random"):
+            return [steps]
+        if self.settings.kind == "pbt":
+            every = least or max(1, steps // 10)
+            return [*range(every, steps, every), steps]
+        first = min(steps, least or max(1, steps // self.settings.eta**2))
+        return rungs(first, steps, self.settings.eta)
+
+
+def check(settings: SweepSettings) -> None:
+    """Refuse a search that cannot be made, saying what would make it one."""
+    search, over = settings.search, settings.over
+    if not over:
+        raise InputError("--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16")
+    check_keys(over)
+    if search.trials is not None and search.trials < 1:
+        raise InputError(f"--trials: found {search.trials}, expected 1 or more")
+    if settings.width is not None and settings.width < 1:
+        raise InputError(f"--width: found {settings.width}, expected 1 or more")
+    if search.eta < 2:
+        raise InputError(f"--eta: found {search.eta}, expected 2 or more: one in eta trials goes on")
+    ranges = [dimension.key for dimension in over if dimension.is_range]
+    if search.kind == "grid" and ranges:
+        raise InputError(
+            f"--over {ranges[0]}: a range has no end of values; add a count, as in log:1e-4:1e-1:16, "
+            f"or draw from it with --search random or asha and --trials N"
+        )
+    if search.kind == "grid" and search.trials is not None:
+        raise InputError(
+            f"--trials: found {search.trials}, but --search grid tries all {len(combinations(over))} "
+            f"combinations; leave it out, or draw with --search random"
+        )
+    if search.trials is None and (ranges or search.kind == "random"):
+        raise InputError(f"--search {search.kind}: say how many trials to draw with --trials N")
+    if search.kind == "pbt":
+        _check_population(over, search)
+
+
+def _check_population(over: Sequence[Dimension], search: SearchSettings) -> None:
+    for dimension in over:
+        numbers = all(isinstance(value, (int, float)) for value in dimension.ends())
+        if not dimension.key.startswith(_CHANGEABLE) or dimension.key == "optimizer.kind" or not numbers:
+            raise InputError(
+                f"--over {dimension.key}: population-based training changes numbers while trials go on, of "
+                f"the optimizer, of the loss, or clip_norm; sweep this one with --search asha or halving"
+            )
+    count = search.trials or math.prod(len(dimension.values) for dimension in over)
+    if count < 2:
+        raise InputError(f"--search pbt: found a population of {count}, expected 2 or more")

@@ -1,0 +1,143 @@
+"""A trial's place in an array: how far it is, what it has shown, and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from plait.core.codec import encode
+from plait.core.errors import CheckpointError
+from plait.core.files import write_atomic
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime.folder import RunFolder
+from plait.runtime.optim import LrFactor
+from plait.runtime.patience import Patience
+from plait.runtime.sampling import Position
+from plait.runtime.settings import TrainSettings
+from plait.runtime.sweep.array import TrialTensors
+from plait.runtime.sweep.feeds import Feed
+
+NOTES = 200
+
+
+def trial_folder(folder: RunFolder, trial: int) -> RunFolder:
+    """The folder of one trial: that of an ordinary run, below the sweep's."""
+    return RunFolder(folder.path / "trials" / f"{trial:04d}")
+
+
+@dataclass
+class Seat:
+    """A trial while it trains on this worker. It reports when it has made `until` steps."""
+
+    trial: int
+    settings: TrainSettings
+    steps: int
+    until: int
+    lr_factor: LrFactor
+    feed: Feed
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    patience: Patience = field(default_factory=Patience)
+    loss_sum: float = 0.0
+    loss_steps: int = 0
+    train_loss: float | None = None
+    # Whether it made a step since what was due was last looked at; one that just joined has not.
+    moved: bool = False
+
+    @property
+    def has_reached(self) -> bool:
+        """Whether it came to where trials are compared."""
+        return self.step >= self.until
+
+    @property
+    def is_note_due(self) -> bool:
+        """Whether the learning curve gets a point; fixed steps, so that a resumed trial has the same."""
+        return self._is_time(self.settings.log_every_steps or max(1, self.steps // NOTES))
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        return self._is_time(self.settings.evaluate.every_steps)
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        return self._is_time(self.settings.checkpoint.every_steps)
+
+    def _is_time(self, every: int | None) -> bool:
+        return self.moved and every is not None and self.step % every == 0
+
+    def is_due(self) -> bool:
+        """Whether anything is."""
+        return self.has_reached or self.is_note_due or self.is_evaluation_due or self.is_checkpoint_due
+
+    @property
+    def has_diverged(self) -> bool:
+        return self.train_loss is not None and not math.isfinite(self.train_loss)
+
+    def add_losses(self, total: float, steps: int) -> None:
+        self.loss_sum += total
+        self.loss_steps += steps
+
+    @property
+    def latest_loss(self) -> float | None:
+        """The mean loss since the curve's last point, or that point where nothing came after it."""
+        return self.loss_sum / self.loss_steps if self.loss_steps else self.train_loss
+
+    def take_mean_loss(self) -> float:
+        """The mean loss since the last time this was asked."""
+        mean = self.loss_sum / self.loss_steps if self.loss_steps else math.nan
+        self.loss_sum, self.loss_steps = 0.0, 0
+        self.train_loss = mean
+        return mean
+
+    def take_up(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint tells."""
+        self.step = step
+        self.patience.best = progress["early_best"]
+        self.patience.without_gain = progress["evaluations_without_gain"]
+        self.loss_sum, self.loss_steps = progress["loss_sum"], progress["loss_steps"]
+        self.train_loss = progress["train_loss"]
+
+    def progress(self, tensors: TrialTensors) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors: as for a run of its own, and the loss not told yet."""
+        return {
+            "position": asdict(self.position),
+            "seed": self.settings.seed,
+            "best": None,
+            "early_best": self.patience.best,
+            "evaluations_without_gain": self.patience.without_gain,
+            "loss_scale": dict(tensors.loss_scale),
+            "optimizer": self.settings.optimizer.kind,
+            "workers": 1,
+            "age": tensors.age,
+            "loss_sum": self.loss_sum,
+            "loss_steps": self.loss_steps,
+            "train_loss": self.train_loss,
+        }
+
+
+def save_seat(folder: RunFolder, seat: Seat, tensors: TrialTensors) -> None:
+    """Write the trial's checkpoint into its folder, which is that of an ordinary run; older ones go."""
+    own = trial_folder(folder, seat.trial)
+    write_atomic(own.settings, json.dumps(encode(seat.settings), indent=1))
+    state = checkpoints.Checkpoint(seat.step, tensors.model, tensors.optimizer, seat.progress(tensors))
+    save_state(folder, seat.trial, state)
+
+
+def save_state(folder: RunFolder, trial: int, state: checkpoints.Checkpoint) -> None:
+    """Make `state` the one checkpoint of a trial."""
+    own = trial_folder(folder, trial)
+    checkpoints.save(own.checkpoints, state)
+    checkpoints.prune(own.checkpoints, state.step, keep_last=1, best=None)
+
+
+def newest(folder: RunFolder, trial: int) -> checkpoints.Checkpoint | None:
+    """The newest whole checkpoint of a trial; what is damaged is passed over."""
+    for path in checkpoints.list_checkpoints(trial_folder(folder, trial).checkpoints):
+        try:
+            return checkpoints.load(path)
+        except CheckpointError:
+            continue
+    return None

@@ -1,0 +1,60 @@
+"""Values by optuna's tree-structured Parzen estimator, as a function of what trials have shown so far.
+
+Optuna draws; when trials end is our own rule (`plait.fusion.search.goes_on`, the rule of its successive
+halving pruner up to rounding): it is decided where results are recorded, so that a sweep that was killed
+decides the same again, and it needs no optuna.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from plait.core.errors import InputError
+from plait.fusion.space import Dimension
+
+if TYPE_CHECKING:
+    from plait.runtime.sweep.search import Past
+
+
+def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: int) -> Mapping[str, Any]:
+    """The values to try next; trials that go on count as what is known of them."""
+    try:
+        import optuna
+    except ImportError:
+        raise InputError(
+            "--search asha draws values with optuna, which is not installed; pip install optuna, or use "
+            "--search halving, which draws at random"
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    distributions = {d.key: _distribution(d, optuna) for d in over}
+    # A sampler of its own for each trial: nothing but the past decides.
+    sampler = optuna.samplers.TPESampler(seed=(seed * 1_000_003 + number) % 2**32, constant_liar=True)
+    study = optuna.create_study(sampler=sampler)
+    study.add_trials([_known(one, over, distributions, optuna) for one in past])
+    drawn = study.ask(distributions).params
+    return {d.key: d.values[drawn[d.key]] if d.values else drawn[d.key] for d in over}
+
+
+def _distribution(dimension: Dimension, optuna: Any) -> Any:
+    if not dimension.is_range:
+        # By place: a value may be a list, which optuna does not take.
+        return optuna.distributions.CategoricalDistribution(list(range(len(dimension.values))))
+    if dimension.whole:
+        return optuna.distributions.IntDistribution(int(dimension.low), int(dimension.high))
+    return optuna.distributions.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+
+
+def _known(one: Past, over: Sequence[Dimension], distributions: Mapping[str, Any], optuna: Any) -> Any:
+    states = optuna.trial.TrialState
+    params = {d.key: d.values.index(one.values[d.key]) if d.values else one.values[d.key] for d in over}
+    options: dict[str, Any] = {"params": params, "distributions": dict(distributions)}
+    result = math.inf if one.result is None or math.isnan(one.result) else one.result
+    if one.state == "dropped":
+        return optuna.trial.create_trial(
+            state=states.PRUNED, intermediate_values={one.step: result}, **options
+        )
+    if one.state in ("waiting", "running"):
+        return optuna.trial.create_trial(state=states.RUNNING, **options)
+    return optuna.trial.create_trial(state=states.COMPLETE, value=result, **options)

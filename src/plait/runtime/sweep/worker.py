@@ -1,0 +1,95 @@
+"""What a worker process of a sweep runs; rank 0 keeps the book as well."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.cluster.worker import Worker
+from plait.core.codec import decode
+from plait.core.errors import InputError
+from plait.core.logs import show_logs
+from plait.runtime import build
+from plait.runtime.folder import RunFolder
+from plait.runtime.sweep.data import DataSets
+from plait.runtime.sweep.desk import Clerk, FarDesk, OwnDesk
+from plait.runtime.sweep.loop import SweepLoop
+from plait.runtime.sweep.office import Office, choose_metric
+from plait.runtime.sweep.search import Search
+from plait.runtime.sweep.settings import SweepSettings
+from plait.runtime.sweep.trials import check_key, with_values
+
+WAIT_S = 0.05
+
+
+def check_order(order: dict[str, Any]) -> None:
+    """Refuse a sweep that cannot run, before any worker starts; each host's agent calls it."""
+    settings = decode(SweepSettings, order["settings"], "settings")
+    Search(settings)
+    choose_metric(settings)
+    build.check(settings.train)
+    for dimension in settings.over:
+        check_key(dimension.key)
+        for value in dimension.ends():
+            build.check(with_values(settings.train, {dimension.key: value}))
+
+
+def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
+    """Be one worker of a sweep; rank 0's answer is its result."""
+    show_logs()
+    settings = decode(SweepSettings, order["settings"], "settings")
+    folder = RunFolder(Path(order["folder"]))
+    device = build.choose_device(settings.train.device, worker.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _check_shared(worker, folder)
+    sets = DataSets()
+    if worker.rank == 0:
+        return _lead(worker, settings, folder, sets, device, order["resume"])
+    desk = FarDesk(worker.store)
+    SweepLoop(worker, settings, folder, desk, sets, device).run()
+    desk.ask(ask="leave")
+    return {}
+
+
+def _lead(
+    worker: Worker,
+    settings: SweepSettings,
+    folder: RunFolder,
+    sets: DataSets,
+    device: torch.device,
+    resume: bool,
+) -> dict[str, Any]:
+    office = Office(worker, settings, folder, sets, resume)
+    desk = OwnDesk(office.answer)
+    clerk = Clerk(worker, desk) if worker.world_size > 1 else None
+    reason = SweepLoop(worker, settings, folder, desk, sets, device).run()
+    # The others may still train; the launcher ends us when one of them fails.
+    while office.left < worker.world_size - 1:
+        time.sleep(WAIT_S)
+    if clerk is not None:
+        clerk.close()
+    return office.close("finished" if office.book.is_over else reason)
+
+
+def _check_shared(worker: Worker, folder: RunFolder) -> None:
+    """Refuse hosts that do not see one run folder: trials move between workers as files in it."""
+    if worker.world_size == 1:
+        return
+    token = folder.path / ".token"
+    if worker.rank == 0:
+        word = uuid.uuid4().hex
+        token.parent.mkdir(parents=True, exist_ok=True)
+        token.write_text(word)
+        worker.store.set("plait/sweep/token", word)
+        return
+    word = worker.store.get("plait/sweep/token").decode()
+    if not token.exists() or token.read_text() != word:
+        raise InputError(
+            f"run_dir: {worker.host} does not see {folder.path} as the first host does; a sweep over several "
+            f"hosts needs its run folder on a disk they share: set run_dir to one"
+        )

@@ -1,0 +1,151 @@
+"""Sweeps from a job: what to try, checked key by key, then run on the job's workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plait.config import Job, make_job
+from plait.core.artefact import load
+from plait.core.codec import encode
+from plait.core.errors import InputError, JobError
+from plait.core.names import did_you_mean
+from plait.fusion.errors import FusionError
+from plait.fusion.space import Dimension, combinations, parse_dimension
+from plait.runtime.folder import RunFolder, choose_folder, find_run
+from plait.runtime.launch import Display, Silent, launch_entry
+from plait.runtime.sweep.search import check
+from plait.runtime.sweep.settings import SEARCHES, SearchSettings, SweepSettings
+from plait.runtime.sweep.trials import check_key
+
+KIND, VERSION = "sweep", 1
+# Combinations that are checked one by one before anything starts; of more, each value is.
+CHECKED = 2000
+
+Over = Sequence[str] | Mapping[str, Any]
+
+
+def sweep(
+    job: Job,
+    over: Over = (),
+    *,
+    search: str = "grid",
+    trials: int | None = None,
+    width: int | None = None,
+    eta: int = 3,
+    least_steps: int | None = None,
+    metric: str = "auto",
+    seed: int = 0,
+    resume: str | None = None,
+    run_folder: str | None = None,
+    display: Display | None = None,
+) -> dict[str, Any]:
+    """Train trials of `job` with the values of `over` put over it; what each came to, best first.
+
+    `over` is as on the command line, `["optimizer.lr=log:1e-4:1e-1:16"]`, or a mapping from keys to lists of
+    values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1", "optimizer.momentum": [0.0, 0.9]}`. The
+    result has `trials`, `best` and `run`, the folder with the best trial's checkpoint. With `resume` the
+    sweep in that folder goes on, as it was asked for; `job` then says where its workers run.
+    """
+    if resume is not None:
+        folder = find_run(resume, Path(job.run_dir))
+        settings = read_sweep(folder)
+    else:
+        settings = make_sweep(job, over, search, trials, width, eta, least_steps, metric=metric, seed=seed)
+        folder = choose_folder(Path(job.run_dir), job.name, False, run_folder)
+    files = {folder.path / "sweep.json": _text(settings), folder.job: job.text()}
+    result = launch_entry(
+        "plait.runtime.sweep.worker",
+        "sweep",
+        settings,
+        job.placement(),
+        folder,
+        display or Silent(),
+        resume is not None,
+        {} if resume is not None else files,
+    )
+    return {**result, "run": str(folder.path)}
+
+
+def make_sweep(
+    job: Job,
+    over: Over,
+    search: str = "grid",
+    trials: int | None = None,
+    width: int | None = None,
+    eta: int = 3,
+    least_steps: int | None = None,
+    *,
+    metric: str = "auto",
+    seed: int = 0,
+) -> SweepSettings:
+    """A checked sweep: every value of every key makes a valid job."""
+    if search not in SEARCHES:
+        hint = did_you_mean(search, SEARCHES)
+        raise InputError(f"--search: found {search!r}, expected one of {', '.join(SEARCHES)}{hint}")
+    if job.parallel.plan != "data-parallel":
+        raise JobError(
+            f"parallel.plan: found {job.parallel.plan!r}, but a sweep trains whole models, an array of "
+            f"trials on each worker; leave parallel.plan out"
+        )
+    if least_steps is not None and least_steps < 1:
+        raise InputError(f"--least-steps: found {least_steps}, expected 1 or more")
+    chosen = SearchSettings(search, trials, eta, least_steps, metric, seed)
+    dimensions = _dimensions(over)
+    settings = SweepSettings(job.settings(), dimensions, chosen, width)
+    for dimension in dimensions:
+        check_key(dimension.key)
+    check(settings)
+    _check_values(job, dimensions)
+    return settings
+
+
+def _dimensions(over: Over) -> tuple[Dimension, ...]:
+    if not isinstance(over, Mapping):
+        return tuple(parse_dimension(text) for text in over)
+    found = []
+    for key, values in over.items():
+        if isinstance(values, str):
+            found.append(parse_dimension(f"{key}={values}"))
+        elif isinstance(values, Sequence) and values:
+            found.append(Dimension(key, tuple(values)))
+        else:
+            raise InputError(
+                f"over[{key!r}]: found {values!r}, expected a list of values or a range: 'log:1e-4:1e-1'"
+            )
+    return tuple(found)
+
+
+def _check_values(job: Job, dimensions: Sequence[Dimension]) -> None:
+    """Refuse a key or a value that makes no valid job, with the job file's own words."""
+    content = job.model_dump(exclude_unset=True)
+    for dimension in dimensions:
+        for value in dimension.ends():
+            _check(content, {dimension.key: value})
+    try:
+        listed = combinations([Dimension(d.key, d.ends()) for d in dimensions])
+    except FusionError as failure:
+        raise InputError(str(failure)) from None
+    for values in listed[:CHECKED] if len(listed) <= CHECKED else ():
+        _check(content, values)
+
+
+def _check(content: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    try:
+        make_job(content, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+    except JobError as failure:
+        raise JobError(f"--over {failure}") from None
+
+
+def _text(settings: SweepSettings) -> str:
+    return json.dumps({"plait": KIND, "version": VERSION, **encode(settings)}, indent=1) + "\n"
+
+
+def read_sweep(folder: RunFolder) -> SweepSettings:
+    """What the sweep in `folder` was asked for."""
+    path = folder.path / "sweep.json"
+    if not path.exists():
+        raise InputError(f"--resume: {folder.path} holds no sweep; start one without --resume")
+    return load(SweepSettings, path, KIND, VERSION)

@@ -1,0 +1,72 @@
+"""Sweeps inside test worlds: the real loop and book with a worker that needs no launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.core.codec import encode
+from plait.fusion.space import Dimension, parse_dimension
+from plait.runtime.folder import RunFolder
+from plait.runtime.settings import TrainSettings
+from plait.runtime.sweep import worker as sweep_worker
+from plait.runtime.sweep.settings import SearchSettings, SweepSettings
+from plait.runtime.sweep.trials import with_values
+from support.training import TestWorker, digits_job, train_here
+
+
+def norm_net(classes: int = 10, width: int = 4) -> nn.Module:
+    """A convolution with BatchNorm: statistics that padding must not touch."""
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * width, classes),
+    )
+
+
+def sweep_of(*over: str | Dimension, width: int | None = 4, job: Any = None, **search: Any) -> SweepSettings:
+    """A sweep of the small digits job over `over`, as on the command line."""
+    dimensions = tuple(parse_dimension(one) if isinstance(one, str) else one for one in over)
+    return SweepSettings(job or digits_job(steps=30), dimensions, SearchSettings(**search), width)
+
+
+def sweep_here(
+    settings: SweepSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
+) -> dict[str, Any]:
+    """The result of a sweep in this process."""
+    torch.set_num_threads(1)
+    order = {"settings": encode(settings), "folder": str(folder), "resume": resume}
+    sweep_worker.check_order(order)
+    worker: Any = TestWorker(stop_file=stop_file)
+    return sweep_worker.sweep(worker, order)
+
+
+def trial_alone(settings: SweepSettings, values: dict[str, Any], folder: Path) -> tuple[Any, Any]:
+    """The result and the weights of one trial as `plait train` gives them."""
+    own: TrainSettings = with_values(settings.train, values)
+    return train_here(own, folder)
+
+
+def same_table(first: dict[str, Any], second: dict[str, Any], tolerance: float = 1e-9) -> bool:
+    """Whether two sweeps came to the same, up to rounding."""
+    if len(first["trials"]) != len(second["trials"]):
+        return False
+    return all(_same_row(a, b, tolerance) for a, b in zip(first["trials"], second["trials"]))
+
+
+def _same_row(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> bool:
+    if (
+        any(a[key] != b[key] for key in ("trial", "state", "step"))
+        or a["metrics"].keys() != b["metrics"].keys()
+    ):
+        return False
+    numbers = [(a["train_loss"], b["train_loss"])]
+    numbers += [(a["metrics"][name], b["metrics"][name]) for name in a["metrics"]]
+    numbers += [(v, b["values"][k]) for k, v in a["values"].items() if isinstance(v, float)]
+    return all(x == y or abs(x - y) <= tolerance for x, y in numbers)
