@@ -12,12 +12,16 @@ import typer
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 
-# Each is a module of plait.experiments with a function run(command=...) -> Bench.
+# Each is a module of plait.experiments with a function run(command=...) -> Bench; one that has PARTS by name
+# takes parts=... besides.
 NAMES = ("fusion", "pipeline", "planner", "profiler")
 
 
 def bench(
     name: Annotated[str, typer.Argument(help=f"Which one: {', '.join(NAMES)}.", show_default=False)],
+    part: Annotated[
+        list[str] | None, typer.Option(help="Only this part of it; may be given several times.")
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -29,7 +33,15 @@ def bench(
         raise InputError(f"NAME: found {name!r}, expected an experiment{did_you_mean(name, NAMES)}")
     from plait.experiments.bench import as_json, render, write_csv
 
-    done = importlib.import_module(f"plait.experiments.{name}").run(command=f"plait bench {name}")
+    module = importlib.import_module(f"plait.experiments.{name}")
+    known = getattr(module, "PARTS", {})
+    for found in part or ():
+        if found not in known:
+            raise InputError(
+                f"--part: found {found!r}, expected a part of {name}{did_you_mean(found, known)}"
+            )
+    command = " ".join([f"plait bench {name}", *(f"--part {each}" for each in part or ())])
+    done = module.run(command=command, **({"parts": part} if part else {}))
     if csv is not None:
         write_csv(done, csv)
     print(json.dumps(as_json(done)) if json_ else render(done))

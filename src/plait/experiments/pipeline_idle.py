@@ -1,0 +1,131 @@
+"""Idle shares: every schedule with layers that sleep instead of computing, against its exact makespan.
+
+Forward, the input's gradient and the weights' gradient sleep for 50 ms each, so the workers need no
+processors. What counts as work is the sleep that was asked for and nothing else: messages, updates and the
+runtime's own doings are idle time here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.cluster.worker import Worker
+from plait.experiments import pipeline_sides as sides
+from plait.experiments.bench import Claim, Row
+from plait.experiments.world import in_world
+from plait.planner.depth import Schedule
+from plait.planner.operations import Backward, Forward, Layout, Update
+from plait.planner.schedules import operations
+from plait.planner.simulator import Link, StageCosts, simulate
+from plait.runtime.pipeline import Span
+
+PIECES = 8
+SLEEP_S = 0.05
+# A worker of an interleaved pipeline holds so many stages.
+CHUNKS = 2
+# Batches that an asynchronous pipeline takes; the first and last of them fill and drain it.
+STREAM = 5
+SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.NONE)
+
+
+def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> tuple[list[Row], list[Claim]]:
+    """The idle share of every schedule on so many workers, the median of `repeats`."""
+    rows: list[Row] = []
+    for workers in depths:
+        rows += in_world(workers, "pipeline_idle:idle_worker", {"repeats": repeats})["rows"]
+    return rows, claims_of(rows)
+
+
+def claims_of(rows: Sequence[Row]) -> list[Claim]:
+    """Within two points of the exact makespan; in the steady state of asynchronous schedules that is zero."""
+    claims = []
+    for row in rows:
+        points = float(row["points_over"] or 0)
+        words = f"{row['case']}, {row['side']}: points of idle share over the exact makespan"
+        claims.append(Claim(words, points, "at most 2 either way", abs(points) <= 2))
+    return claims
+
+
+def idle_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
+    """Be one of the workers that measure the idle share of each schedule with sleeping layers."""
+    worker.join("gloo")
+    torch.manual_seed(0)
+    return {"rows": [_row(worker, schedule, settings["repeats"]) for schedule in SCHEDULES]}
+
+
+def _row(worker: Worker, schedule: Schedule, repeats: int) -> Row:
+    size = worker.world_size
+    stages = size * (CHUNKS if schedule is Schedule.INTERLEAVED else 1)
+    model = nn.Sequential(*(sides.SleepingLayer(SLEEP_S) for _ in range(stages)))
+    batch = (torch.randn(PIECES, 4), torch.randn(PIECES, 4))
+    steps, pipeline, channels = sides.ours(worker.rank, model, batch, schedule, stages, PIECES)
+    steps(1)
+    measured = []
+    for _ in range(repeats):
+        dist.barrier()
+        pipeline.spans.clear()
+        steps(1 if schedule.synchronous else STREAM)
+        everywhere: list[Any] = [None] * size
+        dist.all_gather_object(everywhere, pipeline.spans)
+        measured.append(idle_share(schedule, everywhere))
+    channels.close()
+    exact, found = exact_idle_share(schedule, size), statistics.median(measured)
+    return {
+        "case": f"sleeping, {size} workers",
+        "side": schedule.value,
+        "idle_share": found,
+        "idle_min": min(measured),
+        "idle_max": max(measured),
+        "exact_idle_share": exact,
+        "points_over": 100 * (found - exact),
+        "repeats": repeats,
+    }
+
+
+def idle_share(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> float:
+    """The share of the workers' time without work, from first operation to last, or in the steady state.
+
+    `spans` are each worker's.
+    """
+    own = [[span for span in each if not isinstance(span.op, Update)] for each in spans]
+    if schedule.synchronous:
+        begin, end = min(each[0].start for each in own), max(each[-1].end for each in own)
+        sleeps = sum(_sleeps(each) for each in own)
+        return 1 - SLEEP_S * sleeps / (len(own) * (end - begin))
+    return statistics.mean(_steady_idle(each) for each in own)
+
+
+def _steady_idle(spans: Sequence[Span]) -> float:
+    """The idle share of one worker while forward and backward take turns, away from both ends."""
+    first, last = len(spans) // 3, 2 * len(spans) // 3
+    if isinstance(spans[first].op, Forward) != isinstance(spans[last].op, Forward):
+        last += 1
+    window = spans[first:last]
+    return 1 - SLEEP_S * _sleeps(window) / (spans[last].start - spans[first].start)
+
+
+def _sleeps(spans: Sequence[Span]) -> int:
+    """How often layers slept in these operations: a whole backward has two halves."""
+    return sum(2 if isinstance(span.op, Backward) else 1 for span in spans)
+
+
+def exact_idle_share(schedule: Schedule, size: int) -> float:
+    """The idle share of the exact makespan: messages and updates cost nothing."""
+    if not schedule.synchronous:
+        return 0.0
+    chunks = CHUNKS if schedule is Schedule.INTERLEAVED else 1
+    layout = Layout(tuple((stage % size,) for stage in range(size * chunks)))
+    cost = StageCosts(SLEEP_S, 2 * SLEEP_S, 0.0, weight_share=0.5)
+    replay = simulate(
+        layout,
+        operations(schedule, layout, PIECES),
+        [cost] * len(layout.stages),
+        lambda sender, receiver: Link(1e18, 0.0),
+    )
+    return 1 - 3 * chunks * SLEEP_S * PIECES / replay.end_s

@@ -1,0 +1,27 @@
+"""Worlds for experiments: local workers with one thread each, and what the first of them returned."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from plait.cluster.hosts import LOCAL, Host
+from plait.cluster.supervisor import Launch, Supervisor, Unwatched
+
+
+def in_world(workers: int, entry: str, settings: dict[str, Any], preload: tuple[str, ...] = ()) -> Any:
+    """What `entry(worker, settings)`, named `module:function`, returned on rank 0 of a new world.
+
+    `preload` names modules that are imported once, before the workers are forked.
+    """
+    with tempfile.TemporaryDirectory() as logs:
+        launch = Launch(
+            hosts=(Host(LOCAL, workers),),
+            entry=f"plait.experiments.{entry}",
+            settings=settings,
+            logs=Path(logs),
+            preload=preload,
+            threads=1,
+        )
+        return Supervisor(launch, Unwatched()).run()[0]
