@@ -149,7 +149,7 @@ def connect(
 
 def meet_near(
     rank: int,
-    hosts: Sequence[str],
+    hosts: Sequence[str] | Mapping[int, str],
     peers: Iterable[int],
     deadline_s: float,
     group: dist.ProcessGroup | None = None,

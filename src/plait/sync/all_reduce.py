@@ -10,19 +10,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from plait.core.errors import PlaitError
+from plait.sync.over_topology import OverTopology
+from plait.sync.reducer import Members, Native, Pending, Reducer, Spec
+from plait.sync.topology import Topology
+
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+# So many numbers may travel along with the gradients.
+MOST_NOTES = 16
 
 
 @dataclass
 class Bucket:
-    """Gradients that travel together: one flat buffer, and each parameter's view of it."""
+    """Gradients that travel together: each parameter has a view of one flat buffer."""
 
     parameters: list[Parameter]
-    flat: Tensor
-    views: list[Tensor]
+    views: list[Tensor] = field(default_factory=list)
     waiting: int = 0
     filled: list[bool] = field(default_factory=list)
+
+    @property
+    def spec(self) -> Spec:
+        first = self.parameters[0]
+        return Spec(sum(p.numel() for p in self.parameters), first.dtype, first.device)
+
+    def look_at(self, flat: Tensor) -> None:
+        """Use `flat` as the buffer from now on."""
+        pieces = flat.split([p.numel() for p in self.parameters])
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters)]
 
 
 class AllReduce:
@@ -30,18 +46,56 @@ class AllReduce:
 
     Backward fills buckets from the last layer to the first, and each goes out as soon as it is full. All
     ranks send them in the same order, whatever order their backward had. Between `begin` and `agree` every
-    rank runs the same number of backward passes or none; only the last one (`last=True`) sends.
+    rank runs the same number of backward passes or none; only the last one (`last=True`) sends. Sums go by
+    the backend's own way, or over a topology, which needs to know the `members`.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        group: dist.ProcessGroup | None = None,
+        members: Members | None = None,
+    ) -> None:
         self._group = group
+        self._members = members
         self._buckets = make_buckets(parameters)
-        self._sending: list[dist.Work] = []
+        specs = [bucket.spec for bucket in self._buckets]
+        marks = sum(len(bucket.parameters) for bucket in self._buckets)
+        device = specs[0].device if specs else torch.device("cpu")
+        self._specs = [*specs, Spec(MOST_NOTES + marks, torch.float64, device)]
+        self._over: OverTopology | None = None
+        self._buffers: Sequence[Tensor] = []
+        self._look_at([torch.zeros(s.count, dtype=s.dtype, device=s.device) for s in self._specs])
+        self._reducer: Reducer = Native(self._buffers, group)
+        self._sending: list[Pending] = []
         self._next = 0
         self._armed = False
         for index, bucket in enumerate(self._buckets):
             for place, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(index, place))
+
+    def switch(self, topology: Topology | None) -> None:
+        """Sum over `topology` from the next step on, or the backend's own way (None).
+
+        All workers call it between the same two steps; gradients of the step before are void.
+        """
+        if topology is not None and self._members is None:
+            raise PlaitError("topology: this all-reduce was made without its members; give it members")
+        if topology is not None and self._over is None:
+            assert self._members is not None
+            self._over = OverTopology(self._members, self._specs)
+            self._look_at(self._over.buffers)
+        if topology is None:
+            self._reducer = Native(self._buffers, self._group)
+        else:
+            assert self._over is not None
+            self._over.switch(topology)
+            self._reducer = self._over
+
+    def close(self) -> None:
+        """End what runs beside this thread; all workers call it after their last step."""
+        if self._over is not None:
+            self._over.close()
 
     def begin(self) -> None:
         """Forget the gradients of the step before."""
@@ -65,15 +119,23 @@ class AllReduce:
         """
         self._take_rest()
         marks = [f for b in self._buckets for f in b.filled]
-        carried = torch.cat([notes.detach().double(), torch.tensor(marks, device=notes.device).double()])
-        note_work = dist.all_reduce(carried, group=self._group, async_op=True)
-        for work in [*self._sending, note_work]:
-            work.wait()
+        carried = self._buffers[-1]
+        carried.zero_()
+        carried[: len(notes)] = notes.detach()
+        carried[MOST_NOTES:] = torch.tensor(marks, dtype=torch.float64)
+        self._sending.append(self._reducer.start(len(self._buckets)))
+        for sum_ in self._sending:
+            sum_.wait()
         self._sending.clear()
         # What this rank filled was used; only for the rest must it look at what the others say.
-        used = marks if all(marks) else [count > 0 for count in carried[len(notes) :].tolist()]
+        used = marks if all(marks) else [count > 0 for count in carried[MOST_NOTES:].tolist()]
         self._hand_back(used)
-        return carried[: len(notes)]
+        return carried[: len(notes)].clone()
+
+    def _look_at(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = buffers
+        for bucket, flat in zip(self._buckets, buffers):
+            bucket.look_at(flat)
 
     def _hook(self, index: int, place: int) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
@@ -93,9 +155,7 @@ class AllReduce:
 
     def _send_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
-            flat = self._buckets[self._next].flat
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            self._sending.append(work)
+            self._sending.append(self._reducer.start(self._next))
             self._next += 1
 
     def _take_rest(self) -> None:
@@ -125,16 +185,8 @@ def make_buckets(parameters: Sequence[Parameter]) -> list[Bucket]:
     for parameter in reversed([p for p in parameters if p.requires_grad]):
         other = bool(members) and (parameter.dtype, parameter.device) != (members[0].dtype, members[0].device)
         if members and (other or size >= limit):
-            buckets.append(_bucket(members))
+            buckets.append(Bucket(members))
             members, size, limit = [], 0, BUCKET_BYTES
         members.append(parameter)
         size += parameter.numel() * parameter.element_size()
-    if members:
-        buckets.append(_bucket(members))
-    return buckets
-
-
-def _bucket(members: list[Parameter]) -> Bucket:
-    flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
-    pieces = flat.split([p.numel() for p in members])
-    return Bucket(list(members), flat, [piece.view_as(p) for piece, p in zip(pieces, members)])
+    return [*buckets, Bucket(members)] if members else buckets

@@ -93,7 +93,7 @@ def ring(hosts: Hosts, root: int) -> tuple[Route, ...]:
 def tree(hosts: Hosts, root: int) -> tuple[Route, ...]:
     """A star on every host, and a star of the hosts' leaders at the root."""
     leaders = _leaders(hosts, root)
-    return (_there_and_back(_below_leaders(hosts, leaders, {leader: root for leader in leaders.values()})),)
+    return (_there_and_back(_below_leaders(hosts, leaders, dict.fromkeys(leaders.values(), root))),)
 
 
 def binary_tree(hosts: Hosts, root: int) -> tuple[Route, ...]:

@@ -1,0 +1,127 @@
+"""All-reduce over a topology: the buffers, who is near, and the engine's thread behind them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.cluster.channels import PeerError, meet_near
+from plait.cluster.regions import NearPeer, Region
+from plait.core.errors import PlaitError
+from plait.sync.engine import Engine, Job, layout
+from plait.sync.pieces import LEAST_BYTES, MOST_BYTES
+from plait.sync.reducer import Members, Pending, Spec
+from plait.sync.topology import Topology
+
+
+@dataclass(frozen=True)
+class _Sum:
+    engine: Engine
+    job: Job
+    bring_back: Callable[[], object] | None
+
+    def wait(self) -> None:
+        self.engine.wait(self.job)
+        if self.bring_back is not None:
+            self.bring_back()
+
+
+class OverTopology:
+    """Sums buffers along a topology while the workers compute; all members make one together.
+
+    `buffers` lie in memory that the other workers of this host see; those of a GPU pass through such memory.
+    """
+
+    def __init__(
+        self, members: Members, specs: Sequence[Spec], most: int = MOST_BYTES, least: int = LEAST_BYTES
+    ) -> None:
+        self._members = members
+        offsets, size = layout([spec.size_bytes for spec in specs])
+        self._offsets = offsets
+        region = Region(size)
+        self._host = [
+            region.flat[offset : offset + spec.size_bytes].view(spec.dtype)
+            for spec, offset in zip(specs, offsets)
+        ]
+        self.buffers = [
+            host if spec.device.type == "cpu" else torch.zeros_like(host, device=spec.device)
+            for spec, host in zip(specs, self._host)
+        ]
+        self._engine = Engine(members, _see_each_other(members, region), most, least)
+        self._engine.start()
+        self.topology: Topology | None = None
+
+    def start(self, index: int) -> Pending:
+        flat, host = self.buffers[index], self._host[index]
+        if flat is host:
+            job, bring_back = Job(host, self._offsets[index]), None
+        else:
+            job = Job(host, self._offsets[index], _fetch(flat, host))
+
+            def bring_back() -> object:
+                return flat.copy_(host, non_blocking=True)
+
+        self._engine.take(job)
+        return _Sum(self._engine, job, bring_back)
+
+    def switch(self, topology: Topology) -> None:
+        """Sum along `topology` from now on; all members call it together, with no sum under way."""
+        found: list[Topology | None] = [None] * len(self._members.ranks)
+        dist.all_gather_object(found, topology, group=self._members.group)
+        differing = [rank for rank, other in zip(self._members.ranks, found) if other != found[0]]
+        if differing:
+            names = ", ".join(f"{other.name if other else None}" for other in found)
+            raise PlaitError(
+                f"worker {self._members.rank} was told to switch to topology {topology.name!r}, but the "
+                f"workers were told {names}; all must switch to the same one between the same two steps"
+            )
+        size = len(self._members.ranks)
+        if topology.size != size:
+            raise PlaitError(f"topology {topology.name!r} spans {topology.size} workers, expected {size}")
+        self._engine.use(topology)
+        self.topology = topology
+
+    def close(self) -> None:
+        """End the engine; no sum is under way here. Those of others that need nothing more go on."""
+        self._engine.close()
+        self._engine.join(self._members.deadline_s)
+
+
+def _see_each_other(members: Members, region: Region) -> dict[int, NearPeer]:
+    """The members of this host, by their places in the topology, each with its region in sight."""
+    end = time.monotonic() + members.deadline_s
+    hosts = dict(zip(members.ranks, members.hosts))
+    met = meet_near(members.rank, hosts, members.ranks, members.deadline_s, members.group)
+    near = {members.ranks.index(rank): NearPeer(connection) for rank, connection in met.items()}
+    for peer in near.values():
+        peer.show(region)
+    for place, peer in near.items():
+        try:
+            peer.see(end - time.monotonic())
+        except OSError as failure:
+            raise PeerError(
+                f"Connection closed by peer: worker {members.ranks[place]} showed worker {members.rank} no "
+                f"memory: {failure}"
+            ) from failure
+    region.close()
+    return near
+
+
+def _fetch(flat: Tensor, host: Tensor) -> Callable[[], None]:
+    """What copies a GPU's buffer to the host as soon as the work queued so far has filled it."""
+    filled = torch.cuda.Event()
+    filled.record(torch.cuda.current_stream(flat.device))
+    aside = torch.cuda.Stream(flat.device)
+
+    def fetch() -> None:
+        with torch.cuda.stream(aside):
+            aside.wait_event(filled)
+            host.copy_(flat, non_blocking=True)
+        aside.synchronize()
+
+    return fetch
