@@ -128,6 +128,8 @@ class Pipeline:
                 parts.autocast,
                 recompute=number in arrangement.recompute,
                 split=arrangement.schedule is Schedule.ZERO_BUBBLE,
+                # On a GPU a product of its own is launched sooner than ours from Python.
+                add=arrangement.schedule is not Schedule.STASH and parts.device.type == "cpu",
             )
             self._held[number] = _Held(
                 runner,

@@ -3,6 +3,9 @@
 While `DeferWeights` is active in a forward pass, linear layers and convolutions are recorded such that
 their backward gives the gradient of the input only and leaves a job for the gradient of the weights. Other
 operations give both at once: nothing is computed twice.
+
+While `AddWeights` is active, the backward of linear layers adds the gradient of the weights straight to what
+earlier microbatches left, in the product itself, where autograd would make it first and add it then.
 """
 
 from __future__ import annotations
@@ -54,6 +57,19 @@ class DeferWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class AddWeights(TorchFunctionMode):
+    """Active around a forward pass whose backward adds to gradients that are there already."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and _can_defer(args, kwargs):
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            return _Linear.apply(args[0], args[1], bias, None)  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
+
+
 def jobs_of_this_forward() -> list[Job] | None:
     """Where an autograd function, asked in its forward, may leave its weights' gradients; None: nowhere."""
     return _active.get()
@@ -88,9 +104,16 @@ def _accumulate(parameter: Tensor | None, gradient: Tensor | None) -> None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
+def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = left @ right
+    else:
+        parameter.grad.addmm_(left, right)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, jobs: list[Job]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, jobs: list[Job] | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.leaves, ctx.jobs = (weight, bias), jobs
         return F.linear(x, weight, bias)
@@ -103,10 +126,14 @@ class _Linear(torch.autograd.Function):
 
         def job() -> None:
             rows = grad.reshape(-1, grad.shape[-1])
-            _accumulate(leaf, rows.t() @ x.reshape(-1, x.shape[-1]))
-            _accumulate(bias, rows.sum(0))
+            _accumulate_product(leaf, rows.t(), x.reshape(-1, x.shape[-1]))
+            if bias is not None:
+                _accumulate(bias, rows.sum(0))
 
-        ctx.jobs.append(job)
+        if ctx.jobs is None:
+            job()
+        else:
+            ctx.jobs.append(job)
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
 
 
