@@ -22,6 +22,7 @@ _ROOMS: dict[str, tuple[str, str]] = {
     "plan": ("plait.planner", "make_plan"),
     "profile": ("plait.profiler.profile", "profile_model"),
     "read_job": ("plait.config", "read_job"),
+    "sweep": ("plait.sweeping", "sweep"),
     "train": ("plait.config", "train"),
 }
 

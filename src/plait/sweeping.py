@@ -14,6 +14,7 @@ from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.space import Dimension, combinations, parse_dimension
+from plait.report.sweep import write_sweep
 from plait.runtime.folder import RunFolder, choose_folder, find_run
 from plait.runtime.launch import Display, Silent, launch_entry
 from plait.runtime.sweep.search import check
@@ -66,6 +67,7 @@ def sweep(
         resume is not None,
         {} if resume is not None else files,
     )
+    write_sweep(folder.path, result)
     return {**result, "run": str(folder.path)}
 
 

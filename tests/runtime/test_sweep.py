@@ -6,18 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from plait.core import events as core_events
 from plait.runtime import checkpoint as checkpoints
+from plait.runtime import events
 from plait.runtime.folder import RunFolder
+from plait.runtime.measure import measure_run
 from plait.runtime.settings import (
     DataSettings,
+    EarlyStopSettings,
+    EvaluateSettings,
     LrScheduleSettings,
     ModelSettings,
     OptimizerSettings,
 )
 from support.sweeping import sweep_here, sweep_of, trial_alone
-from support.training import digits_job, largest_difference
+from support.training import digits_job, largest_difference, small_net
 
+SGD = OptimizerSettings("sgd", {"lr": 0.05})
 NORM = ModelSettings("support.sweeping:norm_net")
 
 
@@ -76,3 +83,72 @@ def test_each_trial_equals_plait_train_with_its_values(name: str, tmp_path: Path
             assert largest_difference(best_weights(tmp_path / "sweep"), weights) < 1e-10
     results = [row["metrics"]["accuracy"] for row in found["trials"]]
     assert results == sorted(results, reverse=True)
+
+
+def test_the_run_folder_of_a_sweep_is_that_of_its_best_trial(tmp_path: Path):
+    settings = sweep_of("optimizer.lr=0.001,0.1,0.01")
+    found = sweep_here(settings, tmp_path)
+    measured = measure_run(RunFolder(tmp_path))
+    assert found["best"] == found["trials"][0]
+    assert measured["step"] == 30
+    assert measured["metrics"] == pytest.approx(found["best"]["metrics"], abs=1e-12)
+    model = small_net().double()
+    model.load_state_dict(load_file(next((tmp_path / "checkpoints").glob("step-*/model.safetensors"))))
+    assert not (tmp_path / "trials").exists()
+
+
+def test_trials_beside_a_diverging_one_are_not_touched_and_it_comes_last(tmp_path: Path):
+    settings = sweep_of("optimizer.lr=0.01,1e12,0.05", job=digits_job(steps=20, optimizer=SGD))
+    found = sweep_here(settings, tmp_path / "sweep")
+    assert [row["state"] for row in found["trials"]] == ["finished", "finished", "diverged"]
+    assert found["trials"][2]["values"] == {"optimizer.lr": 1e12}
+    assert found["trials"][2]["step"] < 20
+    for row in found["trials"][:2]:
+        alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
+        assert row["metrics"] == pytest.approx(alone["test"], abs=1e-9)
+
+
+def test_patience_ends_each_trial_by_itself_as_in_plait_train(tmp_path: Path):
+    job = digits_job(
+        steps=40,
+        optimizer=SGD,
+        evaluate=EvaluateSettings(every_steps=4),
+        early_stop=EarlyStopSettings(patience=2, metric="loss", min_change=0.05),
+    )
+    settings = sweep_of("optimizer.lr=1e-4,0.02,0.3", job=job)
+    found = sweep_here(settings, tmp_path / "sweep")
+    for row in found["trials"]:
+        alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
+        assert (row["step"], row["state"]) == (alone["step"], alone["reason"])
+    assert {row["state"] for row in found["trials"]} == {"finished", "early-stop"}
+
+
+def test_dropout_draws_the_same_beside_others_as_alone_in_an_array(tmp_path: Path):
+    job = digits_job(steps=10, model=ModelSettings("support.training:small_net", {"dropout": 0.1}))
+    pair = sweep_here(sweep_of("model_args.dropout=0.2,0.4", job=job), tmp_path / "pair")
+    for row in pair["trials"]:
+        dropout = row["values"]["model_args.dropout"]
+        one = sweep_here(
+            sweep_of(f"model_args.dropout={dropout}", "seed=0,9", job=job), tmp_path / str(dropout)
+        )
+        same = next(r for r in one["trials"] if r["values"]["seed"] == 0)
+        assert same["metrics"] == pytest.approx(row["metrics"], abs=1e-9)
+
+
+def test_a_narrow_array_is_refilled_and_events_tell_who_sat_together(tmp_path: Path):
+    settings = sweep_of("steps=5,10,15", "optimizer.lr=0.01,0.02", width=2)
+    sweep_here(settings, tmp_path)
+    arrays = [
+        recorded.event.trials
+        for recorded in core_events.read(RunFolder(tmp_path).events())
+        if isinstance(recorded.event, events.ArrayChanged)
+    ]
+    assert max(len(array) for array in arrays) == 2
+    assert {trial for array in arrays for trial in array} == set(range(6))
+    # Trials 0 and 1 end together; 2 and 3 take their places at once.
+    assert arrays[:2] == [(0, 1), (2, 3)]
+
+
+def test_the_width_is_found_where_none_is_given(tmp_path: Path):
+    found = sweep_here(sweep_of("optimizer.lr=log:1e-3:0.1:6", width=None, job=digits_job(steps=4)), tmp_path)
+    assert len(found["trials"]) == 6

@@ -25,6 +25,12 @@ def train(
     hosts: Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")] = None,
     plan: Annotated[str | None, typer.Option(help="A plan file, auto, model-parallel.")] = None,
     nic: Annotated[str | None, typer.Option(help="Network interface that the hosts share.")] = None,
+    slow: Annotated[
+        list[str] | None, typer.Option(help="Make a worker slower: 1:4, worker 1 four times (repeatable).")
+    ] = None,
+    jitter: Annotated[
+        str | None, typer.Option(help="Sleep at random: 0.1:0.5, half a second in a tenth of the steps.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: optimizer.lr=0.1 (repeatable).")
     ] = None,
@@ -42,7 +48,8 @@ def train(
     from plait.config import read_job
 
     chosen = [f"parallel.plan={json.dumps(plan)}"] if plan is not None else []
-    asked = read_job(job, [*(set_ or []), *chosen, *_placed(workers, hosts, nic)])
+    slowed = _slowed(slow or [], jitter)
+    asked = read_job(job, [*(set_ or []), *chosen, *placed(workers, hosts, nic), *slowed])
     result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
     if json_:
         print(json.dumps(result))
@@ -52,7 +59,7 @@ def train(
         raise typer.Exit(STOPPED)
 
 
-def _placed(workers: int | None, hosts: str | None, nic: str | None) -> list[str]:
+def placed(workers: int | None, hosts: str | None, nic: str | None) -> list[str]:
     """What the placement flags set in the job."""
     if workers is not None and hosts is not None:
         raise JobError("-np and -H: found both; -H already says how many workers each host holds")
@@ -64,6 +71,30 @@ def _placed(workers: int | None, hosts: str | None, nic: str | None) -> list[str
     if nic is not None:
         overrides.append(f"cluster.nic={json.dumps(nic)}")
     return overrides
+
+
+def _slowed(slow: list[str], jitter: str | None) -> list[str]:
+    """What the flags that make workers slow set in the job."""
+    overrides = []
+    if slow:
+        pairs = [_numbers("--slow", text, "worker:times, such as 1:4") for text in slow]
+        factors = ", ".join(f"{rank:g}: {times}" for rank, times in pairs)
+        overrides.append(f"parallel.slow={{{factors}}}")
+    if jitter is not None:
+        pair = _numbers("--jitter", jitter, "probability:seconds, such as 0.1:0.5")
+        overrides.append(f"parallel.jitter={list(pair)}")
+    return overrides
+
+
+def _numbers(flag: str, text: str, expected: str) -> tuple[float, float]:
+    first, _, second = text.partition(":")
+    try:
+        pair = float(first), float(second)
+    except ValueError:
+        raise JobError(f"{flag}: found {text!r}, expected {expected}") from None
+    if flag == "--slow" and not pair[0].is_integer():
+        raise JobError(f"{flag}: found {text!r}, expected {expected}")
+    return pair
 
 
 def run_job(

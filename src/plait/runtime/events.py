@@ -143,6 +143,8 @@ class TrialReached(Event):
     trial: int
     step: int
     result: float | None
+    metrics: Mapping[str, float | None]
+    train_loss: float | None
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ class Book:
         place = _place(trial, step)
         if place in trial.reached:
             return
-        self._record(events.TrialReached(trial.number, step, finite(result)))
+        self._record(events.TrialReached(trial.number, step, finite(result), dict(metrics), train_loss))
         self._arrive(trial, place, result)
 
     def _arrive(self, trial: Trial, place: int, result: float) -> None:
@@ -286,7 +286,11 @@ class Book:
                 self._add(event.values)
             case events.TrialReached():
                 trial = self.trials[event.trial]
-                trial.step = event.step
+                trial.step, trial.metrics, trial.train_loss = (
+                    event.step,
+                    dict(event.metrics),
+                    event.train_loss,
+                )
                 place = _place(trial, event.step)
                 if place not in trial.reached:
                     self._arrive(trial, place, math.nan if event.result is None else event.result)

@@ -13,6 +13,7 @@ import torch
 from plait.cluster.worker import Worker
 from plait.core import events as core_events
 from plait.core.codec import finite
+from plait.core.errors import InputError
 from plait.core.events import Event, EventLog
 from plait.runtime import build, events
 from plait.runtime import checkpoint as checkpoints
@@ -219,9 +220,11 @@ class Office:
         state = newest(self._folder, best.number)
         if state is None:  # published by an earlier part of this sweep
             return
-        checkpoints.save(self._folder.checkpoints, state)
-        checkpoints.prune(self._folder.checkpoints, state.step, keep_last=1, best=None)
         shutil.copyfile(trial_folder(self._folder, best.number).settings, self._folder.settings)
+        shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
+        checkpoints.save(self._folder.checkpoints, state)
+        if self.book.is_over:
+            shutil.rmtree(trial_folder(self._folder, best.number).path.parent)
 
 
 def choose_metric(settings: SweepSettings) -> str:
@@ -232,8 +235,6 @@ def choose_metric(settings: SweepSettings) -> str:
     if wanted == "auto":
         return known[-1]
     if wanted not in known:
-        from plait.core.errors import InputError
-
         raise InputError(f"--metric: found {wanted!r}, but evaluation gives {' and '.join(known)}")
     return wanted
 

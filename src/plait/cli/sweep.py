@@ -1,0 +1,198 @@
+"""`plait sweep`: many trials of a job as fused arrays."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from plait.cli.show import describe, print_table, show_metric
+from plait.cli.train import STOPPED, JsonFlag, placed
+from plait.core.errors import InputError
+from plait.core.units import show_seconds
+from plait.runtime.folder import RunFolder
+
+if TYPE_CHECKING:
+    from plait.cluster.supervisor import WorkerState
+
+SHOWN = 20
+PLAIN_LINE_S = 5.0
+
+
+def sweep(
+    job: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
+    over: Annotated[
+        list[str] | None,
+        typer.Option(help="What to try: optimizer.lr=log:1e-4:1e-1:16 or KEY=V1,V2 (repeatable)."),
+    ] = None,
+    search: Annotated[str, typer.Option(help="grid, random, halving, asha or pbt.")] = "grid",
+    trials: Annotated[int | None, typer.Option(help="How many trials to draw, where they are drawn.")] = None,
+    width: Annotated[int | None, typer.Option(help="Trials an array; unset: as many as fit and pay.")] = None,
+    eta: Annotated[int, typer.Option(help="One in so many trials goes on (halving, asha).")] = 3,
+    least_steps: Annotated[
+        int | None, typer.Option(help="Steps before trials are first compared (halving, asha, pbt).")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="What trials are compared by.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of what the search draws.")] = 0,
+    devices: Annotated[
+        str | None, typer.Option(help="cpu:4 or cuda:2: so many workers; cuda: one for each GPU.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")] = None,
+    hosts: Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")] = None,
+    nic: Annotated[str | None, typer.Option(help="Network interface that the hosts share.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key: epochs=2 (repeatable).")
+    ] = None,
+    resume: Annotated[str | None, typer.Option(help="Go on with the sweep in this run folder.")] = None,
+    run: Annotated[str | None, typer.Option(help="The run folder to use.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no worker output.")] = False,
+    json_: JsonFlag = False,
+) -> None:
+    """Train trials of a job with different values, fused, and rank them.
+
+    Example: plait sweep examples/digits.yaml --over optimizer.lr=log:1e-3:1:8 --set epochs=1
+    """
+    if resume is None and not over:
+        raise InputError("--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16")
+    if resume is not None and over:
+        raise InputError("--over and --resume: found both; a sweep goes on with what it was asked to try")
+    from plait.config import read_job
+    from plait.sweeping import sweep as run_sweep
+
+    where = [*placed(workers, hosts, nic), *_on_devices(devices, workers, hosts)]
+    asked = read_job(job, [*(set_ or []), *where])
+    with SweepDisplay(quiet or json_) as display:
+        result = run_sweep(
+            asked,
+            over or [],
+            search=search,
+            trials=trials,
+            width=width,
+            eta=eta,
+            least_steps=least_steps,
+            metric=metric,
+            seed=seed,
+            resume=resume,
+            run_folder=run,
+            display=display,
+        )
+    if json_:
+        print(json.dumps(result))
+    else:
+        show_result(result, job)
+    if result["reason"] == "stopped":
+        raise typer.Exit(STOPPED)
+
+
+def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> list[str]:
+    """What `--devices` sets in the job."""
+    if devices is None:
+        return []
+    kind, _, count = devices.partition(":")
+    if kind not in ("cpu", "cuda") or (count and (not count.isdigit() or int(count) < 1)):
+        raise InputError(f"--devices: found {devices!r}, expected cpu, cuda, cpu:N or cuda:N")
+    if (workers is not None or hosts is not None) and count:
+        raise InputError("--devices: -np or -H already say how many workers there are; give the kind alone")
+    if not count and kind == "cuda" and workers is None and hosts is None:
+        import torch
+
+        count = str(max(1, torch.cuda.device_count()))
+    placed_here = [f"parallel.workers={count}", "cluster.hosts=[]"] if count else []
+    return [f"device={kind}", *placed_here]
+
+
+class SweepDisplay:
+    """Shows a sweep on standard error: a live table on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        is_live = self._console.is_terminal and not quiet
+        self._live = Live(console=self._console, transient=True, refresh_per_second=4) if is_live else None
+        self._said = 0.0
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None:
+        count = f"{len(workers)} worker{'s' if len(workers) > 1 else ''}"
+        self._say(f"{folder.path}: {count} on {', '.join(sorted({worker.host for worker in workers}))}")
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        if self._live is not None:
+            self._live.update(Group(Text(describe_sweep(progress)), trials_table(progress["rows"])))
+        elif time.monotonic() - self._said > PLAIN_LINE_S:
+            self._said = time.monotonic()
+            self._say(describe_sweep(progress))
+
+    def printed(self, line: str) -> None:
+        self._say(line)
+
+    def stopping(self) -> None:
+        self._say("stopping: finishing the step and writing checkpoints (again to end at once)")
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, markup=False)
+
+
+def describe_sweep(progress: Mapping[str, Any]) -> str:
+    """`12/32 trials ended  step 4100/9600  5120 steps/s  2.1 s left`"""
+    parts = [f"{progress['ended']}/{progress['trials']} trials ended", describe(progress)]
+    if "trial_steps_per_s" in progress:
+        parts.append(f"{progress['trial_steps_per_s']:,.0f} trial steps/s")
+    return "  ".join(parts)
+
+
+def trials_table(rows: list[dict[str, Any]]) -> Table:
+    """Trials, best first, one column for each key and metric."""
+    table = Table(box=None, pad_edge=False)
+    keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
+    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    for column in ("trial", *keys, *(f"test {name}" for name in metrics), "training loss", "steps", "state"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(
+            str(row["trial"]),
+            *(_show(row["values"].get(key, "-")) for key in keys),
+            *(show_metric(name, row["metrics"][name]) if name in row["metrics"] else "-" for name in metrics),
+            "-" if row["train_loss"] is None else show_metric("loss", row["train_loss"]),
+            str(row["step"]),
+            row["state"],
+        )
+    return table
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def show_result(result: dict[str, Any], job: Path) -> None:
+    """The trials, best first, and where to look next."""
+    folder = RunFolder(Path(result["run"]))
+    print_table(trials_table(result["trials"][:SHOWN]))
+    if len(result["trials"]) > SHOWN:
+        print(f"and {len(result['trials']) - SHOWN} more in {folder.path}/trials.csv")
+    rate = f"{result['trial_steps_per_s']:,.0f} trial steps/s on {result['workers']} worker(s)"
+    print(f"{result['step']} of {result['steps']} trials in {show_seconds(result['seconds'])}, {rate}")
+    if result["reason"] == "stopped":
+        print(f"stopped; go on with: plait sweep {job} --resume {folder.path}")
+        return
+    print(f"wrote {folder.path} (trials.csv, curves.png, sweep.html); next: plait evaluate {folder.path}")

@@ -1,0 +1,177 @@
+"""A sweep as files: trials.csv, curves.png, and sweep.html, which needs nothing beside itself."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plait.core import events as core_events
+from plait.core.files import write_atomic
+from plait.runtime import events
+
+# Curves that stand out by colour; the rest is grey.
+COLOURED = 8
+
+
+@dataclass
+class Curve:
+    """What one trial showed over its steps; a resumed trial's steps count once."""
+
+    losses: dict[int, float | None] = field(default_factory=dict)
+    metrics: dict[str, dict[int, float | None]] = field(default_factory=dict)
+
+
+def read_curves(path: Path) -> dict[int, Curve]:
+    """The learning curves of all trials in a sweep's events."""
+    curves: dict[int, Curve] = {}
+    for recorded in core_events.read(path):
+        event = recorded.event
+        if isinstance(event, events.TrialStep):
+            curves.setdefault(event.trial, Curve()).losses[event.step] = event.loss
+        elif isinstance(event, events.TrialEvaluated):
+            own = curves.setdefault(event.trial, Curve()).metrics
+            for name, value in event.metrics.items():
+                own.setdefault(name, {})[event.step] = value
+    return curves
+
+
+def write_sweep(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write the table and the curves of the sweep in `folder`, of which `result` is what it came to."""
+    curves = read_curves(folder / "events" / "rank0.jsonl")
+    write_atomic(folder / "trials.csv", as_csv(result["trials"]))
+    picture = draw(result["trials"], curves)
+    write_atomic(folder / "curves.png", picture)
+    write_atomic(folder / "sweep.html", page(folder.name, result, picture))
+
+
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """One trial as one flat record."""
+    return {
+        "trial": row["trial"],
+        "state": row["state"],
+        "step": row["step"],
+        **row["values"],
+        **{f"test {name}": value for name, value in row["metrics"].items()},
+        "train_loss": row["train_loss"],
+    }
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The trials, best first, as CSV."""
+    records = [flat(row) for row in rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _columns(records), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(column for record in records for column in record))
+
+
+def draw(rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Curve]) -> bytes:
+    """The learning curves as a PNG: the training loss and each metric, the best trials in colour."""
+    import matplotlib  # loaded only where a picture is asked for
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    metrics = list(dict.fromkeys(name for curve in curves.values() for name in curve.metrics))
+    figure, axes = plt.subplots(1, 1 + len(metrics), figsize=(4.6 * (1 + len(metrics)), 3.6), squeeze=False)
+    # The best last, so that they lie above the others.
+    for place, row in reversed(list(enumerate(rows))):
+        curve = curves.get(row["trial"], Curve())
+        look = _look(place, row)
+        _plot(axes[0][0], curve.losses, look)
+        for axis, name in zip(axes[0][1:], metrics):
+            _plot(axis, curve.metrics.get(name, {}), look)
+    for axis, name in zip(axes[0], ["training loss", *(f"test {name}" for name in metrics)]):
+        axis.set(title=name, xlabel="step")
+        if "loss" in name and any(line.get_ydata().size for line in axis.lines):
+            axis.set_yscale("log")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    if handles:
+        axes[0][0].legend(handles[::-1], labels[::-1], fontsize=7)
+    figure.tight_layout()
+    target = io.BytesIO()
+    figure.savefig(target, dpi=110, format="png")
+    plt.close(figure)
+    return target.getvalue()
+
+
+def _look(place: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    if place >= COLOURED:
+        return {"color": "0.8", "linewidth": 0.7}
+    words = ", ".join(f"{key.rpartition('.')[2]} {_show(value)}" for key, value in row["values"].items())
+    return {"color": f"C{place}", "linewidth": 1.3, "label": f"{row['trial']}: {words}"[:60]}
+
+
+def _plot(axis: Any, points: Mapping[int, float | None], look: Mapping[str, Any]) -> None:
+    known = sorted((step, value) for step, value in points.items() if value is not None)
+    if known:
+        marker = "." if len(known) < 3 else None
+        axis.plot(*zip(*known), marker=marker, **look)
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; color: #222; }}
+table {{ border-collapse: collapse; }} td, th {{ padding: .2em .8em; text-align: right; }}
+th {{ cursor: pointer; border-bottom: 1px solid #888; }} tr:nth-child(even) td {{ background: #f4f4f4; }}
+img {{ max-width: 100%; }}
+</style>
+<h1>{title}</h1>
+<p>{summary}</p>
+<img alt="learning curves" src="data:image/png;base64,{picture}">
+<table><thead><tr>{head}</tr></thead><tbody>
+{body}
+</tbody></table>
+<script>
+document.querySelectorAll("th").forEach((head, column) => head.onclick = () => {{
+  const body = document.querySelector("tbody"), rows = [...body.rows];
+  const value = row => {{
+    const text = row.cells[column].textContent, number = parseFloat(text);
+    return isNaN(number) ? text : number;
+  }};
+  const sign = head.dataset.down ? -1 : 1;
+  head.dataset.down = head.dataset.down ? "" : "1";
+  rows.sort((a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * sign);
+  body.append(...rows);
+}});
+</script>
+</html>
+"""
+
+
+def page(title: str, result: Mapping[str, Any], picture: bytes) -> str:
+    """The sweep as one HTML file: curves and a table that sorts by the column one clicks."""
+    records = [flat(row) for row in result["trials"]]
+    columns = _columns(records)
+    cells = [[_show(record.get(column, "")) for column in columns] for record in records]
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in cells
+    )
+    summary = (
+        f"{result['step']} of {result['steps']} trials ({result['search']}), compared by {result['metric']}; "
+        f"{result['seconds']:.1f} s, {result['trial_steps_per_s']:,.0f} trial steps/s on {result['workers']} "
+        f"worker(s). Best first; click a column to sort by it."
+    )
+    return _PAGE.format(
+        title=html.escape(title),
+        summary=html.escape(summary),
+        picture=base64.b64encode(picture).decode(),
+        head="".join(f"<th>{html.escape(column)}</th>" for column in columns),
+        body=body,
+    )

@@ -1,0 +1,135 @@
+"""A sweep that is killed loses nothing: resumed, it comes to the table of one that was left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from plait.runtime.settings import CheckpointSettings, EvaluateSettings, ModelSettings
+from support.sweeping import same_table, sweep_here, sweep_of
+from support.training import digits_job
+
+JOB = digits_job(
+    steps=12,
+    model=ModelSettings("support.sweeping:norm_net"),
+    evaluate=EvaluateSettings(every_steps=4),
+    checkpoint=CheckpointSettings(every_steps=5),
+    log_every_steps=None,
+)
+SWEEPS = {
+    "grid": sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=4, job=JOB),
+    "asha": sweep_of(
+        "optimizer.lr=log:1e-3:0.3", "optimizer.momentum=0,0.9", width=3, job=JOB, kind="asha", trials=6
+    ),
+    "halving": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="halving", trials=6, eta=2),
+    "pbt": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="pbt", trials=5, least_steps=4),
+}
+
+
+class Killed(Exception):
+    """Stands for a kill: nothing after it runs."""
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_killed_at_any_write_resumes_to_the_same_table(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = SWEEPS[name]
+    expected = sweep_here(settings, tmp_path / "whole")
+    writes = _count_flushes(monkeypatch)
+    sweep_here(settings, tmp_path / "counted")
+    total = len(writes)
+    assert total > 10
+    for number in (total // 2, total - 2):
+        folder = tmp_path / f"killed-{number}"
+        with pytest.MonkeyPatch.context() as patch:
+            _kill_at(patch, number)
+            with pytest.raises(Killed):
+                sweep_here(settings, folder)
+            _kill_at(patch, 2 + number // 3)
+            with contextlib.suppress(Killed):
+                sweep_here(settings, folder, resume=True)
+        found = sweep_here(settings, folder, resume=True)
+        assert same_table(expected, found), (number, total)
+
+
+def _count_flushes(patch: pytest.MonkeyPatch) -> list[int]:
+    from plait.core.events import EventLog
+
+    seen: list[int] = []
+    flush = EventLog.flush
+
+    def counted(self: EventLog) -> None:
+        seen.append(1)
+        flush(self)
+
+    patch.setattr(EventLog, "flush", counted)
+    return seen
+
+
+def _kill_at(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the process 'die' right before or after it makes its `number`th record last."""
+    from plait.core.events import EventLog
+
+    seen = 0
+    flush = EventLog.flush
+
+    def deadly(self: EventLog) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > number:
+            raise Killed
+        flush(self)
+        if seen == number:
+            raise Killed
+
+    patch.setattr(EventLog, "flush", deadly)
+
+
+def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path):
+    settings = SWEEPS["grid"]
+    expected = sweep_here(settings, tmp_path / "whole")
+    stop = tmp_path / "stop"
+    stop.touch()
+    stopped = sweep_here(settings, tmp_path / "part", stop_file=stop)
+    assert stopped["reason"] == "stopped"
+    found = sweep_here(settings, tmp_path / "part", resume=True)
+    assert same_table(expected, found)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from support.sweeping import sweep_here
+from test_sweep_resume import SWEEPS
+print("ready", flush=True)
+sweep_here(SWEEPS[sys.argv[1]], Path(sys.argv[2]), resume=sys.argv[3] == "resume")
+print("done", flush=True)
+"""
+
+
+def test_kill_minus_nine_at_random_times_loses_nothing(tmp_path: Path):
+    expected = sweep_here(SWEEPS["grid"], tmp_path / "whole")
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}", "OMP_NUM_THREADS": "1"}
+    for attempt, seconds in enumerate((0.15, 0.35)):
+        word = "resume" if attempt else "new"
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, "grid", str(tmp_path / "killed"), word],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+    assert same_table(expected, sweep_here(SWEEPS["grid"], tmp_path / "killed", resume=True))
