@@ -21,6 +21,8 @@ from plait.core.names import did_you_mean
 from plait.runtime import settings as run
 from plait.runtime.folder import choose_folder
 from plait.runtime.launch import Display, Placement, Silent, launch
+from plait.sync.options import TOLERANT, read_options
+from plait.sync.wish import AUTO, find_topology, read_wish
 
 # What keys with a form of their own look like, in words.
 FORMS = {
@@ -102,8 +104,21 @@ class Parallel(Section):
     vertical_sync: bool = False
     depths: dict[int, int] = Field(default_factory=dict)
     recompute: list[int] = Field(default_factory=list)
-    sync: Literal["all-reduce"] = "all-reduce"
-    topology: Literal["native"] = "native"
+    sync: Literal[
+        "all-reduce",
+        "partial-reduce",
+        "ad-psgd",
+        "pair-sync",
+        "pair-averaging",
+        "sma",
+        "local-sgd",
+        "hetpipe",
+        "auto",
+    ] = "all-reduce"
+    sync_options: dict[str, Any] = Field(default_factory=dict)
+    slow: dict[int, float] = Field(default_factory=dict)
+    jitter: list[float] | None = Field(default=None, min_length=2, max_length=2)
+    topology: str = "native"
     threads: int | None = Field(default=None, ge=1)
     timeout_s: float = Field(default=300.0, gt=0)
 
@@ -163,6 +178,8 @@ class Job(Section):
                 f"expected at least one sample a worker: a batch of {slots} or more, or fewer workers"
             )
         self._check_plan()
+        self._check_sync(slots)
+        self._check_topology()
         if self.early_stop is not None and self.evaluate.every_steps is None:
             raise JobError("early_stop: needs evaluations to judge by; add evaluate.every_steps")
         return self
@@ -181,6 +198,47 @@ class Job(Section):
                 f"parallel.{min(extra)}: belongs to a pipeline, but parallel.plan is data-parallel; "
                 f"use plan: auto, or a plan file"
             )
+
+    def _check_sync(self, workers: int) -> None:
+        parallel = self.parallel
+        if parallel.sync == "auto" and parallel.sync_options:
+            raise JobError(
+                "parallel.sync_options: found options, but parallel.sync is auto; name the sync they are for"
+            )
+        if parallel.sync != "auto":
+            read_options(parallel.sync, parallel.sync_options, workers)
+        if parallel.sync != "all-reduce" and parallel.plan != "data-parallel":
+            raise JobError(
+                f"parallel.sync: found {parallel.sync!r} with parallel.plan {parallel.plan!r}; replicas of a "
+                f"pipeline's stage agree by all-reduce: use sync: all-reduce, or plan: data-parallel"
+            )
+        for rank, factor in parallel.slow.items():
+            if not 0 <= rank < workers or factor < 1:
+                raise JobError(
+                    f"parallel.slow: found {rank}: {factor}, expected a worker from 0 to {workers - 1} and "
+                    f"how many times slower it is, at least 1, such as {{1: 4}}"
+                )
+        if parallel.jitter is not None and not (0 <= parallel.jitter[0] <= 1 and parallel.jitter[1] >= 0):
+            raise JobError(
+                f"parallel.jitter: found {parallel.jitter}, expected a probability from 0 to 1 and "
+                f"seconds, such as [0.1, 0.5]"
+            )
+
+    def _check_topology(self) -> None:
+        parallel = self.parallel
+        wish = read_wish(parallel.topology)
+        if "topology" in parallel.model_fields_set and parallel.sync != "all-reduce":
+            raise JobError(
+                f"parallel.topology: belongs to an all-reduce, but parallel.sync is {parallel.sync!r}; "
+                f"leave it out, or use sync: all-reduce"
+            )
+        if not wish.by_name and parallel.plan != "data-parallel":
+            raise JobError(
+                f"parallel.topology: found {wish.name!r} with parallel.plan {parallel.plan!r}; stages may "
+                f"have any number of replicas, so give a topology's name"
+            )
+        if (wish.by_name or wish.graphs) and wish.name != AUTO and parallel.plan == "data-parallel":
+            find_topology(wish, [host.name for host in self.hosts() for _ in range(host.slots)])
 
     def hosts(self) -> tuple[Host, ...]:
         if self.cluster.hosts:
@@ -218,6 +276,9 @@ class Job(Section):
             checkpoint=run.CheckpointSettings(**self.checkpoint.model_dump()),
             tensorboard=self.tensorboard,
             log_every_steps=self.log_every_steps,
+            topology=read_wish(self.parallel.topology),
+            sync=run.SyncSettings(self.parallel.sync, self.parallel.sync_options),
+            slow=run.SlowSettings(self.parallel.slow, _pair(self.parallel.jitter)),
         )
 
     def placement(self) -> Placement:
@@ -231,11 +292,16 @@ class Job(Section):
             timeout_s=self.parallel.timeout_s,
             link_timeout_s=self.cluster.link_timeout_s,
             environment=self.cluster.environment,
+            tolerate_loss=self.parallel.sync in TOLERANT,
         )
 
     def text(self) -> str:
         """The job as a job file, with what was set over it."""
         return yaml.safe_dump(self.model_dump(exclude_unset=True), sort_keys=False)
+
+
+def _pair(numbers: Sequence[float] | None) -> tuple[float, float] | None:
+    return (numbers[0], numbers[1]) if numbers is not None else None
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:

@@ -36,4 +36,4 @@ def partial_reduce(
     rank: int, size: int, port: int, tensors: list[torch.Tensor], lease_s: float = 1.0, **rules: Any
 ) -> PartialReduce:
     store, mail, presence = enter(rank, size, port, lease_s)
-    return PartialReduce(store, "t", mail, presence, lambda: tensors, Rules(**rules))
+    return PartialReduce(store, "t", mail, presence, [lambda: tensors], Rules(**rules))

@@ -69,12 +69,15 @@ def die_or_train(rank: int, port: int, size: int, how: str, seconds: float) -> d
     sync = partial_reduce(rank, size, port, weights, lease_s=0.5)
     end = time.monotonic() + seconds
     steps, longest = 0, 0.0
+
+    def leave(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
     while time.monotonic() < end:
         time.sleep(0.02)
         started = time.monotonic()
         if rank == 1 and steps == 5:
-            number = signal.SIGKILL if how == "kill" else signal.SIGSTOP
-            sync._mean.average = lambda *_: os.kill(os.getpid(), number)  # type: ignore[assignment, method-assign]
+            sync._mean.average = leave  # type: ignore[assignment, method-assign]
         sync.after_update()
         longest = max(longest, time.monotonic() - started)
         steps += 1

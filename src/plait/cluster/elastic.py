@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from plait.cluster.agent import Talk
 from plait.cluster.hosts import address_of, interface_of
+from plait.cluster.tolerance import Tolerance, describe_code
 from plait.cluster.worker import PROGRESS_KEY, Failure, Place, enter, lifeline
 from plait.core.errors import InputError
 from plait.core.names import resolve
@@ -56,9 +57,10 @@ class RankLogs(LogsSpecs):
 class HostAgent(LocalElasticAgent):
     """Torch's agent, which tells the supervisor whom it started and afterwards how each of them ended."""
 
-    def __init__(self, talk: Talk, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, talk: Talk, tolerance: Tolerance | None, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._talk = talk
+        self._tolerance = tolerance
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -69,6 +71,13 @@ class HostAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = END_WORKERS_S) -> None:
         if self._pcontext is not None:
             self._pcontext.close(death_sig, END_WORKERS_S)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._tolerance is not None:
+            ranks = {w.local_rank: w.global_rank for w in worker_group.workers}
+            return self._tolerance.look(self._pcontext, ranks)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def endings(self, result: RunResult) -> dict[int, int]:
         """The exit codes of the ranks that ended badly; this agent itself ends the rest by SIGTERM."""
@@ -125,8 +134,10 @@ def _run_workers(order: dict[str, Any], talk: Talk, folder: str, address: str, p
     nic = order["nic"] or interface_of(address_of(None, order["host"], order["hosts"] == 1))
     threads = order["threads"] or max(1, len(os.sched_getaffinity(0)) // order["slots"])
     place = Place(order["host"], address, port, nic, folder, threads, order["timeout_s"])
+    tolerance = Tolerance(talk, order["host"], folder) if order["tolerate_loss"] else None
     agent = HostAgent(
         talk,
+        tolerance,
         spec=_worker_spec(order, place),
         logs_specs=RankLogs(Path(order["logs"])),
         start_method="forkserver",
@@ -142,7 +153,8 @@ def _run_workers(order: dict[str, Any], talk: Talk, folder: str, address: str, p
     if result.is_failed():
         talk.say(failed=[asdict(f) for f in _failures(agent.endings(result), order["host"], folder)])
         return 1
-    talk.say(done={str(rank): value for rank, value in result.return_values.items()})
+    values = tolerance.kept(result.return_values) if tolerance else result.return_values
+    talk.say(done={str(rank): value for rank, value in values.items()})
     return 0
 
 
@@ -176,8 +188,7 @@ def _failures(endings: dict[int, int], host: str, folder: str) -> list[Failure]:
     silent = {rank: code for rank, code in endings.items() if rank not in told}
     for rank, code in silent.items():
         if code != -signal.SIGTERM:
-            words = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            reports.append(Failure(rank, host, time.time(), words, "", False, 1))
+            reports.append(Failure(rank, host, time.time(), describe_code(code), "", False, 1))
     if all(report.peer_lost for report in reports):
         # Whoever ended by SIGTERM may be the lost peer: a likelier cause than those who tell of the loss.
         before = min((report.time for report in reports), default=time.time()) - 1e-3

@@ -17,7 +17,7 @@ BEATS = 5
 
 def another_client(store: dist.TCPStore) -> dist.TCPStore:
     """A further connection to the same store: a client serves one thread at a time."""
-    return dist.TCPStore(store.host, store.port, is_master=False, timeout=store.timeout)
+    return dist.TCPStore(store.host, store.port, is_master=False)
 
 
 class Presence:

@@ -47,6 +47,7 @@ class Launch:
     timeout_s: float = 300.0
     link_timeout_s: float = 10.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    tolerate_loss: bool = False  # the rest goes on when a worker ends; else its end is the job's
 
     @property
     def workers(self) -> int:
@@ -181,6 +182,7 @@ class Supervisor:
             "threads": launch.threads,
             "timeout_s": launch.timeout_s,
             "link_timeout_s": launch.link_timeout_s,
+            "tolerate_loss": launch.tolerate_loss,
         }
 
     def _read(self, index: int, kind: str, stream: Any) -> None:
@@ -257,6 +259,8 @@ class Supervisor:
                 self._note_workers(index, value["workers"])
             elif "progress" in value:
                 self._watcher.progressed(value["progress"])
+            elif "gone" in value:
+                self._note_gone(value["gone"])
             elif "lost" in value:
                 raise self._link_lost(value)
             elif "done" in value:
@@ -276,6 +280,14 @@ class Supervisor:
         self._workers.update({int(r): WorkerState(int(r), host, pid) for r, pid in pids.items()})
         if len(self._workers) == self._launch.workers:
             self._watcher.started(tuple(self._workers[r] for r in sorted(self._workers)))
+
+    def _note_gone(self, failure: Mapping[str, Any]) -> None:
+        """Tell that a worker was lost while the rest goes on."""
+        rank, host, words = failure["rank"], failure["host"], failure["summary"]
+        log = self._launch.logs / f"rank{rank}.err"
+        self._watcher.printed(
+            f"warning: worker {rank} on {host} is lost ({words}); the rest goes on (its log: {log})"
+        )
 
     def _agent_gone(self, index: int) -> LaunchError:
         host, agent = self._launch.hosts[index].name, self._agents[index]

@@ -103,7 +103,10 @@ def enter(entry: str, settings: dict[str, Any], place: dict[str, Any]) -> Any:
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = here.nic
         torch.set_num_threads(here.threads)
         worker = Worker(here, rank, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
-        return resolve(entry, "entry")(worker, settings)
+        value = resolve(entry, "entry")(worker, settings)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return value
     except BaseException as failure:
         _leave_report(here, rank, failure)
         sys.stdout.flush()

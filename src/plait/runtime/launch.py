@@ -35,6 +35,7 @@ class Placement:
     timeout_s: float = 300.0
     link_timeout_s: float = 10.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    tolerate_loss: bool = False
 
     def launch(
         self,
@@ -180,7 +181,7 @@ def launch_entry(
         prepared = True
 
     try:
-        result: dict[str, Any] = finish(supervisor.run(prepare)[0])
+        result: dict[str, Any] = finish(_of_lowest(supervisor.run(prepare)))
         write_atomic(folder.result, json.dumps(result, indent=1))
         status.finish(result)
         return result
@@ -198,6 +199,11 @@ def launch_entry(
         raise
     finally:
         lock.close()
+
+
+def _of_lowest(results: Mapping[int, Any]) -> Any:
+    """What the lowest rank returned of those that were not lost: it kept the record."""
+    return results[min(results)]
 
 
 def _earlier_result(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any] | None:

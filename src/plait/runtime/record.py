@@ -165,10 +165,6 @@ class Recorder:
         self._active, self._log = True, log_
         self._mark = time.perf_counter()
 
-    def count_samples(self, samples: int) -> None:
-        """Count samples that other workers used since the last step that was noted."""
-        self._samples += samples
-
     def note(self, event: Event) -> None:
         """Write an event of another kind down."""
         self._record(event)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from plait.sync.wish import TopologyWish
+
 Precision = Literal["float32", "float64", "bf16", "fp16"]
 
 
@@ -89,7 +91,7 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How workers that hold the same model agree: a kind of plait.sync.options, or `auto`, and its options."""
+    """How workers that hold the same model agree: a kind of plait.sync.options or `auto`, and its options."""
 
     kind: str = "all-reduce"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -127,5 +129,6 @@ class TrainSettings:
     tensorboard: bool = False
     log_every_steps: int | None = None
     pipeline: PipelineSettings | None = None
+    topology: TopologyWish = field(default_factory=TopologyWish)
     sync: SyncSettings = field(default_factory=SyncSettings)
     slow: SlowSettings = field(default_factory=SlowSettings)

@@ -23,7 +23,7 @@ class SlowDown:
 
     @contextmanager
     def slowed(self) -> Iterator[None]:
-        """What is done inside takes as many times longer as this worker is slower, and now and then a sleep."""
+        """What is done inside takes as many times longer as this worker is slower; now and then it sleeps."""
         if not self.active:
             yield
             return

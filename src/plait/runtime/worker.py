@@ -14,6 +14,7 @@ from plait.core.logs import show_logs
 from plait.runtime import build
 from plait.runtime.build import Parts
 from plait.runtime.folder import RunFolder
+from plait.runtime.own_pace import OwnPaceTrainer
 from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.runtime.settings import TrainSettings
 from plait.runtime.trainer import Trainer
@@ -42,10 +43,12 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
 
 def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder) -> Trainer:
     """The trainer that the settings ask for; all workers make one together."""
-    if settings.pipeline is None:
+    if settings.pipeline is None and (worker.world_size == 1 or settings.sync.kind == "all-reduce"):
         return Trainer(worker, settings, parts, folder)
     hosts: list[Any] = [None] * worker.world_size
     dist.all_gather_object(hosts, worker.host)
+    if settings.pipeline is None:
+        return OwnPaceTrainer(worker, settings, parts, folder, hosts)
     return PipelineTrainer(worker, settings, parts, folder, hosts, worker.timeout_s)
 
 

@@ -53,6 +53,7 @@ class Averaging(Protocol):
 
     def after_update(self) -> None: ...
     def settle(self) -> tuple[int, ...]: ...
+    def living(self) -> tuple[int, ...]: ...
     def close(self) -> None: ...
 
 
@@ -80,12 +81,13 @@ class Meetings:
     def meet(self, vector: Vector) -> tuple[int, ...]:
         """Average `vector` over all living workers; who they were, this one among them or not."""
         members, behind = self._gather()
-        before = [flat.clone() for flat in vector.gather()]
+        vector.gather()
+        before = [flat.clone() for flat in vector.weights]
         self._missed = self._mail.rank not in members
         if not self._missed:
             self._mean.average(self.number, members, vector.flats, behind)
             vector.scatter()
-        self.distance = distance(vector.flats, before)
+        self.distance = distance(vector.weights, before)
         self.number += 1
         return members
 

@@ -46,12 +46,12 @@ class GroupMean:
     ) -> bool:
         """`flats` hold the mean of the members' that are not `behind`; False where nobody else took part.
 
-        `number` rises from call to call on these ways.
+        `number` rises from call to call on these ways. The first of `flats` has the same size on all members;
+        a further one that some lack or have otherwise is averaged over the rest.
         """
         rank = self._mail.rank
         members = sorted(members)
-        byte_count = sum(f.numel() * f.element_size() for f in flats)
-        count = owners_for(byte_count, len(members), LEAST_BYTES)
+        count = owners_for(flats[0].numel() * flats[0].element_size(), len(members), LEAST_BYTES)
         # The work moves on from round to round, so that no member is always the one that averages.
         first = number % len(members)
         owners = [members[(first + i) % len(members)] for i in range(count)]
@@ -74,25 +74,20 @@ class GroupMean:
         """Average the span that this worker owns, in the order of ranks, and hand it to all members."""
         rank = self._mail.rank
         others = [member for member in members if member != rank]
-        count = 0 if blank else 1
+        counts = [0 if blank else 1 for _ in piece]
         heard = False
         for other in others:
             message = self._receive(other, self._ways.up, number)
             if message is None:
                 continue
             heard = True
-            tensors = [t for t in message.content.tensors if t is not None]
-            if tensors and not _fit(tensors, piece):
-                raise ValueError(f"worker {other} averages other tensors than worker {rank}")
-            for own, theirs in zip(piece, tensors):
-                if count == 0:
-                    own.copy_(theirs)
-                else:
-                    own.add_(theirs)
-            count += bool(tensors)
+            for i, (own, theirs) in enumerate(zip(piece, message.content.tensors)):
+                if theirs is not None and theirs.shape == own.shape:
+                    own.copy_(theirs) if counts[i] == 0 else own.add_(theirs)
+                    counts[i] += 1
             message.release()
-        if count > 1:
-            for own in piece:
+        for own, count in zip(piece, counts):
+            if count > 1:
                 own.div_(count)
         for other in others:
             self._mail.send(other, self._ways.down, number, piece)
@@ -103,8 +98,8 @@ class GroupMean:
         if message is None:
             return False
         for own, mean in zip(piece, message.content.tensors):
-            assert mean is not None
-            own.copy_(mean)
+            if mean is not None and mean.shape == own.shape:
+                own.copy_(mean)
         message.release()
         return True
 
@@ -123,7 +118,3 @@ class GroupMean:
                 return None
             else:
                 self._mail.wait(LOOK_S)
-
-
-def _fit(tensors: Sequence[Tensor], piece: Sequence[Tensor]) -> bool:
-    return [t.shape for t in tensors] == [t.shape for t in piece]

@@ -39,7 +39,7 @@ class PartialReduceOptions:
         return _first_wrong(
             (2 <= self.minimum <= max(workers, 2), "minimum", self.minimum, f"2 to {workers}, the workers"),
             (0 <= self.window <= 1, "window", self.window, "a share of a step, 0 to 1"),
-            (0 < self.patience, "patience", self.patience, "steps to wait for a partner, more than 0"),
+            (self.patience > 0, "patience", self.patience, "steps to wait for a partner, more than 0"),
             (self.every >= 1, "every", self.every, "a number of rounds, at least 1"),
             _lease(self.lease_s),
         )
@@ -47,7 +47,7 @@ class PartialReduceOptions:
 
 @dataclass(frozen=True)
 class AdPsgdOptions:
-    """A background thread averages with a random neighbour on a bipartite `graph` while the worker computes."""
+    """A thread averages with a random neighbour on a bipartite `graph` while the worker computes."""
 
     graph: Literal["complete", "ring"] = "complete"
     lease_s: float = 5.0
@@ -88,7 +88,7 @@ class SmaOptions:
 
 @dataclass(frozen=True)
 class LocalSgdOptions:
-    """The mean of all after every `every` steps; `outer: nesterov` takes it as a step of DiLoCo's optimizer."""
+    """The mean of all after every `every` steps; with `outer: nesterov` it is a step of DiLoCo's optimizer."""
 
     every: int = 8
     outer: Literal["none", "nesterov"] = "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ NEWEST = 0.3
 
 
 class PartialReduce:
-    """Averages the tensors of `source` in groups that form from whoever is ready.
+    """Averages the tensors of `sources` in groups that form from whoever is ready.
 
     Workers that may be in one group share `prefix` in the store; stages of a pipeline have one each.
     """
@@ -31,14 +32,14 @@ class PartialReduce:
         prefix: str,
         mail: Mail,
         presence: Presence,
-        source: Source,
+        sources: Sequence[Source],
         rules: Rules | None = None,
     ) -> None:
         self.tally = Tally()
         self.groups: list[tuple[int, ...]] = []
         self._mail = mail
         self._presence = presence
-        self._vector = Vector(source)
+        self._vector = Vector(*sources)
         self._rounds = Rounds(store, f"{prefix}/partial", mail, presence, rules)
         self._mean = GroupMean(mail, presence, GROUP_WAYS)
         self._meetings = Meetings(store, prefix, mail, presence)
@@ -70,6 +71,10 @@ class PartialReduce:
         self.tally.distances.append(self._meetings.distance)
         self._left = time.monotonic()
         return members
+
+    def living(self) -> tuple[int, ...]:
+        """Who is there, as far as this worker knows."""
+        return self._presence.living()
 
     def close(self) -> None:
         self._presence.close()

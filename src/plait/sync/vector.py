@@ -12,37 +12,42 @@ Source = Callable[[], Sequence[Tensor]]
 
 
 class Vector:
-    """The tensors that `source` gives, gathered into flat memory and put back from it.
+    """The tensors that the sources give, gathered into flat memory and put back from it.
 
-    `source` is asked each time, since an optimizer makes its state at its first step; the order and the
-    shapes must be the same on all workers.
+    Each source has flat memory of its own. The first one's tensors are the same on all workers; of the
+    others some may be missing, as an optimizer's state before its first step.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._layout: tuple[tuple[torch.dtype, torch.Size], ...] = ()
+    def __init__(self, *sources: Source) -> None:
+        self._sources = sources
+        self._layout: list[tuple[tuple[torch.dtype, torch.Size], ...]] = []
         self._views: list[Tensor] = []
         self.flats: list[Tensor] = []
+        self._first = 0
 
     @property
-    def byte_count(self) -> int:
-        return sum(flat.numel() * flat.element_size() for flat in self.flats)
+    def weights(self) -> list[Tensor]:
+        """The flat memory of the first source."""
+        return self.flats[: self._first]
 
     def gather(self) -> list[Tensor]:
         """The flat memory, filled with what the tensors hold now."""
-        tensors = [t.detach() for t in self._source()]
-        layout = tuple((t.dtype, t.shape) for t in tensors)
+        found = [[t.detach() for t in source()] for source in self._sources]
+        layout = [tuple((t.dtype, t.shape) for t in tensors) for tensors in found]
         if layout != self._layout:
-            self._lay_out(tensors)
-            self._layout = layout
-        if tensors:
-            torch._foreach_copy_(self._views, tensors)
+            self._layout, self._views, self.flats = layout, [], []
+            for tensors in found:
+                self._lay_out(tensors)
+            self._first = len({t.dtype for t in found[0]})
+        together = [t for tensors in found for t in tensors]
+        if together:
+            torch._foreach_copy_(self._views, together)
         return self.flats
 
     def scatter(self) -> None:
         """Have the tensors hold what the flat memory holds."""
-        # A weight that changes under autograd's eyes would void graphs that are long used up.
-        tensors = [t.data for t in self._source()]
+        # As data: a weight that changes under autograd's eyes would void graphs that are long used up.
+        tensors = [t.data for source in self._sources for t in source()]
         if tensors:
             torch._foreach_copy_(tensors, self._views)
 
@@ -51,12 +56,11 @@ class Vector:
         sizes = {kind: sum(t.numel() for t in tensors if t.dtype == kind) for kind in kinds}
         by_kind = {kind: torch.zeros(sizes[kind], dtype=kind) for kind in kinds}
         places = dict.fromkeys(kinds, 0)
-        self._views = []
         for tensor in tensors:
             begin = places[tensor.dtype]
             places[tensor.dtype] = begin + tensor.numel()
             self._views.append(by_kind[tensor.dtype][begin : begin + tensor.numel()].view(tensor.shape))
-        self.flats = [by_kind[kind] for kind in kinds]
+        self.flats += [by_kind[kind] for kind in kinds]
 
 
 def distance(flats: Sequence[Tensor], before: Sequence[Tensor]) -> float:

@@ -1,0 +1,166 @@
+"""Workers at their own pace: every sample once, nobody held up, and the end of a worker is not the run's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.config import make_job, train
+from plait.core.errors import JobError
+from plait.core.events import read
+from plait.runtime import build, events
+from plait.runtime.checkpoint import list_checkpoints
+from plait.runtime.folder import RunFolder
+from plait.runtime.own_pace import OwnPaceTrainer
+from plait.runtime.settings import DataSettings, EvaluateSettings, SlowSettings, SyncSettings, TrainSettings
+from support.averaging import job_store
+from support.training import TestWorker, digits_job, largest_difference
+from support.world import run_ranks
+
+TESTS = str(Path(__file__).parent.parent)
+
+
+def job(folder: Path, sync: str = "partial-reduce", workers: int = 3, **changes: Any) -> dict[str, Any]:
+    parallel = {"workers": workers, "sync": sync, **changes.pop("parallel", {})}
+    return {
+        "name": "t",
+        "model": "support.training:small_net",
+        "data": {"kind": "digits", "batch_size": 48},
+        "optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9},
+        "steps": 30,
+        "parallel": parallel,
+        "cluster": {"environment": {"PYTHONPATH": TESTS}},
+        "run_dir": str(folder / "runs"),
+        **changes,
+    }
+
+
+class Watch:
+    """A display that acts once, when the run has come to a step."""
+
+    def __init__(self, at_step: int = 0, act: Any = None) -> None:
+        self.lines: list[str] = []
+        self.workers: Any = ()
+        self._at_step = at_step
+        self._act = act
+
+    def started(self, folder: RunFolder, workers: Any) -> None:
+        self.workers = workers
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        if self._act is not None and progress["step"] >= self._at_step:
+            self._act(self)
+            self._act = None
+
+    def printed(self, line: str) -> None:
+        self.lines.append(line)
+
+    def stopping(self) -> None:
+        pass
+
+
+def all_events(run: Path) -> dict[int, list[Any]]:
+    files = sorted((run / "events").glob("rank*.jsonl"))
+    return {int(f.stem.removeprefix("rank")): [r.event for r in read(f)] for f in files}
+
+
+class StoreWorker(TestWorker):
+    """A worker with the job's store and no launcher around it."""
+
+    def __init__(self, rank: int, size: int, port: int, stop_file: Path | None) -> None:
+        super().__init__(rank, size, stop_file)
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self.timeout_s = 20.0
+
+
+def train_at_own_pace(
+    rank: int, port: int, settings: TrainSettings, folder: Path, resume: bool = False, stop_at: int = 0
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    size = dist.get_world_size()
+    worker = StoreWorker(rank, size, port, folder / "stop" if stop_at else None)
+    parts = build.build(settings, torch.device("cpu"))
+    trainer = OwnPaceTrainer(worker, settings, parts, RunFolder(folder), ["a"] * size)  # type: ignore[arg-type]
+    if stop_at and rank == 1:
+        trainer.recorder.step = lambda step, *_: (folder / "stop").touch() if step >= stop_at else None  # type: ignore[method-assign]
+    result = trainer.run(resume)
+    return result, {name: value.tolist() for name, value in parts.model.state_dict().items()}
+
+
+def settings_of(sync: str, options: dict[str, Any] | None = None, **changes: Any) -> TrainSettings:
+    values = {"steps": 30, "precision": "float32", "data": DataSettings("digits", 48), **changes}
+    return digits_job(sync=SyncSettings(sync, options or {}), **values)
+
+
+def run_sync(workers: int, settings: TrainSettings, folder: Path, **more: Any) -> list[Any]:
+    with job_store() as port:
+        return run_ranks(workers, train_at_own_pace, port, settings, folder, **more)
+
+
+def test_a_run_learns_uses_every_sample_once_and_records_each_workers_pace(tmp_path: Path):
+    settings = settings_of(
+        "partial-reduce",
+        steps=None,
+        epochs=2,
+        evaluate=EvaluateSettings(every_steps=15),
+        slow=SlowSettings({2: 3.0}),
+    )
+    found = run_sync(3, settings, tmp_path)
+    result = found[0][0]
+    assert result["reason"] == "finished"
+    assert result["test"]["accuracy"] > 0.8
+    assert largest_difference(found[0][1], found[2][1]) == 0
+    recorded = all_events(tmp_path)
+    paces = [[e for e in recorded[rank] if isinstance(e, events.Pace)] for rank in range(3)]
+    assert sum(p.samples for own in paces for p in own) == 2 * 1442
+    settled = [e for e in recorded[1] if isinstance(e, events.Settled)]
+    assert [e.step for e in settled] == [15, 30, 45, 60, 62]
+    assert {e.members for e in settled} == {(0, 1, 2)}
+    assert sum(e.samples for e in recorded[0] if isinstance(e, events.Step)) == 2 * 1442
+
+
+def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path):
+    rank = 0
+    watch = Watch(8, lambda w: os.kill(w.workers[rank].pid, signal.SIGKILL))
+    content = job(tmp_path, evaluate={"every_steps": 15}, parallel={"jitter": [1.0, 0.03]})
+    result = train(make_job(content), display=watch)
+    assert (result["reason"], result["step"]) == ("finished", 30)
+    assert result["test"]["accuracy"] > 0.5
+    assert any(f"worker {rank} on localhost is lost (ended by SIGKILL)" in line for line in watch.lines)
+    lost = [e for e in all_events(Path(result["run"]))[1] if isinstance(e, events.WorkerLost)]
+    assert [e.worker for e in lost] == [rank]
+    assert len(list_checkpoints(RunFolder(Path(result["run"])).checkpoints)) == 1
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
+    settings = settings_of("partial-reduce", slow=SlowSettings(jitter=(1.0, 0.01)))
+    first = run_sync(3, settings, tmp_path, stop_at=8)[0][0]
+    assert first["reason"] == "stopped"
+    assert 8 <= first["step"] < 30
+    (tmp_path / "stop").unlink()
+    second = run_sync(3, settings, tmp_path, resume=True)[0][0]
+    assert (second["reason"], second["step"]) == ("finished", 30)
+    paces = [e for own in all_events(tmp_path).values() for e in own if isinstance(e, events.Pace)]
+    assert sum(e.samples for e in paces) == 30 * 48
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"sync": "partial-reduce", "sync_options": {"windw": 0.1}}, "parallel.sync_options: unknown field"),
+        ({"sync": "partial-reduce", "sync_options": {"minimum": 9}}, "sync_options.minimum: found 9"),
+        ({"sync": "auto", "sync_options": {"every": 3}}, "parallel.sync_options: found options"),
+        ({"sync": "sma", "plan": "auto"}, "parallel.sync: found 'sma' with parallel.plan 'auto'"),
+        ({"sync": "all-reduce", "slow": {7: 2.0}}, "parallel.slow: found 7: 2.0"),
+        ({"sync": "all-reduce", "jitter": [2.0, 0.1]}, "parallel.jitter: found"),
+    ],
+)
+def test_wrong_syncs_are_refused_with_the_key(parallel: dict[str, Any], words: str, tmp_path: Path):
+    with pytest.raises(JobError, match=words.replace("[", r"\[")):
+        make_job(job(tmp_path, parallel=parallel))
