@@ -22,7 +22,10 @@ from plait.planner.depth import Schedule
 
 PIECES = 8
 COMPARED = (Schedule.FLUSH, Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
+ASYNCHRONOUS = ("stash", "2bw")
 GOALS = {"mlp": 1.88, "transformer": 1.94}
+# Each of two workers trains by itself, at the same time: what the machine's two cores can do at most.
+APART = "two workers apart"
 # The parts that take minutes, not more.
 QUICK = ("speed", "idle")
 
@@ -40,13 +43,13 @@ def run(parts: Sequence[str] = QUICK, command: str = "plait bench pipeline") -> 
 
 def speed(
     models: tuple[str, ...] = ("mlp", "transformer", "wide"),
-    repeats: int = 5,
-    steps: int = 4,
+    repeats: int = 3,
+    steps: int = 3,
     peer: bool = True,
 ) -> tuple[list[Row], list[Claim]]:
-    """Time every side of every model `repeats` times.
+    """Time every side of every model `repeats` times, `steps` steps each time.
 
-    Without `peer`, torch.distributed.pipelining is left out, and what is claimed against it.
+    Asynchronous schedules go on for four times as many: they fill and drain once, not in every step. Without `peer`, torch.distributed.pipelining is left out, and what is claimed against it.
     """
     rows: list[Row] = []
     for model in models:
@@ -63,12 +66,13 @@ def speed_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for round_ in range(settings["repeats"] + 1):
         for name, steps in runners.items():
+            count = settings["steps"] * (4 if name in ASYNCHRONOUS else 1) if round_ else 1
             dist.barrier()
             started = time.perf_counter()
-            steps(settings["steps"])
+            steps(count)
             dist.barrier()
             if round_:
-                seconds[name].append((time.perf_counter() - started) / settings["steps"])
+                seconds[name].append((time.perf_counter() - started) / count)
     return {"rows": [_speed_row(settings["model"], name, seconds) for name in runners]}
 
 
@@ -77,6 +81,7 @@ def _runners(
 ) -> dict[str, sides.Steps]:
     """All sides of one model, each with a copy of it."""
     found = {"one worker": sides.alone(rank, sides.copy_of(model), batch, PIECES)}
+    found[APART] = sides.alone(0, sides.copy_of(model), batch, PIECES)
     found["DDP"] = sides.data_parallel(rank, sides.copy_of(model), batch, PIECES)
     for schedule in (*COMPARED, Schedule.STASH, Schedule.TWO_BUFFERED):
         stages = 4 if schedule is Schedule.INTERLEAVED else 2
@@ -91,13 +96,14 @@ def _runners(
 
 def _speed_row(model: str, side: str, seconds: dict[str, list[float]]) -> Row:
     own, one = seconds[side], statistics.median(seconds["one worker"])
+    batches = 2 if side == APART else 1
     return {
         "case": model,
         "side": side,
         "step_s": statistics.median(own),
         "step_min_s": min(own),
         "step_max_s": max(own),
-        "speedup": one / statistics.median(own),
+        "speedup": batches * one / statistics.median(own),
         "repeats": len(own),
     }
 
@@ -107,12 +113,11 @@ def _claims(rows: list[Row]) -> list[Claim]:
     speed = {(r["case"], r["side"]): float(r["speedup"] or 0) for r in rows if "speedup" in r}
     claims = []
     for model in dict.fromkeys(case for case, _ in speed):
-        for side in ("stash", "2bw") if model in GOALS else ():
-            claims.append(
-                _at_least(f"{model}: {side} over one worker", speed[model, side], GOALS[str(model)])
-            )
-            ratio = speed[model, side] / speed[model, "DDP"]
-            claims.append(_at_least(f"{model}: {side} over DDP", ratio, 1.0))
+        for side in ASYNCHRONOUS if model in GOALS else ():
+            own = speed[model, side]
+            claims.append(_at_least(f"{model}: {side} over one worker", own, GOALS[str(model)]))
+            claims.append(_at_least(f"{model}: {side} over DDP", own / speed[model, "DDP"], 1.0))
+            claims.append(_at_least(f"{model}: {side} over {APART}", own / speed[model, APART], 0.94))
         goal = 1.1 if model == "wide" else 1.03
         for schedule in (s for s in COMPARED if (model, f"torch {s.value}") in speed):
             ratio = speed[model, schedule.value] / speed[model, f"torch {schedule.value}"]

@@ -52,8 +52,8 @@ class Model:
 MODELS = {
     "mlp": Model(lambda: nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()), 16, (256, 1024)),
     "transformer": Model(lambda: Block(256, 8, 0.0), 8, (16, 128, 256)),
-    # 2 MB of activations for each microbatch of 8, and as much of gradients back.
-    "wide": Model(lambda: nn.Sequential(nn.Linear(256, 256), nn.ReLU()), 16, (16384, 256)),
+    # 4 MB of activations for each microbatch of 8, and as much of gradients back.
+    "wide": Model(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU()), 4, (131072, 64)),
 }
 
 
