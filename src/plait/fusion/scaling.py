@@ -43,7 +43,8 @@ class LossScales:
         """
         overflowed = self._unscale(optimizer.parameters)
         optimizer.step(skip=overflowed)
-        self.good_steps = torch.where(overflowed, 0, self.good_steps + 1)
+        # In place, as a captured step would otherwise go on with the old ones.
+        self.good_steps.copy_(torch.where(overflowed, 0, self.good_steps + 1))
         grown = self.good_steps >= self.growth_interval
         factor = torch.where(overflowed, self.backoff, torch.where(grown, self.growth, 1.0))
         self.scales.mul_(factor)

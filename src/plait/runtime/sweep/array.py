@@ -31,6 +31,7 @@ from plait.runtime.evaluate import evaluate_parts, evaluation_mode, forward, in_
 from plait.runtime.loading import Batch, cut, load, to_device
 from plait.runtime.sampling import mix
 from plait.runtime.settings import TrainSettings
+from plait.runtime.sweep.graph import StepGraph
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
 
@@ -95,6 +96,11 @@ class FusedArray:
         for place, entry in enumerate(entries):
             self._load_scale(place, entry)
         self._loss = self._build_loss()
+        self._graph = self._new_graph()
+
+    def _new_graph(self) -> StepGraph | None:
+        """On a GPU, what replays steps; anew whenever the trials change, whose numbers a graph holds."""
+        return StepGraph(self._whole_step, self.optimizer.zero_grad) if self._device.type == "cuda" else None
 
     @property
     def trials(self) -> int:
@@ -123,6 +129,7 @@ class FusedArray:
         self.optimizer.clip_norm = self._clip_vector()
         self._notice_clips()
         self._loss = self._build_loss()
+        self._graph = self._new_graph()
 
     def _reorder(self, places: Sequence[int]) -> None:
         self._entries = [self._entries[place] for place in places]
@@ -170,15 +177,35 @@ class FusedArray:
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial on its batch, with its factor on the learning rate; their losses."""
         self._set_rates([e.parts.base_lrs[0] * factor for e, factor in zip(self._entries, factors)])
+        rounds = _rounds(batches, self._entries[0].settings.accumulate)
+        if len(rounds) == 1 and len({batch.count for batch in batches}) == 1:
+            content = self._together([piece for piece, _ in rounds[0][0]], batches[0].count)
+            return self._whole_step(content) if self._graph is None else self._graph(content)
         self.optimizer.zero_grad()
         total = torch.zeros(self.trials, dtype=torch.float64, device=self._device)
-        for pieces, weights in _rounds(batches, self._entries[0].settings.accumulate):
+        for pieces, weights in rounds:
             total += self._backward(pieces, weights)
+        self._update()
+        return total
+
+    def _whole_step(self, content: Any) -> Tensor:
+        """A step of all trials on whole batches of one size."""
+        self.optimizer.zero_grad()
+        inputs, target = content
+        with self._entries[0].parts.autocast():
+            losses: Tensor = self.fused.map(self._loss, forward(self.fused, inputs), target)
+        self._scaled(losses).sum().backward()
+        self._update()
+        return losses.detach().to(torch.float64)
+
+    def _scaled(self, losses: Tensor) -> Tensor:
+        return self._scales.scale(losses) if self._is_scaled else losses
+
+    def _update(self) -> None:
         if self._is_scaled:
             self._scales.step(self.optimizer)
         else:
             self.optimizer.step()
-        return total
 
     def _set_rates(self, rates: list[float]) -> None:
         if rates != self.optimizer.numbers["lr"]:
@@ -189,14 +216,15 @@ class FusedArray:
         without = [place for place, weight in enumerate(weights) if weight == 0.0]
         padding = self.fused.padded(counts) if len(set(counts)) > 1 else nullcontext()
         inputs, target = self._together([content for content, _ in pieces], max(counts))
-        self.fused.freeze(without)
+        if without:
+            self.fused.freeze(without)
         with padding, self._entries[0].parts.autocast():
             output = forward(self.fused, inputs)
             losses = self._losses(output, target, counts)
         if without:
             self.fused.freeze([])
         weighted = losses * torch.tensor(weights, dtype=losses.dtype, device=self._device)
-        (self._scales.scale(weighted) if self._is_scaled else weighted).sum().backward()
+        self._scaled(weighted).sum().backward()
         return weighted.detach()
 
     def _losses(self, output: Any, target: Any, counts: list[int]) -> Tensor:

@@ -1,0 +1,64 @@
+"""An array's step as a CUDA graph: on a GPU, launching a fused step takes Python longer than the step."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plait.fusion import Shared
+from plait.fusion.capture import CapturedStep
+
+# Steps that run as they are before one is captured: libraries set themselves up, ways are measured.
+WARM_UP = 3
+log = logging.getLogger(__name__)
+
+
+class StepGraph:
+    """Runs `step(content)`; once content of some shapes has come a few times, by replaying its graph.
+
+    Every step is a real one, on the content it is given: what warms up trains too.
+    """
+
+    def __init__(self, step: Callable[[Any], Tensor], clear: Callable[[], None]) -> None:
+        self._step = step
+        self._clear = clear
+        self._seen: Counter[Hashable] = Counter()
+        self._graphs: dict[Hashable, CapturedStep] = {}
+        self._can_capture = True
+
+    def __call__(self, content: Any) -> Tensor:
+        """What the step returns for `content`, trials' inputs and target on the device."""
+        leaves, spec = pytree.tree_flatten(content)
+        if not self._can_capture or not all(isinstance(leaf, (Tensor, Shared)) for leaf in leaves):
+            return self._step(content)
+        shared = tuple(isinstance(leaf, Shared) for leaf in leaves)
+        tensors = [leaf.tensor if isinstance(leaf, Shared) else leaf for leaf in leaves]
+        key = (str(spec), shared, tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors))
+        if key in self._graphs:
+            found: Tensor = self._graphs[key](*tensors).clone()
+            return found
+        self._seen[key] += 1
+        if self._seen[key] <= WARM_UP or not self._capture(key, tensors, shared, spec):
+            return self._step(content)
+        captured: Tensor = self._graphs[key](*tensors).clone()
+        return captured
+
+    def _capture(self, key: Hashable, tensors: list[Tensor], shared: tuple[bool, ...], spec: Any) -> bool:
+        def step(*given: Tensor) -> Tensor:
+            leaves = [Shared(x) if is_shared else x for x, is_shared in zip(given, shared)]
+            return self._step(pytree.tree_unflatten(leaves, spec))
+
+        try:
+            self._graphs[key] = CapturedStep(step, tensors, warm_up=0, clear=self._clear)
+        except RuntimeError as failure:
+            # A model may do what a graph cannot hold, such as a copy to the host.
+            log.warning("training without CUDA graphs: %s", str(failure).splitlines()[0])
+            self._can_capture = False
+            torch.cuda.synchronize()
+        return self._can_capture
