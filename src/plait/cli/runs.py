@@ -100,7 +100,9 @@ def stop(
         print(json.dumps({"run": str(folder.path), **found}))
     else:
         print(f"{folder.path}: {found['state']} at step {found['progress'].get('step', 0)}")
-        print(f"next: plait train {folder.job} --resume --run {folder.path}")
+        is_sweep = (folder.path / "sweep.json").exists()
+        on = f"sweep {folder.job} --resume" if is_sweep else f"train {folder.job} --resume --run"
+        print(f"next: plait {on} {folder.path}")
 
 
 def evaluate(

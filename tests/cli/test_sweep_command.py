@@ -1,0 +1,189 @@
+"""`plait sweep` as a person uses it: real processes, wrong input, stop and resume, and the same in Python."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait
+from plait.core.errors import InputError
+from plait.runtime.folder import RunFolder
+from plait.runtime.measure import measure_run
+from plait.sweeping import make_sweep, sweep
+from support.sweeping import same_table, sweep_here
+
+JOB = """
+name: t
+model: plait.workloads.mlp:mlp_tiny
+data: {kind: digits, batch_size: 64}
+optimizer: {kind: sgd, lr: 0.1}
+steps: 20
+precision: float64
+"""
+
+CONTENT: dict[str, Any] = {
+    "name": "t",
+    "model": "plait.workloads.mlp:mlp_tiny",
+    "data": {"kind": "digits", "batch_size": 64},
+    "optimizer": {"kind": "sgd", "lr": 0.1},
+    "steps": 20,
+}
+
+
+def run(*words: str, cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "plait", *words], cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def test_two_workers_sweep_stop_and_go_on_to_the_table_of_one(folder: Path):
+    over = ["optimizer.lr=log:1e-3:1:4", "optimizer.momentum=0,0.9"]
+    words = [word for one in over for word in ("--over", one)]
+    command = [
+        sys.executable,
+        "-m",
+        "plait",
+        "sweep",
+        "job.yaml",
+        *words,
+        "--width",
+        "3",
+        "-np",
+        "2",
+        "--json",
+    ]
+    process = subprocess.Popen([*command, "--json"], cwd=folder, stdout=subprocess.PIPE, text=True)
+    _wait_for(folder / "runs/t-001/events/rank0.jsonl")
+    process.send_signal(signal.SIGTERM)
+    stopped = json.loads(process.communicate(timeout=60)[0])
+    assert process.returncode == (130 if stopped["reason"] == "stopped" else 0)
+    done = run("sweep", "job.yaml", "--resume", "runs/t-001", "-np", "2", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 trials" in done.stdout
+    assert "wrote runs/t-001 (trials.csv, curves.png, sweep.html); next: plait evaluate" in done.stdout
+
+    found = json.loads((folder / "runs/t-001/result.json").read_text())
+    one = sweep_here(make_sweep(plait.read_job(folder / "job.yaml"), over, width=3), folder / "one")
+    assert found["reason"] == "finished"
+    assert same_table(one, found)
+    measured = measure_run(RunFolder(folder / "runs/t-001"))
+    assert measured["metrics"] == pytest.approx(one["best"]["metrics"], abs=1e-9)
+    _check_files(folder / "runs/t-001")
+
+
+def _check_files(folder: Path) -> None:
+    with (folder / "trials.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    assert float(rows[0]["test accuracy"]) == max(float(row["test accuracy"]) for row in rows)
+    page = (folder / "sweep.html").read_text()
+    assert page.count("<tr>") == 9
+    assert 'src="data:image/png;base64,iVBOR' in page
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path} within 60 s"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--over", "optimizer.lrr=0.1"], "optimizer.lrr: SGD takes no 'lrr'; did you mean 'lr'?"),
+        ([], "--over: found none"),
+    ],
+)
+def test_a_mistake_is_answered_with_one_message_and_status_two(folder: Path, words: list[str], message: str):
+    done = run("sweep", "job.yaml", *words, cwd=folder)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("over", "options", "message"),
+    [
+        (["optimzer.lr=0.1"], {}, "--over optimzer: unknown key; did you mean 'optimizer'?"),
+        (["data.batch_size=big"], {}, "--over data.batch_size: found 'big', expected a valid integer"),
+        (["data.batch_size=0"], {}, "data.batch_size: found 0"),
+        (["epochs=1,2"], {}, "expected one of epochs and steps"),
+        (["parallel.workers=1,2"], {}, "belongs to the sweep as a whole"),
+        (["optimizer.lr=0.1", "optimizer.lr=0.2"], {}, "optimizer.lr is given twice"),
+        (["optimizer.lr=log:1e-3:1"], {}, "a range has no end of values; add a count"),
+        (["optimizer.lr=log:1e-3:1"], {"search": "random"}, "say how many trials to draw with --trials N"),
+        (["optimizer.lr=log:1e-3:1"], {"search": "random", "trials": 0}, "--trials: found 0"),
+        (["optimizer.lr=0.1"], {"trials": 3}, "--search grid tries all 1"),
+        (["optimizer.lr=0.1"], {"search": "asah"}, "did you mean 'asha'?"),
+        (["optimizer.lr=0.1"], {"width": 0}, "--width: found 0"),
+        (["model_args.width=8,16"], {"search": "pbt"}, "population-based training changes numbers"),
+        (["optimizer.lr=0.1"], {"search": "pbt"}, "a population of 1"),
+        (["optimizer.lr=log:3:1:2"], {}, "0 < low < high"),
+        ([], {}, "--over: found none"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused_before_anything_starts(over: list[str], options: Any, message: str):
+    with pytest.raises(InputError) as failure:
+        make_sweep(plait.make_job(CONTENT), over, **options)
+    assert message in str(failure.value)
+
+
+def test_only_a_sweep_can_be_resumed(tmp_path: Path):
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(InputError, match="expected a run's folder or name"):
+        sweep(plait.make_job(CONTENT), resume=str(tmp_path / "none"))
+    with pytest.raises(InputError, match="holds no sweep"):
+        sweep(plait.make_job(CONTENT), resume=str(tmp_path))
+
+
+def test_a_job_with_a_pipeline_is_refused():
+    job = plait.make_job({**CONTENT, "parallel": {"plan": "auto", "workers": 2}})
+    with pytest.raises(InputError, match="a sweep trains whole models"):
+        make_sweep(job, ["optimizer.lr=0.1,0.2"])
+
+
+def test_a_sweep_from_python_reads_as_in_the_readme(tmp_path: Path):
+    script = """
+import plait
+
+job = plait.make_job({
+    "name": "digits",
+    "model": "plait.workloads.mlp:mlp_tiny",
+    "data": {"kind": "digits", "batch_size": 64},
+    "optimizer": {"kind": "sgd"},
+    "steps": 20,
+})
+over = {"optimizer.lr": "log:1e-3:1", "optimizer.momentum": [0.0, 0.9]}
+found = plait.sweep(job, over, search="random", trials=4)
+print(found["best"]["values"]["optimizer.lr"], found["run"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    rate, run_folder = done.stdout.split()
+    assert 1e-3 <= float(rate) <= 1
+    assert (tmp_path / run_folder / "sweep.html").exists()
