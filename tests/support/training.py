@@ -33,6 +33,7 @@ class TestWorker:
         self.world_size = world_size
         self.local_rank = rank
         self.host = "localhost"
+        self.timeout_s = 30.0
         self.reports: list[dict[str, Any]] = []
         self._stop_file = stop_file
 

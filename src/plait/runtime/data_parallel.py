@@ -18,6 +18,9 @@ from plait.runtime.loading import Batch, cut, to_device
 from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
 from plait.sync.all_reduce import AllReduce
+from plait.sync.choice import TopologyChosen, settle
+from plait.sync.reducer import whole_world
+from plait.sync.wish import find_topology, read_wish
 
 
 class DataParallel:
@@ -28,9 +31,30 @@ class DataParallel:
         self._settings = settings
         self._parts = parts
         together = worker.world_size > 1 and not alone
-        self._sync = AllReduce(list(parts.model.parameters())) if together else None
+        self._members = whole_world(worker.host, worker.timeout_s) if together else None
+        self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
+        self.chosen = self._start_topology()
         self._slow = SlowDown(settings.slow, worker.rank, settings.seed)
         self._wish = _Wish(parts.device)
+
+    def _start_topology(self) -> TopologyChosen | None:
+        """Sum as the settings ask; what was measured for it, if anything was."""
+        if self._sync is None or self._members is None:
+            return None
+        topology, chosen = settle(self._settings.topology, self._members, self._sync.gradient_bytes)
+        if topology is not None:
+            self._sync.switch(topology)
+        return chosen
+
+    def switch(self, topology: str) -> None:
+        """Sum over the topology of that name from the next step on; all workers call it between two steps."""
+        if self._sync is not None and self._members is not None:
+            self._sync.switch(find_topology(read_wish(topology), self._members.hosts))
+
+    def close(self) -> None:
+        """End what runs beside the steps; called after the last one."""
+        if self._sync is not None:
+            self._sync.close()
 
     def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, bool]:
         """Forward, backward, agree, update; the global batch's mean loss, and whether anyone wants to end."""

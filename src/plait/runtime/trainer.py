@@ -60,6 +60,8 @@ class Trainer:
         self.recorder.log_rest()
         metrics = self._evaluate() if reason != "stopped" else {}
         self._save(metrics)
+        if self.engine is not None:
+            self.engine.close()
         return self.recorder.end(self.step, reason, metrics, self.best)
 
     def begin(self, steps: int) -> None:
@@ -67,6 +69,8 @@ class Trainer:
         self.steps = steps
         self._lr_factor = build_lr_factor(self.settings.lr_schedule, steps)
         self.recorder.start(self.step, steps)
+        if self.engine is not None and self.engine.chosen is not None:
+            self.recorder.note(self.engine.chosen)
 
     def train(self) -> str:
         """Take steps until the last one, a request to stop, or the end of patience; which of them it was."""

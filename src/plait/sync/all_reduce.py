@@ -74,6 +74,11 @@ class AllReduce:
             for place, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(index, place))
 
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of one step's gradients."""
+        return sum(bucket.spec.size_bytes for bucket in self._buckets)
+
     def switch(self, topology: Topology | None) -> None:
         """Sum over `topology` from the next step on, or the backend's own way (None).
 

@@ -14,7 +14,6 @@ from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 
 NATIVE = "native"
-AUTO = "auto"
 
 Hosts = Sequence[str]
 Edges = Sequence[tuple[int, int]]
@@ -136,12 +135,13 @@ def make_topology(name: str, hosts: Hosts) -> Topology:
     """The topology of that name over the ranks whose hosts are given; `star:2` has its root at rank 2."""
     kind, colon, place = name.partition(":")
     if kind not in TOPOLOGIES:
-        raise TopologyError(f"topology: found {name!r}, expected a topology{did_you_mean(kind, TOPOLOGIES)}")
+        hint = did_you_mean(kind, TOPOLOGIES)
+        raise TopologyError(f"parallel.topology: found {name!r}, expected a topology{hint}")
     if not colon:
         return Topology(name, TOPOLOGIES[kind](hosts, 0))
     if kind not in ROOTED or not place.isdecimal() or int(place) >= len(hosts):
         raise TopologyError(
-            f"topology: found {name!r}, expected a root from 0 to {len(hosts) - 1} after one of "
+            f"parallel.topology: found {name!r}, expected a root from 0 to {len(hosts) - 1} after one of "
             f"{', '.join(ROOTED)}"
         )
     return Topology(name, TOPOLOGIES[kind](hosts, int(place)))

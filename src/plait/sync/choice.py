@@ -1,0 +1,119 @@
+"""Topology `auto`: the fastest of all, as measured on the workers before they train."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from plait.core.events import Event
+from plait.core.units import show_bytes, show_seconds
+from plait.sync.over_topology import OverTopology
+from plait.sync.reducer import Members, Native, Spec
+from plait.sync.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
+from plait.sync.wish import AUTO, TopologyWish, find_topology
+
+FIRST_PROBE_BYTES = 256 << 10
+LAST_PROBE_BYTES = 16 << 20
+BUDGET_S = 2.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TopologyChosen(Event):
+    """The topology that `auto` chose, what each candidate took when last measured, and why this one."""
+
+    topology: str
+    bytes: int
+    seconds: Mapping[str, float]
+    reason: str
+
+
+def candidates(hosts: Hosts) -> list[Topology | None]:
+    """What `auto` tries: the backend's own way, every topology, and stars and trees rooted at each host.
+
+    Topologies that come to the same graphs on these hosts are tried once.
+    """
+    leaders = sorted({hosts.index(host) for host in hosts} - {0})
+    names = [*TOPOLOGIES, *(f"{kind}:{leader}" for kind in ROOTED for leader in leaders)]
+    found: dict[tuple[Route, ...], Topology] = {}
+    for name in names:
+        topology = make_topology(name, hosts)
+        found.setdefault(topology.routes, topology)
+    return [None, *found.values()]
+
+
+def choose(members: Members, gradient_bytes: int) -> tuple[Topology | None, TopologyChosen]:
+    """The fastest candidate for sums of that size on these workers; all members call it together.
+
+    Small sums are measured first; the faster half goes on to sums eight times as large, until one is left,
+    the size of the gradients is reached, or the time is spent.
+    """
+    sizes = [FIRST_PROBE_BYTES]
+    while sizes[-1] < min(gradient_bytes, LAST_PROBE_BYTES):
+        sizes.append(min(8 * sizes[-1], LAST_PROBE_BYTES))
+    probe = _Probe(members, sizes)
+    left = {_name(topology): topology for topology in candidates(members.hosts)}
+    seconds: dict[str, float] = {}
+    measured = 0
+    while len(left) > 1 and measured < len(sizes) and probe.spent_s < BUDGET_S:
+        seconds |= {name: round(probe.time(topology, measured), 6) for name, topology in left.items()}
+        order = sorted(left, key=seconds.__getitem__)
+        left = {name: left[name] for name in order[: -(-len(order) // 2)]}
+        measured += 1
+    probe.close()
+    size = sizes[measured - 1]
+    reason = "; ".join(
+        f"{name} sums {show_bytes(size)} in {show_seconds(seconds[name])}" for name in order[:2]
+    )
+    if members.place == 0:
+        log.info("topology: chose %s: %s", order[0], reason)
+    return left[order[0]], TopologyChosen(order[0], size, seconds, reason)
+
+
+def settle(
+    wish: TopologyWish, members: Members, gradient_bytes: int
+) -> tuple[Topology | None, TopologyChosen | None]:
+    """The topology to start with, and why where it was measured; all members call it together."""
+    if wish.name == AUTO:
+        return choose(members, gradient_bytes)
+    return find_topology(wish, members.hosts), None
+
+
+def _name(topology: Topology | None) -> str:
+    return NATIVE if topology is None else topology.name
+
+
+class _Probe:
+    """Sums of some sizes, timed over one topology after the other."""
+
+    def __init__(self, members: Members, sizes: Sequence[int]) -> None:
+        self._group = members.group
+        cpu = torch.device("cpu")
+        self._over = OverTopology(members, [Spec(size // 4, torch.float32, cpu) for size in sizes])
+        self._native = Native(self._over.buffers, members.group)
+        self.spent_s = 0.0
+
+    def time(self, topology: Topology | None, index: int) -> float:
+        """Seconds of the slowest rank, the better of two sums after one that sets things up."""
+        if topology is not None:
+            self._over.switch(topology)
+        reducer = self._native if topology is None else self._over
+        times = []
+        for _ in range(3):
+            dist.barrier(group=self._group)
+            started = time.perf_counter()
+            reducer.start(index).wait()
+            seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            # All ranks must come to the same decision, so all go by the slowest.
+            dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
+            times.append(float(seconds))
+        self.spent_s += sum(times)
+        return min(times[1:])
+
+    def close(self) -> None:
+        self._over.close()

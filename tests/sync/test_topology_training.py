@@ -1,0 +1,128 @@
+"""Topologies through the runtime: a job over any of them equals one process; wrong wishes are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.config import make_job
+from plait.core import events as core_events
+from plait.core.errors import InputError
+from plait.runtime import build
+from plait.runtime.folder import RunFolder
+from plait.runtime.settings import OptimizerSettings, TrainSettings
+from plait.runtime.trainer import Trainer
+from plait.sync.choice import TopologyChosen, candidates
+from plait.sync.topology import TOPOLOGIES
+from plait.sync.wish import read_wish
+from support.training import TestWorker, digits_job, largest_difference, train_here
+from support.world import run_ranks
+
+JOB = digits_job(steps=6, accumulate=2, clip_norm=0.5, optimizer=OptimizerSettings("adamw", {"lr": 0.003}))
+CHAIN = [{"reduce": [[0, 1], [1, 2]]}, {"reduce": [[2, 0], [1, 0]], "broadcast": [[0, 2], [2, 1]]}]
+
+
+def chain(hosts: list[str]) -> list[dict[str, Any]]:
+    """Graphs as a user's function makes them."""
+    assert len(hosts) == 3
+    return CHAIN
+
+
+def train_over_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, Any]:
+    found = {}
+    for number, (name, job) in enumerate(jobs.items()):
+        _, weights = train_here(job, folder / str(number))
+        found[name] = {key: value.tolist() for key, value in weights.items()}
+    return found
+
+
+def test_three_workers_equal_one_process_over_every_topology(tmp_path: Path):
+    file = tmp_path / "chain.yaml"
+    file.write_text(json.dumps({"graphs": CHAIN}))
+    names = [*TOPOLOGIES, "star:1", "auto", str(file), "test_topology_training:chain"]
+    jobs = {name: dataclasses.replace(JOB, topology=read_wish(name)) for name in names}
+    _, alone = train_here(JOB, tmp_path / "one")
+    for found in run_ranks(3, train_over_each, jobs, tmp_path / "many"):
+        for name in names:
+            assert largest_difference(alone, found[name]) < 1e-10, name
+    log = tmp_path / "many" / str(names.index("auto")) / "events" / "rank0.jsonl"
+    (chosen,) = (r.event for r in core_events.read(log) if isinstance(r.event, TopologyChosen))
+    tried = {"native" if topology is None else topology.name for topology in candidates(["localhost"] * 3)}
+    assert set(chosen.seconds) == tried
+    assert chosen.topology in tried
+    assert chosen.topology in chosen.reason
+
+
+def train_and_switch(rank: int, folder: Path) -> dict[str, Any]:
+    """Take the job's steps, with another topology after each."""
+    parts = build.build(JOB, build.choose_device("cpu", 0))
+    trainer = Trainer(TestWorker(rank, 3), JOB, parts, RunFolder(folder))  # type: ignore[arg-type]
+    assert trainer.engine is not None
+    trainer._agree_on_start()
+    for steps, name in enumerate(["ring", "native", "clique", "star:2", "binary-tree", "native"], 1):
+        trainer.begin(steps)
+        trainer._lr_factor = lambda step: 1.0
+        assert trainer.train() == "finished"
+        trainer.engine.switch(name)
+    trainer.engine.close()
+    return {key: value.tolist() for key, value in parts.model.state_dict().items()}
+
+
+def test_a_run_that_switches_after_every_step_takes_the_steps_of_one_process(tmp_path: Path):
+    _, alone = train_here(JOB, tmp_path / "one")
+    for found in run_ranks(3, train_and_switch, tmp_path / "many"):
+        assert largest_difference(alone, found) < 1e-10
+
+
+def job(**parallel: Any) -> dict[str, Any]:
+    return {
+        "name": "t",
+        "model": "support.training:small_net",
+        "data": {"kind": "digits", "batch_size": 64},
+        "steps": 1,
+        "parallel": {"workers": 3, **parallel},
+    }
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"topology": "rign"}, "parallel.topology: found 'rign', .* did you mean 'ring'"),
+        ({"topology": "star:3"}, "parallel.topology: found 'star:3', expected a root from 0 to 2"),
+        ({"topology": "no.json"}, "parallel.topology: no.json cannot be read"),
+        ({"topology": "ring", "sync": "sma"}, "parallel.topology: belongs to an all-reduce"),
+        ({"topology": "a.b:c", "plan": "auto"}, "parallel.topology: found 'a.b:c' with parallel.plan 'auto'"),
+    ],
+)
+def test_a_topology_that_cannot_be_used_is_refused_before_anything_starts(
+    parallel: dict[str, Any], words: str
+):
+    with pytest.raises(InputError, match=words):
+        make_job(job(**parallel))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"graphs": [{"reduce": [[1, 0], [0, 1], [2, 0]]}]}', r"g.json\[0\].reduce: a cycle, 0 - 1 - 0"),
+        ("graphs: [{reduce: [[1, 0]]}]", r"g.json\[0\].reduce: missing rank 2"),
+        ("edges: []", "g.json has no list of graphs"),
+        ("{", "neither JSON nor YAML"),
+    ],
+)
+def test_a_file_of_graphs_is_checked_against_the_jobs_workers(text: str, words: str, tmp_path: Path):
+    file = tmp_path / "g.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=words):
+        make_job(job(topology=str(file)))
+
+
+def test_the_graphs_of_a_file_travel_with_the_settings(tmp_path: Path):
+    file = tmp_path / "g.yaml"
+    file.write_text("graphs:\n- reduce: [[1, 0], [2, 1]]\n  broadcast: [[0, 1], [0, 2]]\n")
+    wish = make_job(job(topology=str(file))).settings().topology
+    assert wish.graphs == ({"reduce": [[1, 0], [2, 1]], "broadcast": [[0, 1], [0, 2]]},)
