@@ -303,3 +303,8 @@ def test_the_fused_module_moves_and_saves_like_any_other():
     x = data(3, 4, 3)
     torch.testing.assert_close(other(x), fused(x), **CLOSE)
     assert fused.float()(x.float()).dtype == torch.float32
+
+
+def test_compiling_a_fused_module_is_refused_with_what_to_do_instead():
+    with pytest.raises(FusionError, match="CUDA graph with plait.fusion.capture.CapturedStep"):
+        fuse([nn.Linear(2, 2)]).compile()

@@ -23,6 +23,7 @@ def bench(
         list[str] | None, typer.Option(help="Only this part of it; may be given several times.")
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the rows, where the experiment can.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Run an experiment and its baseline side by side; exit status 1 when a claim does not hold.
@@ -40,10 +41,14 @@ def bench(
             raise InputError(
                 f"--part: found {found!r}, expected a part of {name}{did_you_mean(found, known)}"
             )
+    if png is not None and not hasattr(module, "write_plot"):
+        raise InputError(f"--png: {name} draws no picture; leave it out")
     command = " ".join([f"plait bench {name}", *(f"--part {each}" for each in part or ())])
     done = module.run(command=command, **({"parts": part} if part else {}))
     if csv is not None:
         write_csv(done, csv)
+    if png is not None:
+        module.write_plot(done, png)
     print(json.dumps(as_json(done)) if json_ else render(done))
     if not done.holds:
         raise typer.Exit(1)

@@ -22,40 +22,77 @@ from plait.experiments.fusion_cases import (
     GPU_CASES,
     Case,
     Step,
+    compiled_step,
     fused_step,
-    gan_fused_step,
-    gan_serial_step,
     serial_step,
     vmap_step,
 )
+from plait.experiments.fusion_convergence import convergence, write_curves
+from plait.experiments.fusion_gan import gan_fused_step, gan_serial_step, gan_vmap_step
+from plait.experiments.nvml import GpuWatch
 from plait.fusion.capture import CapturedStep
 
-MODES = ("serial", "serial-graph", "processes", "mps", "vmap", "fused", "fused-graph")
+MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")
+PARTS = {
+    "speed": "all models in the modes that one process has",
+    "modes": "all modes, also several processes at once and under MPS, over widths from 1 to 32",
+    "convergence": "learning curves of fused trials on the serial ones",
+}
 DCGAN = "dcgan"
 # Speed-ups over the plain loop that were set as goals before anything was measured.
 _CPU_GOALS = {"mlp": 4.0, "transformer": 2.5, "cnn": 1.5}
 _GPU_GOALS = {"pointnet-cls": 4.0, "resnet18": 16.0, DCGAN: 9.0}
 _JOIN_S = 300.0
+# How long a GPU is watched at work.
+_WATCH_S = 0.3
 
 
 def run(
-    device: str = "cpu",
+    parts: Sequence[str] = ("speed", "convergence"),
+    device: str = "auto",
     models: Sequence[str] = (),
-    widths: Sequence[int] = (8,),
-    modes: Sequence[str] = ("serial", "vmap", "fused"),
+    widths: Sequence[int] = (),
+    modes: Sequence[str] = (),
     repeats: int = 5,
     command: str = "plait bench fusion",
 ) -> Bench:
     """Time a step of all trials in each mode; a speed-up is serial time for as many trials over that.
 
-    On a GPU the modes `serial-graph` and `fused-graph` replay a CUDA graph, and `mps` needs a running
-    nvidia-cuda-mps-control. A mode that fails for a model says so in its row.
+    On a GPU the modes `serial-graph`, `serial-compile` and `fused-graph` replay a CUDA graph, and `mps` needs
+    a running nvidia-cuda-mps-control. A mode that fails for a model says so in its row.
     """
-    place = torch.device(device)
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(found if device == "auto" else device)
+    _check(modes, MODES, "modes")
+    rows: list[Row] = []
+    claims: list[Claim] = []
+    if "speed" in parts or "modes" in parts:
+        usual_modes, usual_widths = _usual(place, "modes" in parts)
+        rows += _measure_all(place, models, list(widths) or usual_widths, list(modes) or usual_modes, repeats)
+        claims += _claims(rows, place)
+    if "convergence" in parts:
+        curves, claim = convergence(device=place)
+        rows += curves
+        claims.append(claim)
+    return Bench("fusion", command, tuple(rows), tuple(claims))
+
+
+def _usual(device: torch.device, everything: bool) -> tuple[list[str], list[int]]:
+    """The modes and widths that are measured where none are named."""
+    if device.type == "cuda":
+        modes = [mode for mode in MODES if everything or mode not in ("processes", "mps")]
+        return modes, [1, 2, 4, 8, 16, 32] if everything else [8, 32]
+    if everything:
+        return ["serial", "serial-compile", "processes", "vmap", "fused"], [1, 2, 4, 8, 16, 32]
+    return ["serial", "vmap", "fused"], [8]
+
+
+def _measure_all(
+    place: torch.device, models: Sequence[str], widths: list[int], modes: list[str], repeats: int
+) -> list[Row]:
     cases = GPU_CASES if place.type == "cuda" else CPU_CASES
     names = list(models) or [*cases, DCGAN]
     _check(names, [*cases, DCGAN], "models")
-    _check(modes, MODES, "modes")
     rows: list[Row] = []
     for name in names:
         serial = _best_serial_step(name, cases, place)
@@ -64,7 +101,7 @@ def run(
                 rows.append(_row(name, cases.get(name), mode, width, place, repeats, serial))
                 if place.type == "cuda":
                     torch.cuda.empty_cache()
-    return Bench("fusion", command, tuple(rows), tuple(_claims(rows, place)))
+    return rows
 
 
 def _check(given: Sequence[str], valid: Sequence[str], what: str) -> None:
@@ -88,7 +125,7 @@ def _row(
 ) -> Row:
     row: Row = {"model": name, "mode": mode, "trials": width}
     try:
-        pairs, memory = _measured(name, case, mode, width, device, repeats, serial)
+        pairs, watch = _measured(name, case, mode, width, device, repeats, serial)
     except Exception as failure:  # any mode may fail on any model; the row says how
         return {**row, "failed": f"{type(failure).__name__}: {str(failure).splitlines()[0][:80]}"}
     speedups = sorted(serial_s * width / step_s for serial_s, step_s in pairs)
@@ -99,7 +136,8 @@ def _row(
         "speedup": statistics.median(speedups),
         "lowest": speedups[0],
         "highest": speedups[-1],
-        "memory_bytes": memory,
+        "memory_bytes": watch.memory_bytes,
+        "sm_activity": watch.sm_activity,
     }
 
 
@@ -111,35 +149,49 @@ def _measured(
     device: torch.device,
     repeats: int,
     serial: Step,
-) -> tuple[list[tuple[float, float]], int | None]:
-    """Seconds of a serial step and of a step of all trials, turn by turn, and the most GPU memory.
+) -> tuple[list[tuple[float, float]], GpuWatch]:
+    """Seconds of a serial step and of a step of all trials, turn by turn, and what the GPU did meanwhile.
 
     The two take turns because a machine's speed drifts: a ratio of neighbours means more than one of means.
     """
+    watch = GpuWatch(device)
     if mode in ("processes", "mps"):
-        together = _times_of_processes(name, mode, width, device, repeats)
-        return [(_seconds(serial, device), step_s) for step_s in together], None
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        with watch:
+            together = _times_of_processes(name, mode, width, device, repeats)
+        return [(_seconds(serial, device), step_s) for step_s in together], watch
     step = serial if mode == "serial" else _step_of(case, mode, width, device)
     for _ in range(3):
         step()
     pairs = [(_seconds(serial, device), _seconds(step, device)) for _ in range(repeats)]
-    return pairs, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        with watch:
+            end = time.perf_counter() + _WATCH_S
+            while time.perf_counter() < end:
+                step()
+                _finish(device)
+    return pairs, watch
 
 
 def _step_of(case: Case | None, mode: str, width: int, device: torch.device) -> Step:
-    if mode == "serial-graph":
-        if case is None:
-            raise InputError("not written for a pair of models")
-        # One trial of the fused array is the model itself.
-        return _captured(*fused_step(case, device, 1))
+    tiny = device.type == "cpu"
     if mode == "vmap":
+        return vmap_step(case, device, width) if case else gan_vmap_step(device, width, tiny)
+    if mode == "serial-compile":
         if case is None:
             raise InputError("not written for a pair of models")
-        return vmap_step(case, device, width)
-    parts = fused_step(case, device, width) if case else gan_fused_step(device, width, device.type == "cpu")
-    if mode == "fused-graph":
+        return _replayed(compiled_step(case, device), device)
+    # One trial of the fused array is the model itself.
+    count = 1 if mode == "serial-graph" else width
+    parts = fused_step(case, device, count) if case else gan_fused_step(device, count, tiny)
+    if mode in ("serial-graph", "fused-graph"):
+        return _captured(*parts)
+    step, inputs, _ = parts
+    return lambda: step(*inputs)
+
+
+def _replayed(parts: tuple[Callable[..., Any], list[torch.Tensor], Step], device: torch.device) -> Step:
+    """The step as a CUDA graph on a GPU, as it is on a CPU."""
+    if device.type == "cuda":
         return _captured(*parts)
     step, inputs, _ = parts
     return lambda: step(*inputs)
@@ -218,16 +270,24 @@ def _claims(rows: Sequence[Row], device: torch.device) -> list[Claim]:
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it."""
+    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it; curves beside it.
+
+    The learning curves, where there are any, go to `NAME-curves.png`.
+    """
     import matplotlib  # loaded only where a picture is asked for
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    models = list(dict.fromkeys(row["model"] for row in bench.rows))
+    if any(row["mode"] == "curve" for row in bench.rows):
+        write_curves(bench.rows, path.with_name(f"{path.stem}-curves.png"))
+    timed = [row for row in bench.rows if "speedup" in row]
+    models = list(dict.fromkeys(row["model"] for row in timed))
+    if not models:
+        return
     figure, axes = plt.subplots(1, len(models), figsize=(3.2 * len(models), 3.0), squeeze=False)
     for axis, model in zip(axes[0], models):
-        own = [row for row in bench.rows if row["model"] == model and "speedup" in row]
+        own = [row for row in timed if row["model"] == model]
         for mode in dict.fromkeys(row["mode"] for row in own):
             points = [(row["trials"], row["speedup"]) for row in own if row["mode"] == mode]
             axis.plot(*zip(*points), marker="o", label=str(mode))

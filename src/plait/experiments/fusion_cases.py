@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from plait.fusion import FusedOptimizer, fuse
 from plait.workloads.bert import bert_medium
-from plait.workloads.dcgan import discriminator, discriminator_tiny, generator, generator_tiny
 from plait.workloads.mlp import mlp, mlp_tiny
 from plait.workloads.mobilenet import mobilenet_v3_large
 from plait.workloads.pointnet import pointnet_classifier, pointnet_segmenter, pointnet_tiny
@@ -114,6 +113,24 @@ def serial_step(case: Case, device: torch.device, channels_last: bool = False) -
     return step
 
 
+def compiled_step(case: Case, device: torch.device) -> tuple[Callable[..., Any], list[Tensor], Step]:
+    """One step of one trial by torch.compile: of its inputs, such inputs, and what clears its gradients."""
+    model = case.make().to(device)
+    compiled = torch.compile(model)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=on_gpu, capturable=on_gpu)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with precision(device):
+            loss = case.loss(compiled(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, [part.to(device) for part in case.data()], optimizer.zero_grad
+
+
 def stacked_data(case: Case, device: torch.device, width: int) -> list[Tensor]:
     return [torch.stack(parts).to(device) for parts in zip(*(case.data() for _ in range(width)))]
 
@@ -155,80 +172,3 @@ def vmap_step(case: Case, device: torch.device, width: int) -> Step:
         optimizer.step()
 
     return step
-
-
-def gan_parts(tiny: bool) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...], int]:
-    """Makers of generator and discriminator, the shape of images, and how much noise they begin with."""
-    if tiny:
-        return generator_tiny, discriminator_tiny, (8, 1, 16, 16), 8
-    return generator, discriminator, (64, 3, 64, 64), 100
-
-
-def gan_loss(scores: Tensor, target: float) -> Tensor:
-    wanted = torch.full_like(scores, target, dtype=torch.float32)
-    return F.binary_cross_entropy_with_logits(scores.float(), wanted)
-
-
-def gan_serial_step(device: torch.device, tiny: bool = False) -> Step:
-    """One step of one DCGAN: the discriminator on real and made images, then the generator."""
-    make_generator, make_discriminator, shape, noise = gan_parts(tiny)
-    maker, judge = make_generator().to(device), make_discriminator().to(device)
-    optimizers = [
-        torch.optim.Adam(m.parameters(), lr=2e-4, betas=(0.5, 0.999), fused=device.type == "cuda")
-        for m in (maker, judge)
-    ]
-    real, z = torch.randn(shape, device=device), torch.randn(shape[0], noise, 1, 1, device=device)
-
-    def step() -> None:
-        optimizers[1].zero_grad()
-        with precision(device):
-            made = maker(z)
-            loss = gan_loss(judge(real), 1.0) + gan_loss(judge(made.detach()), 0.0)
-        loss.backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        with precision(device):
-            loss = gan_loss(judge(made), 1.0)
-        loss.backward()
-        optimizers[0].step()
-
-    return step
-
-
-def gan_fused_step(
-    device: torch.device, width: int, tiny: bool = False
-) -> tuple[Callable[..., Any], list[Tensor], Step]:
-    """The same step for a fused array of generators and one of discriminators."""
-    make_generator, make_discriminator, shape, noise = gan_parts(tiny)
-    makers = fuse([make_generator().to(device) for _ in range(width)])
-    judges = fuse([make_discriminator().to(device) for _ in range(width)])
-    if device.type == "cuda":
-        makers.channels_last()
-        judges.channels_last()
-    maker_optimizer, judge_optimizer = (
-        FusedOptimizer(fused, "adam", lr=2e-4, betas=(0.5, 0.999)) for fused in (makers, judges)
-    )
-
-    def step(real: Tensor, z: Tensor) -> Tensor:
-        judge_optimizer.zero_grad()
-        with precision(device):
-            made = makers(z)
-            losses: Tensor = judges.map(gan_loss, judges(real), 1.0)
-            losses = losses + judges.map(gan_loss, judges(made.detach()), 0.0)
-        losses.sum().backward()
-        judge_optimizer.step()
-        maker_optimizer.zero_grad()
-        with precision(device):
-            judges.map(gan_loss, judges(made), 1.0).sum().backward()
-        maker_optimizer.step()
-        return losses.detach()
-
-    def clear() -> None:
-        maker_optimizer.zero_grad()
-        judge_optimizer.zero_grad()
-
-    inputs = [
-        torch.randn(width, *shape, device=device),
-        torch.randn(width, shape[0], noise, 1, 1, device=device),
-    ]
-    return step, inputs, clear

@@ -131,6 +131,14 @@ class FusedModule(nn.Module):
         self._wrappers.forget()
         return self
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: torch.compile cannot see through tensors that carry the trials."""
+        raise FusionError(
+            "fused module: torch.compile cannot trace tensors that carry the trials (it breaks the graph at "
+            "each of their operations and gains nothing); on a GPU capture the step as a CUDA graph with "
+            "plait.fusion.capture.CapturedStep, which takes Python out of the step altogether"
+        )
+
     def set_count(self, count: int) -> None:
         """Say how many trials there are, after all tensors changed."""
         self._trials.count = count

@@ -151,12 +151,14 @@ class Book:
         trial = self.trials[number]
         self._note_result(trial, step, metrics, train_loss)
         if step >= trial.steps:
-            return self._end(trial, "finished")
-        if self.search.waits:
+            self._end(trial, "finished")
+        elif self.search.waits:
             trial.state = "held"
+        else:
+            return self._decide(trial)
+        if self.search.waits:
             self._settle()
-            return 0
-        return self._decide(trial)
+        return 0
 
     def _decide(self, trial: Trial) -> int:
         """ASHA's rule at the last goal that a trial came to: up to which step it goes on, or 0."""

@@ -13,6 +13,7 @@ from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.logs import show_logs
+from plait.fusion.errors import FusionError
 from plait.runtime import build
 from plait.runtime.folder import RunFolder
 from plait.runtime.sweep.data import DataSets
@@ -48,11 +49,14 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.set_device(device)
     _check_shared(worker, folder)
     sets = DataSets()
-    if worker.rank == 0:
-        return _lead(worker, settings, folder, sets, device, order["resume"])
-    desk = FarDesk(worker.store)
-    SweepLoop(worker, settings, folder, desk, sets, device).run()
-    desk.ask(ask="leave")
+    try:
+        if worker.rank == 0:
+            return _lead(worker, settings, folder, sets, device, order["resume"])
+        desk = FarDesk(worker.store)
+        SweepLoop(worker, settings, folder, desk, sets, device).run()
+        desk.ask(ask="leave")
+    except FusionError as failure:
+        raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
     return {}
 
 

@@ -1,0 +1,177 @@
+"""Searches: what is drawn, who goes on, and what a book decides again after it was closed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait
+from plait.core.codec import decode, encode
+from plait.fusion.search import goes_on
+from plait.runtime.settings import EvaluateSettings, TrainSettings
+from plait.runtime.sweep.book import Book
+from plait.runtime.sweep.search import Past, Search
+from plait.runtime.sweep.trials import array_key, with_values
+from support.sweeping import sweep_here, sweep_of
+from support.training import digits_job
+
+
+def make_book(settings: Any, past: list[Any] = ()) -> tuple[Book, list[Any]]:  # type: ignore[assignment]
+    """A book that needs no run, and the events it recorded."""
+    recorded: list[Any] = []
+    book = Book(settings, 1, "loss", lambda own: own.steps or 0, recorded.append, lambda winner, loser: None)
+    book.open(past)
+    return book, recorded
+
+
+def play(book: Book, losses: dict[int, float]) -> None:
+    """Train every trial as told; its loss never changes."""
+    while not book.is_over:
+        waiting = book.waiting()
+        for trial in book.take(waiting[0].group, 3, begin=False):
+            until = trial.goal
+            while until:
+                until = book.report(trial.number, until, {"loss": losses[trial.number]}, None)
+
+
+def test_halving_lets_the_best_of_each_eta_go_on_to_the_next_rung():
+    book, _ = make_book(sweep_of("seed=" + ",".join(map(str, range(9))), kind="halving", least_steps=2))
+    play(book, {number: float(number) for number in range(9)})
+    steps = {trial.number: trial.step for trial in book.trials}
+    # Nine come to 2 steps, three to 6, one on to 18 and its end.
+    assert [steps[n] for n in range(9)] == [30, 6, 6, 2, 2, 2, 2, 2, 2]
+    assert sum(trial.state == "finished" for trial in book.trials) == 1
+    assert [row["trial"] for row in book.table()[:3]] == [0, 1, 2]
+
+
+def test_asha_decides_as_trials_come_and_never_waits():
+    losses = {0: 5.0, 1: 4.0, 2: 6.0, 3: 1.0, 4: 7.0, 5: 0.5}
+    book, _ = make_book(sweep_of("seed=0,1,2,3,4,5", kind="asha", least_steps=3))
+    play(book, losses)
+    reached: list[float] = []
+    for number in range(6):
+        expected = goes_on(losses[number], reached, 3)
+        assert (book.trials[number].step > 3) == expected
+        reached.append(losses[number])
+
+
+@pytest.mark.parametrize("kind", ["grid", "halving", "asha", "pbt"])
+def test_a_book_closed_after_any_event_comes_to_the_same_end(kind: str):
+    over = "optimizer.lr=" + ",".join(str(0.01 * n) for n in range(1, 8))
+    settings = sweep_of(over, kind=kind, least_steps=4, eta=2)
+    losses = {0: 3.0, 1: 1.0, 2: 2.0, 3: 0.1, 4: math.inf, 5: 0.5, 6: 0.7}
+    whole, recorded = make_book(settings)
+    play(whole, losses)
+    for cut in range(len(recorded)):
+        again, _ = make_book(settings, [_through_json(event) for event in recorded[:cut]])
+        play(again, losses)
+        assert again.table() == whole.table(), cut
+
+
+def _through_json(event: Any) -> Any:
+    return decode(type(event), encode(event))
+
+
+def test_a_population_copies_winners_and_changes_their_values():
+    copies = []
+    settings = sweep_of("optimizer.lr=0.1,0.2,0.3,0.4", kind="pbt", least_steps=10)
+    book = Book(settings, 1, "loss", lambda own: 30, lambda e: None, lambda w, s: copies.append((w, s)))
+    book.open()
+    play(book, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
+    assert copies == [(0, 3), (0, 3)]
+    assert book.trials[3].values["optimizer.lr"] in (pytest.approx(0.08), pytest.approx(0.125))
+    assert all(trial.state == "finished" for trial in book.trials)
+
+
+def test_the_values_that_optuna_draws_follow_from_the_past_alone():
+    settings = sweep_of(
+        "optimizer.lr=log:1e-4:1", "model_args.classes=int:10:20", "optimizer.momentum=0,0.9",
+        kind="asha", trials=40,
+    )  # fmt: skip
+    search = Search(settings)
+    past: list[Past] = []
+    for number in range(30):
+        values = search.values(number, past)
+        assert values == search.values(number, past)
+        assert 1e-4 <= values["optimizer.lr"] <= 1
+        assert values["model_args.classes"] in range(10, 21)
+        # Near 0.01 is best.
+        result = abs(math.log10(values["optimizer.lr"]) + 2)
+        state = "dropped" if number % 3 == 1 else "diverged" if number % 7 == 5 else "finished"
+        past.append(Past(values, math.nan if state == "diverged" else result, 5, state))
+    rates = [one.values["optimizer.lr"] for one in past]
+    distance = [abs(math.log10(rate) + 2) for rate in rates]
+    assert sum(distance[15:]) / 15 < sum(distance[:10]) / 10
+
+
+def test_drawn_values_depend_on_seed_and_number_and_stay_in_their_range():
+    over = ("optimizer.lr=log:1e-4:1", "optimizer.weight_decay=linear:0:1", "seed=int:3:5")
+    search = Search(sweep_of(*over, kind="random", trials=50))
+    drawn = [search.values(number, ()) for number in range(50)]
+    assert drawn == [search.values(number, ()) for number in range(50)]
+    assert {values["seed"] for values in drawn} == {3, 4, 5}
+    assert all(1e-4 <= values["optimizer.lr"] <= 1 for values in drawn)
+    assert len({values["optimizer.lr"] for values in drawn}) == 50
+    other = Search(sweep_of(*over, kind="random", trials=50, seed=1))
+    assert drawn[0] != other.values(0, ())
+
+
+def test_values_put_over_settings_are_those_of_the_job_file():
+    content = {
+        "name": "t",
+        "model": "plait.workloads.mlp:mlp_tiny",
+        "data": {"kind": "digits", "batch_size": 8},
+        "early_stop": {"patience": 2},
+        "evaluate": {"every_steps": 3},
+        "steps": 5,
+    }
+    for key, value in {
+        "model_args.classes": 12,
+        "data.batch_size": 9,
+        "data.shuffle": False,
+        "data.path": "x",
+        "optimizer.kind": "adam",
+        "optimizer.betas": [0.8, 0.9],
+        "lr_schedule.warmup_steps": 3,
+        "lr_schedule.gamma": 0.5,
+        "early_stop.patience": 4,
+        "evaluate.every_steps": 2,
+        "loss": "mse",
+        "loss_args.label_smoothing": 0.1,
+        "seed": 3,
+        "model": "plait.workloads.mlp:mlp",
+    }.items():
+        expected = plait.make_job(content, [f"{key}={json.dumps(value)}"]).settings()
+        assert with_values(plait.make_job(content).settings(), {key: value}) == expected, key
+
+
+def test_trials_share_an_array_when_only_numbers_differ():
+    job: TrainSettings = digits_job()
+    same = {"optimizer.lr": 0.3, "seed": 5, "data.batch_size": 7, "clip_norm": 1.0, "steps": 3}
+    other = {
+        "model_args.classes": 11,
+        "optimizer.nesterov": True,
+        "precision": "float32",
+        "data.shuffle": False,
+    }
+    for key, value in same.items():
+        assert array_key(with_values(job, {key: value})) == array_key(job), key
+    for key, value in other.items():
+        assert array_key(with_values(job, {key: value})) != array_key(job), key
+    # Dropouts of any size share an array, but not with none: models ask whether there is one.
+    with_dropout = [array_key(with_values(job, {"model_args.dropout": p})) for p in (0.1, 0.2, 0.0)]
+    assert with_dropout[0] == with_dropout[1] != with_dropout[2]
+
+
+def test_asha_trains_few_trials_to_the_end(tmp_path: Path):
+    job = digits_job(steps=18, evaluate=EvaluateSettings(batch_size=360))
+    settings = sweep_of("optimizer.lr=log:1e-4:0.3", kind="asha", trials=9, job=job, width=3)
+    found = sweep_here(settings, tmp_path)
+    states = [row["state"] for row in found["trials"]]
+    assert states.count("dropped") >= 3
+    assert states[0] == "finished"
+    assert found["best"]["step"] == 18
