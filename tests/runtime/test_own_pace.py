@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from plait.config import make_job, train
 from plait.core.errors import JobError
 from plait.core.events import read
-from plait.runtime import build, events
+from plait.runtime import events
 from plait.runtime.checkpoint import list_checkpoints
 from plait.runtime.folder import RunFolder
-from plait.runtime.own_pace import OwnPaceTrainer
-from plait.runtime.settings import DataSettings, EvaluateSettings, SlowSettings, SyncSettings, TrainSettings
-from support.averaging import job_store
-from support.training import TestWorker, digits_job, largest_difference
-from support.world import run_ranks
+from plait.runtime.settings import EvaluateSettings, SlowSettings
+from support.syncs import run_sync, settings_of
+from support.training import largest_difference
 
 TESTS = str(Path(__file__).parent.parent)
 
@@ -69,38 +65,6 @@ class Watch:
 def all_events(run: Path) -> dict[int, list[Any]]:
     files = sorted((run / "events").glob("rank*.jsonl"))
     return {int(f.stem.removeprefix("rank")): [r.event for r in read(f)] for f in files}
-
-
-class StoreWorker(TestWorker):
-    """A worker with the job's store and no launcher around it."""
-
-    def __init__(self, rank: int, size: int, port: int, stop_file: Path | None) -> None:
-        super().__init__(rank, size, stop_file)
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        self.timeout_s = 20.0
-
-
-def train_at_own_pace(
-    rank: int, port: int, settings: TrainSettings, folder: Path, resume: bool = False, stop_at: int = 0
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    size = dist.get_world_size()
-    worker = StoreWorker(rank, size, port, folder / "stop" if stop_at else None)
-    parts = build.build(settings, torch.device("cpu"))
-    trainer = OwnPaceTrainer(worker, settings, parts, RunFolder(folder), ["a"] * size)  # type: ignore[arg-type]
-    if stop_at and rank == 1:
-        trainer.recorder.step = lambda step, *_: (folder / "stop").touch() if step >= stop_at else None  # type: ignore[method-assign]
-    result = trainer.run(resume)
-    return result, {name: value.tolist() for name, value in parts.model.state_dict().items()}
-
-
-def settings_of(sync: str, options: dict[str, Any] | None = None, **changes: Any) -> TrainSettings:
-    values = {"steps": 30, "precision": "float32", "data": DataSettings("digits", 48), **changes}
-    return digits_job(sync=SyncSettings(sync, options or {}), **values)
-
-
-def run_sync(workers: int, settings: TrainSettings, folder: Path, **more: Any) -> list[Any]:
-    with job_store() as port:
-        return run_ranks(workers, train_at_own_pace, port, settings, folder, **more)
 
 
 def test_a_run_learns_uses_every_sample_once_and_records_each_workers_pace(tmp_path: Path):

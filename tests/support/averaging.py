@@ -12,7 +12,7 @@ import torch.distributed as dist
 from plait.cluster.mail import Mail, open_mail
 from plait.cluster.presence import Presence
 from plait.sync.partial_reduce import PartialReduce
-from plait.sync.rounds import Rules
+from plait.sync.rounds import Rules, read_round
 
 
 @contextmanager
@@ -37,3 +37,12 @@ def partial_reduce(
 ) -> PartialReduce:
     store, mail, presence = enter(rank, size, port, lease_s)
     return PartialReduce(store, "t", mail, presence, [lambda: tensors], Rules(**rules))
+
+
+def closed_rounds(port: int) -> list[tuple[int, ...]]:
+    """The groups of all rounds so far, in order."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    groups: list[tuple[int, ...]] = []
+    while store.check([key := f"t/partial/round/{len(groups)}"]):
+        groups.append(read_round(len(groups), store.get(key)).members)
+    return groups

@@ -34,7 +34,8 @@ class Presence:
         self._prefix = prefix
         self._rank = rank
         self._lease_s = lease_s
-        self._others = [member for member in members if member != rank]
+        self.members = tuple(sorted(members))
+        self._others = [member for member in self.members if member != rank]
         self._lock = threading.Lock()
         self._gone: set[int] = set()
         self._words: dict[int, bytes] = {}

@@ -13,7 +13,20 @@ from plait.cluster.wire import address_towards
 from plait.cluster.worker import Worker
 from plait.runtime.build import Parts
 from plait.sync.averaging import Averaging
-from plait.sync.options import Options, PartialReduceOptions
+from plait.sync.collective import LocalSgd, Sma
+from plait.sync.gossip import AdPsgd, PairAveraging
+from plait.sync.hetpipe import HetPipe
+from plait.sync.options import (
+    AdPsgdOptions,
+    HetPipeOptions,
+    LocalSgdOptions,
+    Options,
+    PairAveragingOptions,
+    PairSyncOptions,
+    PartialReduceOptions,
+    SmaOptions,
+)
+from plait.sync.pair_sync import PairSync
 from plait.sync.partial_reduce import PartialReduce
 from plait.sync.rounds import Rules
 from plait.sync.vector import Source
@@ -22,27 +35,45 @@ PREFIX = "plait/sync"
 LEASE_S = 5.0
 
 
-def make_averaging(worker: Worker, hosts: Sequence[str], parts: Parts, options: Options) -> Averaging:
+def make_averaging(
+    worker: Worker, hosts: Sequence[str], parts: Parts, options: Options, seed: int
+) -> Averaging:
     """How this worker averages with the others; all workers make theirs together."""
-    mail, presence = _take_part(worker, hosts, getattr(options, "lease_s", LEASE_S))
     sources = sources_of(parts, getattr(options, "state", False))
-    if isinstance(options, PartialReduceOptions):
-        rules = Rules(options.minimum, options.window, options.patience, options.every)
-        return PartialReduce(worker.store, PREFIX, mail, presence, sources, rules)
-    raise AssertionError(options)
+    if isinstance(options, SmaOptions):
+        return Sma(sources, options.alpha)
+    if isinstance(options, LocalSgdOptions):
+        outer_lr = options.outer_lr if options.outer == "nesterov" else None
+        return LocalSgd(sources, options.every, outer_lr, options.outer_momentum)
+    if isinstance(options, HetPipeOptions):
+        mails = [_open(worker, hosts, f"{PREFIX}/server{i}") for i in range(options.servers)]
+        return HetPipe(
+            mails, sources, staleness=options.staleness, wave=options.wave, deadline_s=worker.timeout_s
+        )
+    mail = _open(worker, hosts, PREFIX)
+    lease_s = getattr(options, "lease_s", LEASE_S)
+    presence = Presence(worker.store, PREFIX, worker.rank, range(worker.world_size), lease_s)
+    common = (worker.store, PREFIX, mail, presence, sources)
+    if isinstance(options, PairSyncOptions):
+        return PairSync(*common, seed)
+    if isinstance(options, AdPsgdOptions):
+        return AdPsgd(*common, seed, options.graph)
+    if isinstance(options, PairAveragingOptions):
+        return PairAveraging(*common, seed)
+    assert isinstance(options, PartialReduceOptions)
+    return PartialReduce(*common, Rules(options.minimum, options.window, options.patience, options.every))
 
 
-def _take_part(worker: Worker, hosts: Sequence[str], lease_s: float) -> tuple[Mail, Presence]:
-    store = worker.store
-    address = address_towards(store.host, store.port)
-    mail = open_mail(store, PREFIX, worker.rank, hosts, address, worker.timeout_s)
-    return mail, Presence(store, PREFIX, worker.rank, range(worker.world_size), lease_s)
+def _open(worker: Worker, hosts: Sequence[str], prefix: str) -> Mail:
+    address = address_towards(worker.store.host, worker.store.port)
+    return open_mail(worker.store, prefix, worker.rank, hosts, address, worker.timeout_s)
 
 
 def sources_of(parts: Parts, state: bool) -> list[Source]:
-    """Weights and running statistics and, with `state`, what the optimizer keeps for each weight."""
+    """Weights, running statistics and, with `state`, what the optimizer keeps for each weight."""
     model, optimizer = parts.model, parts.optimizer
-    fixed: list[Tensor] = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    weights: list[Tensor] = list(model.parameters())
+    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
     def kept() -> list[Tensor]:
         return [
@@ -52,4 +83,4 @@ def sources_of(parts: Parts, state: bool) -> list[Source]:
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape
         ]
 
-    return [lambda: fixed, kept] if state else [lambda: fixed]
+    return [lambda: weights, lambda: statistics, *([kept] if state else [])]

@@ -72,7 +72,9 @@ class OwnPaceTrainer(Trainer):
     def begin(self, steps: int) -> None:
         """Get ready to go on, and link up with the other workers."""
         super().begin(steps)
-        self._averaging = make_averaging(self.worker, self._hosts, self.parts, self._options)
+        self._averaging = make_averaging(
+            self.worker, self._hosts, self.parts, self._options, self.settings.seed
+        )
         if self._averaging.tolerant and dist.is_initialized():
             # All are linked by now. Collectives, and a group's end, would wait for workers that are gone.
             dist.destroy_process_group()

@@ -88,7 +88,7 @@ class SmaOptions:
 
 @dataclass(frozen=True)
 class LocalSgdOptions:
-    """The mean of all after every `every` steps; with `outer: nesterov` it is a step of DiLoCo's optimizer."""
+    """The mean of all after every `every` steps; with `outer: nesterov`, as a step of DiLoCo's optimizer."""
 
     every: int = 8
     outer: Literal["none", "nesterov"] = "none"

@@ -1,0 +1,216 @@
+"""HetPipe's parameter server: workers push what a wave changed and pull, at most D waves ahead of others.
+
+The first few workers each serve a part of the weights in a thread beside their own work; parts are equal by
+bytes. Every server has links of its own, so that it may answer while its worker computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.cluster.channels import PeerError
+from plait.cluster.mail import Mail
+from plait.sync.averaging import Tally
+from plait.sync.connectivity import shards
+from plait.sync.vector import Source, Vector, distance
+
+PUSH, PULL = 9, 10
+LOOK_S = 0.02
+
+
+def may_go_on(clocks: dict[int, int], done: set[int], worker: int, staleness: int, last: bool) -> bool:
+    """Whether `worker` gets the weights now: not too far ahead or, at the `last` pull, all done."""
+    if last:
+        return len(done) == len(clocks)
+    behind = [clock for other, clock in clocks.items() if other not in done]
+    return not behind or clocks[worker] - min(behind) <= staleness
+
+
+class Server:
+    """One part of the weights, and how far each worker is."""
+
+    def __init__(self, mail: Mail, flats: Sequence[Tensor], workers: int, staleness: int) -> None:
+        self._mail = mail
+        self._flats = [flat.clone() for flat in flats]
+        self._workers = workers
+        self._staleness = staleness
+        self._changed = threading.Condition()
+        self._clocks = dict.fromkeys(range(workers), 0)
+        self._done: set[int] = set()
+        self._waiting: dict[int, tuple[int, bool]] = {}
+        self._ended = False
+        self._thread = threading.Thread(target=self._serve, name="plait-server", daemon=True)
+        self._thread.start()
+
+    def exchange(self, changes: Sequence[Tensor], last: bool, deadline_s: float) -> list[Tensor]:
+        """Push the changes of this very worker and pull; what others do over their links."""
+        rank = self._mail.rank
+        with self._changed:
+            self._push(rank, changes, last)
+            self._waiting[rank] = (0, last)
+            end = time.monotonic() + deadline_s
+            while not may_go_on(self._clocks, self._done, rank, self._staleness, last):
+                if not self._changed.wait(min(1.0, end - time.monotonic())) and time.monotonic() > end:
+                    raise PeerError(
+                        f"Timed out waiting: worker {rank} waited {deadline_s:g} s for the others"
+                    )
+            answer = [flat.clone() for flat in self._flats]
+            self._leave(rank, last)
+            return answer
+
+    def close(self) -> None:
+        self._ended = True
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._ended:
+            self._mail.wait(LOOK_S)
+            with self._changed:
+                for peer in self._mail.peers():
+                    while (message := self._mail.take(peer, PUSH)) is not None:
+                        last = message.content.note == "last"
+                        self._push(peer, [t for t in message.content.tensors if t is not None], last)
+                        self._waiting[peer] = (message.content.number, last)
+                        message.release()
+                self._answer()
+
+    def _push(self, worker: int, changes: Sequence[Tensor], last: bool) -> None:
+        for flat, change in zip(self._flats, changes):
+            flat.add_(change, alpha=1.0 / self._workers)
+        self._clocks[worker] += 1
+        if last:
+            self._done.add(worker)
+        self._changed.notify_all()
+
+    def _answer(self) -> None:
+        """Send the weights to whoever may go on."""
+        for worker, (number, last) in list(self._waiting.items()):
+            if worker != self._mail.rank and may_go_on(
+                self._clocks, self._done, worker, self._staleness, last
+            ):
+                self._mail.send(worker, PULL, number, self._flats)
+                self._leave(worker, last)
+        self._mail.flush(0.1)
+
+    def _leave(self, worker: int, last: bool) -> None:
+        del self._waiting[worker]
+        if last and not any(final for _, final in self._waiting.values()):
+            # All are through: the next segment starts from nothing.
+            self._clocks = dict.fromkeys(self._clocks, 0)
+            self._done.clear()
+
+
+class HetPipe:
+    """Pushes the change of each wave of `wave` updates to the servers and goes on from what they hold."""
+
+    tolerant = False
+
+    def __init__(
+        self,
+        mails: Sequence[Mail],
+        sources: Sequence[Source],
+        *,
+        staleness: int,
+        wave: int,
+        deadline_s: float,
+    ) -> None:
+        self.tally = Tally()
+        self._mails = list(mails)
+        self._rank = mails[0].rank
+        self._size = dist.get_world_size()
+        self._wave = wave
+        self._deadline_s = deadline_s
+        weights = list(sources[0]())
+        kept = shards([t.numel() * t.element_size() for t in weights], len(mails))
+        self._parts = [Vector(_only(sources[0], own)) for own in kept]
+        self._rest = Vector(*sources[1:])
+        self._bases = [[flat.clone() for flat in part.gather()] for part in self._parts]
+        self._server: Server | None = None
+        if self._rank < len(mails):
+            self._server = Server(mails[self._rank], self._bases[self._rank], self._size, staleness)
+        self._since = self._number = 0
+
+    def after_update(self) -> None:
+        """Push and pull where a wave is over."""
+        self._since += 1
+        if self._since >= self._wave:
+            self._exchange(last=False)
+
+    def settle(self) -> tuple[int, ...]:
+        """Push what is left, wait until all have, and pull; running statistics are averaged."""
+        before = [[flat.clone() for flat in part.gather()] for part in self._parts]
+        self._exchange(last=True)
+        moved = [distance(part.flats, old) ** 2 for part, old in zip(self._parts, before)]
+        self.tally.distances.append(sum(moved) ** 0.5)
+        for flat in self._rest.gather():
+            dist.all_reduce(flat)
+            flat /= self._size
+        self._rest.scatter()
+        return self.living()
+
+    def living(self) -> tuple[int, ...]:
+        """All workers: the end of one is the end of the run."""
+        return tuple(range(self._size))
+
+    def close(self) -> None:
+        dist.barrier()
+        if self._server is not None:
+            self._server.close()
+        for mail in self._mails:
+            mail.close()
+
+    def _exchange(self, last: bool) -> None:
+        with self.tally.waiting():
+            changes = [
+                [flat - base for flat, base in zip(part.gather(), bases)]
+                for part, bases in zip(self._parts, self._bases)
+            ]
+            for server, change in enumerate(changes):
+                if server != self._rank:
+                    self._mails[server].send(server, PUSH, self._number, change, "last" if last else "")
+                    self._mails[server].flush(self._deadline_s)
+            for server, change in enumerate(changes):
+                self._take(server, self._pull(server, change, last))
+        self._number += 1
+        self._since = 0
+        self.tally.groups += 1
+        self.tally.members += self._size
+        self.tally.bytes_sent = sum(mail.bytes_sent for mail in self._mails)
+
+    def _pull(self, server: int, change: Sequence[Tensor], last: bool) -> list[Tensor]:
+        if server == self._rank:
+            assert self._server is not None
+            return self._server.exchange(change, last, self._deadline_s)
+        mail, end = self._mails[server], time.monotonic() + self._deadline_s
+        while (message := mail.take(server, PULL)) is None:
+            if mail.is_gone(server):
+                raise PeerError(f"Connection closed by peer: worker {server}, a parameter server, is gone")
+            if time.monotonic() > end:
+                raise PeerError(
+                    f"Timed out waiting: worker {self._rank} waited {self._deadline_s:g} s for the parameter "
+                    f"server of worker {server}; a worker hangs, or is slower than parallel.timeout_s allows"
+                )
+            mail.wait(LOOK_S)
+        found = [t.clone() for t in message.content.tensors if t is not None]
+        message.release()
+        return found
+
+    def _take(self, server: int, weights: Sequence[Tensor]) -> None:
+        part = self._parts[server]
+        for flat, base, new in zip(part.flats, self._bases[server], weights):
+            flat.copy_(new)
+            base.copy_(new)
+        part.scatter()
+
+
+def _only(source: Source, indices: Sequence[int]) -> Source:
+    def chosen() -> list[Tensor]:
+        tensors = source()
+        return [tensors[i] for i in indices]
+
+    return chosen

@@ -1,0 +1,59 @@
+"""Every sync trains: the workers end with the same weights, and some equal what is simple to compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.runtime.settings import OptimizerSettings, TrainSettings
+from support.syncs import run_sync, settings_of
+from support.training import digits_job, largest_difference, train_here
+
+PLAIN = OptimizerSettings("sgd", {"lr": 0.05})
+
+
+def exact(sync: str, options: dict[str, Any] | None = None) -> TrainSettings:
+    return settings_of(sync, options, steps=6, precision="float64", optimizer=PLAIN)
+
+
+def one_process(settings: TrainSettings, folder: Path) -> dict[str, Any]:
+    return train_here(digits_job(steps=6, data=settings.data, optimizer=PLAIN), folder)[1]
+
+
+@pytest.mark.parametrize(
+    ("sync", "options"),
+    [
+        ("sma", {"alpha": 1.0}),
+        ("local-sgd", {"every": 1, "outer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.0}),
+        ("hetpipe", {"staleness": 0, "servers": 3}),
+    ],
+)
+def test_the_mean_of_all_after_every_step_equals_one_process(
+    sync: str, options: dict[str, Any], tmp_path: Path
+):
+    settings = exact(sync, options)
+    found = run_sync(3, settings, tmp_path / "a")
+    alone = one_process(settings, tmp_path / "b")
+    for _, weights in found:
+        assert largest_difference(weights, alone) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("sync", "options"),
+    [
+        ("ad-psgd", {"graph": "ring"}),
+        ("pair-sync", {}),
+        ("pair-averaging", {}),
+        ("local-sgd", {"every": 4, "outer": "nesterov"}),
+        ("hetpipe", {"staleness": 2, "wave": 2, "servers": 2}),
+    ],
+)
+def test_every_sync_learns_and_all_workers_end_with_the_same_weights(
+    sync: str, options: dict[str, Any], tmp_path: Path
+):
+    found = run_sync(4, settings_of(sync, options, steps=60), tmp_path)
+    assert found[0][0]["test"]["accuracy"] > 0.75
+    for _, weights in found[1:]:
+        assert largest_difference(weights, found[0][1]) < 1e-6

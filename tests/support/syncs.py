@@ -1,0 +1,49 @@
+"""Runs of workers that average weights, in small worlds without a launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.runtime import build
+from plait.runtime.folder import RunFolder
+from plait.runtime.own_pace import OwnPaceTrainer
+from plait.runtime.settings import DataSettings, SyncSettings, TrainSettings
+from support.averaging import job_store
+from support.training import TestWorker, digits_job
+from support.world import run_ranks
+
+
+class StoreWorker(TestWorker):
+    """A worker with the job's store and no launcher around it."""
+
+    def __init__(self, rank: int, size: int, port: int, stop_file: Path | None) -> None:
+        super().__init__(rank, size, stop_file)
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self.timeout_s = 20.0
+
+
+def train_at_own_pace(
+    rank: int, port: int, settings: TrainSettings, folder: Path, resume: bool = False, stop_at: int = 0
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    size = dist.get_world_size()
+    worker = StoreWorker(rank, size, port, folder / "stop" if stop_at else None)
+    parts = build.build(settings, torch.device("cpu"))
+    trainer = OwnPaceTrainer(worker, settings, parts, RunFolder(folder), ["a"] * size)  # type: ignore[arg-type]
+    if stop_at and rank == 1:
+        trainer.recorder.step = lambda step, *_: (folder / "stop").touch() if step >= stop_at else None  # type: ignore[method-assign]
+    result = trainer.run(resume)
+    return result, {name: value.tolist() for name, value in parts.model.state_dict().items()}
+
+
+def settings_of(sync: str, options: dict[str, Any] | None = None, **changes: Any) -> TrainSettings:
+    values = {"steps": 30, "precision": "float32", "data": DataSettings("digits", 48), **changes}
+    return digits_job(sync=SyncSettings(sync, options or {}), **values)
+
+
+def run_sync(workers: int, settings: TrainSettings, folder: Path, **more: Any) -> list[Any]:
+    with job_store() as port:
+        return run_ranks(workers, train_at_own_pace, port, settings, folder, **more)

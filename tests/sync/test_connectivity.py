@@ -1,0 +1,150 @@
+"""Decisions about groups: connected when they say so, pairs that match, shards that balance."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.sync.connectivity import (
+    bipartite_neighbours,
+    components,
+    cut_off,
+    first_disconnected,
+    pairs,
+    recent,
+    remembered,
+    shards,
+    spans,
+)
+from plait.sync.rounds import Round, Rules, is_behind, may_close, next_round, read_round
+
+RANKS = st.integers(0, 7)
+GROUP = st.lists(RANKS, min_size=1, max_size=8, unique=True).map(tuple)
+GROUPS = st.lists(GROUP, max_size=30)
+EVERY = st.integers(1, 12)
+ALL = tuple(range(8))
+
+
+def reachable(start: int, groups: list[tuple[int, ...]]) -> set[int]:
+    """By spreading from one worker through the groups until nothing changes."""
+    found = {start}
+    while True:
+        wider = found.union(*(g for g in groups if found & set(g)))
+        if wider == found:
+            return found
+        found = wider
+
+
+@given(GROUPS)
+def test_components_are_what_spreads_through_the_groups(groups: list[tuple[int, ...]]):
+    for part in components(groups, ALL):
+        assert set(part) == reachable(min(part), groups)
+
+
+@given(GROUPS, GROUP, EVERY)
+def test_a_group_with_someone_of_each_part_that_was_cut_off_connects_all(
+    past: list[tuple[int, ...]], group: tuple[int, ...], every: int
+):
+    missing = cut_off(past, group, ALL, every)
+    whole = (*group, *(min(part) for part in missing))
+    # Someone of each part may push the oldest group out of the window: then more are asked for.
+    while more := cut_off(past, whole, ALL, every):
+        assert len(set(whole)) < 8
+        whole = (*whole, *(min(part) for part in more))
+    assert set(group) <= set(whole)
+
+
+@given(GROUPS, GROUP, EVERY)
+def test_what_is_remembered_is_enough_to_decide(
+    past: list[tuple[int, ...]], group: tuple[int, ...], every: int
+):
+    kept = remembered(past, 8, every)
+    assert cut_off(kept, group, ALL, every) == cut_off(past, group, ALL, every)
+    assert sum(map(len, kept)) < 8 * every + 8
+
+
+@given(st.lists(GROUP, min_size=30, max_size=40), EVERY)
+def test_groups_chosen_by_the_rule_never_leave_anyone_out(proposed: list[tuple[int, ...]], every: int):
+    taken: list[tuple[int, ...]] = []
+    for group in proposed:
+        while missing := cut_off(taken, group, ALL, every):
+            group = (*group, *(min(part) for part in missing))
+        taken.append(group)
+        if sum(map(len, taken)) >= every * 8:
+            assert reachable(0, list(recent(taken, 8, every))) == set(ALL)
+    assert first_disconnected(taken, ALL, every) is None
+
+
+def test_two_camps_that_never_mix_are_found_out():
+    groups = [(0, 1, 2, 3), (4, 5, 6, 7)] * 10
+    assert first_disconnected(groups, ALL, 3) == 5
+    assert cut_off(groups, (0, 1), ALL, 3) == [frozenset({4, 5, 6, 7})]
+
+
+@given(st.integers(0, 9), st.integers(0, 99), st.sets(RANKS, min_size=1))
+def test_pairs_match_and_leave_one_out_at_most(seed: int, round_: int, members: set[int]):
+    found = pairs(seed, round_, members)
+    assert all(found[found[a]] == a and found[a] != a for a in found)
+    assert len(found) == len(members) - len(members) % 2
+    assert found == pairs(seed, round_, sorted(members, reverse=True))
+
+
+@given(st.sets(RANKS, min_size=2), st.sampled_from(["complete", "ring"]))
+def test_neighbours_know_each_other_and_lie_on_other_sides(members: set[int], graph: str):
+    order = sorted(members)
+    for rank in members:
+        for other in bipartite_neighbours(rank, members, graph):
+            assert (order.index(rank) + order.index(other)) % 2 == 1
+            assert rank in bipartite_neighbours(other, members, graph)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 6))
+def test_shards_hold_each_tensor_once_and_differ_by_one_tensor_at_most(sizes: list[int], servers: int):
+    kept = shards(sizes, servers)
+    assert sorted(i for own in kept for i in own) == list(range(len(sizes)))
+    loads = [sum(sizes[i] for i in own) for own in kept]
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_spans_cover_everything_in_order(length: int, owners: int):
+    found = spans(length, owners)
+    assert [i for begin, end in found for i in range(begin, end)] == list(range(length))
+
+
+def test_a_round_survives_being_written_down():
+    before = Round(3, (1, 4), True, (4,), ((1, 2.5), (4, 1794721899.8039)), ((0, 1), (2,)))
+    assert read_round(3, before.text().encode()) == before
+    assert next_round(before, 4, 8, 10).past == ((0, 1), (2,), (1, 4))
+
+
+def closes(members: tuple[int, ...], waited_s: float, expected: dict[int, float], **rules: int) -> bool:
+    round_ = Round(9, members, expected=tuple(expected.items()))
+    return may_close(round_, ALL[:4], waited_s, 100.0, 1.0, dataclasses.replace(Rules(), **rules))
+
+
+def test_a_round_closes_when_all_are_in_or_nobody_else_is_about_to_come():
+    assert closes((0, 1, 2, 3), 0.0, {})
+    assert not closes((0, 1), 0.0, {2: 100.05, 3: 103.0})
+    assert closes((0, 1), 0.0, {2: 102.0, 3: 103.0})
+    assert closes((0, 1), 0.11, {2: 100.05, 3: 103.0})
+    assert not closes((0,), 0.5, {1: 102.0, 2: 102.0, 3: 103.0})
+    assert closes((0,), 1.0, {1: 102.0, 2: 102.0, 3: 103.0})
+    assert not closes((0, 1), 0.2, {2: 102.0, 3: 102.0}, minimum=3)
+
+
+def test_a_round_that_would_leave_someone_out_too_long_stays_open():
+    past = ((0, 1), (0, 1), (2, 3), (2, 3))
+    round_ = Round(9, (0, 1), expected=((2, 105.0), (3, 105.0)), past=past)
+    assert not may_close(round_, ALL[:4], 5.0, 100.0, 1.0, Rules(every=2))
+    assert may_close(round_.with_member(2, False), ALL[:4], 0.0, 100.0, 1.0, Rules(every=2))
+    # Those who are gone are not waited for.
+    assert may_close(round_, ALL[:2], 0.0, 100.0, 1.0, Rules(every=2))
+
+
+def test_a_worker_that_missed_many_rounds_counts_for_nothing():
+    assert is_behind(Round(50, past=((0, 1), (2, 3))), 5, 20, 10)
+    assert not is_behind(Round(50, past=((0, 1), (2, 5))), 5, 20, 10)
+    assert not is_behind(Round(50), 5, None, 10)
