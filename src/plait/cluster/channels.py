@@ -1,8 +1,9 @@
 """Channels: tensors from worker to worker, tagged, in order, without waiting for each other.
 
 Workers of one host hand tensors over in shared memory; others use gloo, and so do all where the system
-has no anonymous shared memory. Tensors of any type and device may be sent; they arrive on the CPU. Every
-wait has a deadline, and its error names the peer and what was waited for.
+has no anonymous shared memory. Tensors of any type and device may be sent; they arrive on the CPU, or, from
+a worker whose GPU's memory can be read here, on that GPU. Every wait has a deadline, and its error names the
+peer and what was waited for.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.cluster.gpu import name_of, reachable_from
 from plait.cluster.messages import Message
 from plait.cluster.remote import RemoteLink
 from plait.cluster.shared import Door, SharedLink, knock, wait_for_notices
@@ -118,6 +121,8 @@ class Channels:
             raise PeerError(f"worker {self._rank} waited {what}, but worker {peer} has ended")
         if time.monotonic() >= end:
             self._say_silent(peer, what)
+        for each in self._shared:
+            each.give_back(wait=True)
         wait_for_notices(self._shared, end - time.monotonic())
 
     def _say_silent(self, peer: int, what: str) -> NoReturn:
@@ -134,16 +139,28 @@ class Channels:
 
 
 def connect(
-    rank: int, hosts: Sequence[str], peers: Iterable[int], *, deadline_s: float, window: int = 64
+    rank: int,
+    hosts: Sequence[str],
+    peers: Iterable[int],
+    *,
+    deadline_s: float,
+    window: int = 64,
+    device: torch.device | None = None,
 ) -> Channels:
     """Channels to `peers`; all ranks of the world's process group call it together.
 
-    `hosts` names the host of each rank. Two workers are each other's peers, or neither is.
+    `hosts` names the host of each rank, `device` is this worker's. Two workers are each other's peers, or
+    neither is.
     """
     peers = sorted(set(peers) - {rank})
     near = meet_near(rank, hosts, peers, deadline_s)
+    gpu = device if device is not None and device.type == "cuda" else None
+    readable: list[tuple[str, ...]] = [()] * len(hosts)
+    dist.all_gather_object(readable, reachable_from(gpu) if gpu else ())
     links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in near}
-    links |= {peer: SharedLink(connection) for peer, connection in near.items()}
+    for peer, connection in near.items():
+        can_read = gpu is not None and name_of(gpu) in readable[peer]
+        links[peer] = SharedLink(connection, gpu if can_read else None)
     return Channels(rank, links, deadline_s, window)
 
 

@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from plait.cluster.gpu import GpuMemory
+
 # The number of the message (a microbatch), the whole message's bytes, the description's bytes.
 _PREFIX = struct.Struct("<qqq")
 _ALIGNMENT = 64
@@ -40,6 +42,11 @@ class Packing:
     description: bytes
     offsets: tuple[int, ...]
     size: int
+
+    @property
+    def head_size(self) -> int:
+        """The bytes before the first tensor."""
+        return _aligned(_PREFIX.size + len(self.description))
 
 
 def packing_of(tensors: Sequence[Tensor | None], note: str = "") -> Packing:
@@ -83,16 +90,31 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class Buffer:
-    """Flat memory for messages, one after the other; views into it are made once for each packing."""
+    """Flat memory for messages, one after the other; views into it are made once for each packing.
 
-    def __init__(self, flat: Tensor) -> None:
+    With `gpu`, the tensors lie there, and `flat` holds only what the message says of itself.
+    """
+
+    def __init__(self, flat: Tensor, gpu: GpuMemory | None = None) -> None:
         self.flat = flat
+        self.gpu = gpu
         self._bytes = memoryview(flat.numpy().data)
         self._views: dict[Packing, tuple[Tensor | None, ...]] = {}
 
     @property
     def capacity(self) -> int:
         return self.flat.numel()
+
+    @property
+    def size(self) -> int:
+        """The bytes that there are for tensors."""
+        return (self.flat if self.gpu is None else self.gpu.flat).numel()
+
+    def fits(self, packing: Packing, on_gpu: bool) -> bool:
+        """Whether a message can be written, its tensors to where they are to lie."""
+        if (self.gpu is not None) != on_gpu:
+            return False
+        return packing.head_size <= self.capacity and packing.size <= self.size
 
     def write(self, number: int, packing: Packing, tensors: Sequence[Tensor | None]) -> None:
         """Copy a message into the buffer, from whatever device its tensors are on."""
@@ -101,6 +123,8 @@ class Buffer:
         for view, tensor in zip(self._view(packing), tensors):
             if view is not None and tensor is not None:
                 view.copy_(tensor.detach())
+        if self.gpu is not None:
+            self.gpu.written.record()
 
     def write_need(self, size: int) -> None:
         """Say that the next message needs a buffer of `size` bytes instead of a message."""
@@ -112,7 +136,12 @@ class Buffer:
         return None if length else int(size)
 
     def read(self) -> Content:
-        """The message in the buffer; its tensors are views, good until the next one is written."""
+        """The message in the buffer; its tensors are views, good until the next one is written.
+
+        On a GPU, what the current stream does from now on comes after the write.
+        """
+        if self.gpu is not None:
+            self.gpu.written.wait()
         number, _, length = _PREFIX.unpack_from(self._bytes)
         packing = _packing_from(bytes(self._bytes[_PREFIX.size : _PREFIX.size + length]))
         return Content(number, self._view(packing), packing.note)
@@ -127,7 +156,8 @@ class Buffer:
     def _cut(self, spec: tuple[str, tuple[int, ...]] | None, offset: int) -> Tensor | None:
         if spec is None:
             return None
-        return self.flat[offset : offset + _bytes(spec)].view(_dtype(spec[0])).view(spec[1])
+        memory = self.flat if self.gpu is None else self.gpu.flat
+        return memory[offset : offset + _bytes(spec)].view(_dtype(spec[0])).view(spec[1])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A socket between the two tells which buffer holds the next message and which is free again. Buffers are
 files without a name, handed over through the socket, so nothing is left behind however a worker ends. A
-sender that finds no free buffer makes one, up to the window.
+sender that finds no free buffer makes one, up to the window. Tensors of a GPU whose memory the peer can read
+stay there: the file then holds the message's description and, behind it, the handle of that memory.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.cluster.messages import Buffer, Message, packing_of
+from plait.cluster.gpu import GpuMemory
+from plait.cluster.messages import Buffer, Message, Packing, packing_of
 
 _NOTICE = struct.Struct("<BIIQ")
-_FULL, _FREE, _END = 1, 2, 3
+_FULL, _FREE, _END, _FULL_GPU = 1, 2, 3, 4
 _PAGE = mmap.PAGESIZE
 # Room beside a notice for one descriptor.
 _EXTRA = socket.CMSG_LEN(struct.calcsize("i"))
@@ -40,10 +42,13 @@ class _Slot:
 
 
 class SharedLink:
-    """One end of the connection to a worker of the same host."""
+    """One end of the connection to a worker of the same host; `gpu` is this one's, if the peer reads it."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, gpu: torch.device | None = None) -> None:
         self._socket = connection
+        self._gpu = gpu
+        # Messages given back whose last reader is still to run on the GPU.
+        self._leaving: deque[tuple[torch.cuda.Event, int]] = deque()
         self._ours: list[_Slot] = []
         self._free: list[_Slot] = []
         self._theirs: dict[int, Buffer] = {}
@@ -64,11 +69,12 @@ class SharedLink:
         """Copy a message into a free buffer and tell the peer; never waits."""
         self.take_notices()
         packing = packing_of(tensors, note)
-        slot = self._find(packing.size)
+        on_gpu = self._gpu is not None and any(t is not None and t.is_cuda for t in tensors)
+        slot = self._find(packing, on_gpu)
         slot.buffer.write(number, packing, tensors)
         self._under_way[channel] += 1
         self._channel_of[slot.number] = channel
-        notice = _NOTICE.pack(_FULL, channel, slot.number, slot.buffer.capacity)
+        notice = _NOTICE.pack(_FULL_GPU if on_gpu else _FULL, channel, slot.number, slot.buffer.capacity)
         if slot.descriptor is None:
             self._tell(notice)
             return
@@ -82,14 +88,28 @@ class SharedLink:
         if not self._arrived[channel]:
             return None
         number = self._arrived[channel].popleft()
+        buffer = self._theirs[number]
 
         def release() -> None:
-            self._tell(_NOTICE.pack(_FREE, 0, number, 0))
+            if buffer.gpu is None:
+                self._tell(_NOTICE.pack(_FREE, 0, number, 0))
+            else:
+                read = torch.cuda.Event()
+                read.record()
+                self._leaving.append((read, number))
 
-        return Message(self._theirs[number].read(), release)
+        return Message(buffer.read(), release)
+
+    def give_back(self, wait: bool = False) -> None:
+        """Tell the peer of GPU memory that nobody reads any more; with `wait`, once nobody does."""
+        while self._leaving and (wait or self._leaving[0][0].query()):
+            read, number = self._leaving.popleft()
+            read.synchronize()
+            self._tell(_NOTICE.pack(_FREE, 0, number, 0))
 
     def take_notices(self) -> None:
         """Read what the peer has told, without waiting."""
+        self.give_back()
         while not self.lost and not self.ended:
             try:
                 data, extra, _, _ = self._socket.recvmsg(_NOTICE.size, _EXTRA, socket.MSG_DONTWAIT)
@@ -108,9 +128,9 @@ class SharedLink:
             self._take_notice(kind, channel, number, size, descriptors)
 
     def _take_notice(self, kind: int, channel: int, number: int, size: int, descriptors: list[int]) -> None:
-        if kind == _FULL:
+        if kind in (_FULL, _FULL_GPU):
             for descriptor in descriptors:
-                self._theirs[number] = Buffer(_map(descriptor, size))
+                self._theirs[number] = _open(descriptor, size, kind == _FULL_GPU)
                 os.close(descriptor)
             self._arrived[channel].append(number)
         elif kind == _FREE:
@@ -121,6 +141,7 @@ class SharedLink:
 
     def close(self) -> None:
         """Tell the peer that this end was closed on purpose."""
+        self.give_back(wait=True)
         self._tell(_NOTICE.pack(_END, 0, 0, 0))
         self._socket.close()
 
@@ -129,19 +150,44 @@ class SharedLink:
         with contextlib.suppress(OSError):
             self._socket.send(notice)
 
-    def _find(self, size: int) -> _Slot:
+    def _find(self, packing: Packing, on_gpu: bool) -> _Slot:
         """The smallest free buffer that is large enough, or a new one."""
-        fitting = [slot for slot in self._free if slot.buffer.capacity >= size]
+        fitting = [slot for slot in self._free if slot.buffer.fits(packing, on_gpu)]
         if fitting:
-            slot = min(fitting, key=lambda s: s.buffer.capacity)
+            slot = min(fitting, key=lambda s: s.buffer.size)
             self._free.remove(slot)
             return slot
-        capacity = -(-size // _PAGE) * _PAGE
         descriptor = os.memfd_create("plait")
-        os.ftruncate(descriptor, capacity)
-        slot = _Slot(len(self._ours), Buffer(_map(descriptor, capacity)), descriptor)
+        buffer = _make(descriptor, packing, self._gpu if on_gpu else None)
+        slot = _Slot(len(self._ours), buffer, descriptor)
         self._ours.append(slot)
         return slot
+
+
+def _make(descriptor: int, packing: Packing, gpu: torch.device | None) -> Buffer:
+    """A buffer in a new file; where its tensors lie on a GPU, their memory's handle follows in the file."""
+    capacity = _pages(packing.size if gpu is None else packing.head_size)
+    if gpu is None:
+        os.ftruncate(descriptor, capacity)
+        return Buffer(_map(descriptor, capacity))
+    with torch.cuda.device(gpu):
+        memory = GpuMemory.make(packing.size, gpu)
+        handle = memory.handle()
+    os.ftruncate(descriptor, capacity + _pages(len(handle)))
+    os.pwrite(descriptor, handle, capacity)
+    return Buffer(_map(descriptor, capacity), memory)
+
+
+def _open(descriptor: int, capacity: int, on_gpu: bool) -> Buffer:
+    """A buffer that the peer has made."""
+    if not on_gpu:
+        return Buffer(_map(descriptor, capacity))
+    handle = os.pread(descriptor, os.fstat(descriptor).st_size - capacity, capacity)
+    return Buffer(_map(descriptor, capacity), GpuMemory.open(handle))
+
+
+def _pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
 
 
 def _map(descriptor: int, size: int) -> Tensor:

@@ -245,12 +245,13 @@ class Pipeline:
             flight.target = target
 
     def _arrived(self, message: Message, flight: Flight) -> list[Any]:
-        """The tensors on this worker's device; on the CPU they lie in the sender's memory until `land`."""
-        if self._parts.device.type == "cpu":
+        """The tensors on this worker's device; what was there already is the sender's memory until `land`."""
+        tensors = message.content.tensors
+        moved = [None if t is None else t.to(self._parts.device) for t in tensors]
+        if any(new is not None and new is old for new, old in zip(moved, tensors)):
             flight.messages.append(message)
-            return list(message.content.tensors)
-        moved = [None if t is None else t.to(self._parts.device) for t in message.content.tensors]
-        message.release()
+        else:
+            message.release()
         return moved
 
     def _send_forward(self, op: Forward, flight: Flight) -> None:

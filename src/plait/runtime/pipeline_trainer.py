@@ -112,7 +112,12 @@ class PipelineTrainer(Trainer):
             traced = trace(parts.model, inputs if isinstance(inputs, (tuple, dict)) else (inputs,))
         window = 2 * arrangement.most_in_flight() + 2
         self._channels = connect(
-            self.worker.rank, self._hosts, arrangement.workers, deadline_s=self._timeout_s, window=window
+            self.worker.rank,
+            self._hosts,
+            arrangement.workers,
+            deadline_s=self._timeout_s,
+            window=window,
+            device=parts.device,
         )
         self._pipeline = pipelines.Pipeline(
             self.worker.rank,
