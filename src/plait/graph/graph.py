@@ -24,7 +24,7 @@ class Node:
     """One operation (or layer) of the model, with what it costs for one microbatch.
 
     `output_bytes` counts all tensors it returns, `activation_bytes` what autograd keeps until the
-    backward pass (0 where nobody measured it).
+    backward pass, `update_s` what the optimizer takes for its parameters (0 where nobody measured it).
     """
 
     id: str
@@ -35,6 +35,7 @@ class Node:
     parameter_bytes: float
     buffer_bytes: float = 0.0
     activation_bytes: float = 0.0
+    update_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -164,6 +165,7 @@ def _check_nodes(nodes: Iterable[Node]) -> None:
             "parameter_bytes",
             "buffer_bytes",
             "activation_bytes",
+            "update_s",
         ):
             _check_amount(getattr(node, field), f"node {node.id!r}: {field}")
 

@@ -38,7 +38,8 @@ class Settings:
     `microbatches` None lets the planner choose; `pipelines` is how many run side by side; `straight`
     forbids replicas within a pipeline; `chunks` is how many stages each worker of an interleaved pipeline
     holds. `hide_messages` lets stages of stash and flush keep more microbatches in flight than 1F1B does,
-    where that makes the step shorter and fits; under stash their weights are then older.
+    where that makes the step shorter and fits; under stash their weights are then older. `agree_s` is what
+    replicas take to agree beside the time of their bytes.
     """
 
     schedule: Schedule = Schedule.STASH
@@ -48,6 +49,7 @@ class Settings:
     memory: MemorySettings = field(default_factory=MemorySettings)
     chunks: int = 2
     hide_messages: bool = False
+    agree_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def make_partition(graph: Graph, machines: Machines, settings: Settings) -> Part
     """The best cut of `graph` (already without its inputs) over `machines`."""
     check(graph, machines, settings)
     started = time.process_time()
-    search = _Search(_with_recompute(graph, settings), machines, settings)
+    search = _Search(as_run(graph, settings), machines, settings)
     found = search.run()
     return replace(found, solve_s=time.process_time() - started)
 
@@ -140,11 +142,17 @@ def check(graph: Graph, machines: Machines, settings: Settings) -> None:
             )
 
 
-def _with_recompute(graph: Graph, settings: Settings) -> Graph:
-    """Recomputing runs each forward once more before the backward."""
-    if not settings.memory.recompute:
-        return graph
-    nodes = (replace(node, backward_s=node.backward_s + node.forward_s) for node in graph.nodes)
+def as_run(graph: Graph, settings: Settings) -> Graph:
+    """The graph with all that a microbatch costs in its backward seconds.
+
+    Recomputing runs each forward once more, and stash updates the weights after every backward.
+    """
+    again = 1.0 if settings.memory.recompute else 0.0
+    updates = 1.0 if settings.schedule is Schedule.STASH else 0.0
+    nodes = (
+        replace(node, backward_s=node.backward_s + again * node.forward_s + updates * node.update_s)
+        for node in graph.nodes
+    )
     return Graph(tuple(nodes), graph.edges)
 
 

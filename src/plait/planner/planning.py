@@ -14,11 +14,13 @@ from plait.planner.machines import Machines
 from plait.planner.make import (
     Partition,
     Settings,
+    as_run,
     check,
     make_partition,
     planning_graph,
     straight_partition,
 )
+from plait.planner.memory import MemorySettings
 from plait.planner.mixed import Placed
 from plait.planner.operations import Backward, BackwardWeight, Forward, Layout, Op
 from plait.planner.plan import Plan, Speedups, Stage
@@ -183,7 +185,9 @@ def _build_stage(
     if settings.memory.recompute:
         backward += forward
     parameters = math.fsum(node.parameter_bytes for node in nodes)
-    update = _update_s(machines, placed.devices, parameters)
+    agree = _agree_s(machines, placed.devices, parameters)
+    write = math.fsum(node.update_s for node in nodes)
+    each = write if settings.schedule is Schedule.STASH else 0.0
     slowest = min(machines.device(device).speed for device in placed.devices)
     stage = Stage(
         layers=layers,
@@ -191,8 +195,8 @@ def _build_stage(
         devices=placed.devices,
         forward_s=forward,
         backward_s=backward,
-        cost_s=((forward + backward) / slowest + update) / len(placed.devices),
-        update_s=update,
+        cost_s=((forward + backward + each) / slowest + agree) / len(placed.devices),
+        update_s=agree + (settings.agree_s if len(placed.devices) > 1 else 0.0) + write / slowest,
         parameter_bytes=parameters,
         buffer_bytes=math.fsum(node.buffer_bytes for node in nodes),
         activation_bytes=math.fsum(node.activation_bytes or node.output_bytes for node in nodes),
@@ -213,7 +217,7 @@ def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
     return weights + held * stage.activation_bytes
 
 
-def _update_s(machines: Machines, devices: Sequence[int], parameter_bytes: float) -> float:
+def _agree_s(machines: Machines, devices: Sequence[int], parameter_bytes: float) -> float:
     """Seconds in which the replicas agree, level by level; an inner level leaves each a share of the sum."""
     seconds, unit, shared = 0.0, 1, 1
     for level in machines.levels:
@@ -243,8 +247,10 @@ def _speedups(graph: Graph, machines: Machines, settings: Settings, partition: P
     straight = straight_partition(partition.ideals, machines)
     stages = _build_stages(graph, machines, settings, replace(partition, stages=straight), 1)
     seconds = partition.bottleneck_s
+    # Who updates after every microbatch is compared with who does so too; nobody else recomputes.
+    plain = as_run(graph, replace(settings, memory=MemorySettings()))
     return Speedups(
-        single=single_s(graph, machines) / seconds,
-        data_parallel=data_parallel_s(graph, machines) / seconds,
+        single=single_s(plain, machines) / seconds,
+        data_parallel=data_parallel_s(plain, machines) / seconds,
         model_parallel=model_parallel_s(stages, machines) / seconds,
     )

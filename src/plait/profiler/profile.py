@@ -45,7 +45,11 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, on what. `step` is the unmodified model's whole step, measured in between."""
+    """What was measured, on what. `step` is the unmodified model's whole step, measured in between.
+
+    `agree_s` is what workers take to sum the model's gradients beyond the time that `links` would need for
+    their bytes; 0 where nobody measured it.
+    """
 
     model: str
     graph: Graph
@@ -59,6 +63,7 @@ class Profile:
     spreads: tuple[LayerSpread, ...]
     shared: tuple[SharedParameter, ...] = ()
     links: tuple[Link, ...] = ()
+    agree_s: float = 0.0
 
     @property
     def coverage(self) -> float:

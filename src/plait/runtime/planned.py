@@ -21,8 +21,9 @@ from plait.planner import (
     model_parallel_plan,
 )
 from plait.profiler.links import Link
+from plait.runtime import build
 from plait.runtime.launch import Placement
-from plait.runtime.profiling import profile_job, profile_links
+from plait.runtime.profiling import profile_together
 from plait.runtime.settings import OptimizerSettings, PipelineSettings, TrainSettings
 
 # Microbatches a worker has of each step where nothing else is asked for.
@@ -68,15 +69,13 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan
     workers = sum(host.slots for host in placement.hosts)
     batch = settings.data.batch_size
     microbatches = wish.microbatches or min(batch, _PER_WORKER * workers)
-    profile = profile_job(settings, max(1, batch // microbatches), threads=placement.threads or 1)
-    links: tuple[Link, ...] = ()
-    if workers > 1:
-        with tempfile.TemporaryDirectory() as logs:
-            links = profile_links(placement, Path(logs))
-    cluster = _machines(placement, links)
+    build.check(settings)
+    with tempfile.TemporaryDirectory() as logs:
+        profile = profile_together(settings, placement, max(1, batch // microbatches), Path(logs))
+    cluster = _machines(placement, profile.links)
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
     schedule = Schedule(wish.schedule or "stash")
-    asked = Settings(schedule, microbatches, memory=memory)
+    asked = Settings(schedule, microbatches, memory=memory, agree_s=profile.agree_s)
     if wish.plan == "model-parallel":
         return model_parallel_plan(profile.graph, cluster, asked)
     return make_plan(profile.graph, cluster, asked)

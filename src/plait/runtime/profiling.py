@@ -1,17 +1,23 @@
-"""Profiling a job: its model on a batch of its own data, and the links between its workers."""
+"""Profiling a job: its model on batches of its own data, and the links between its workers."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.cluster.worker import Worker
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
+from plait.graph.graph import Graph
 from plait.profiler.links import Link, measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
@@ -19,7 +25,10 @@ from plait.profiler.traced import TracedModel
 from plait.runtime import build
 from plait.runtime.launch import Placement
 from plait.runtime.loading import SeededSamples, to_device
-from plait.runtime.settings import TrainSettings
+from plait.runtime.optim import build_optimizer
+from plait.runtime.settings import OptimizerSettings, TrainSettings
+from plait.stages.versions import WeightVersions
+from plait.sync.all_reduce import AllReduce
 from plait.workloads.losses import build_loss
 
 
@@ -30,19 +39,20 @@ def profile_job(
     threads: int | None = 1,
     repeats: int = 5,
     on_progress: Callable[[int, int], None] | None = None,
+    local_rank: int = 0,
 ) -> Profile:
     """The job's model measured layer by layer on `batch_size` samples of its data (a microbatch).
 
     `threads` is what one worker will have; the job's whole batch serves where no size is given.
     """
     build.check(settings)
-    device = build.choose_device(settings.device, 0)
+    device = build.choose_device(settings.device, local_rank)
     model, inputs, target = _example(settings, batch_size or settings.data.batch_size, device)
     loss = build_loss(settings.loss, settings.loss_args)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return profile_model(
+        found = profile_model(
             model,
             inputs,
             lambda output: loss(output, target),
@@ -51,8 +61,59 @@ def profile_job(
             name=settings.model.factory,
             on_progress=on_progress,
         )
+        updates = time_updates(model.to(device), trace(model, inputs), settings.optimizer, repeats)
     finally:
         torch.set_num_threads(before)
+    return replace(found, graph=_with_updates(found.graph, updates))
+
+
+def time_updates(
+    model: nn.Module, traced: TracedModel, optimizer: OptimizerSettings, repeats: int
+) -> dict[str, float]:
+    """Seconds that the optimizer takes to write the next version of each layer's weights.
+
+    The whole model's update is shared out by what each layer's takes alone, since an optimizer has costs of
+    its own whatever it holds. A parameter that several layers use counts for the first. The model is
+    trained by it, with gradients of zero.
+    """
+    named = dict(model.named_parameters())
+    alone: dict[str, float] = {}
+    for layer in traced.layers:
+        own = [p for name in layer.parameters if (p := named.pop(name, None)) is not None]
+        own = [p for p in own if p.requires_grad]
+        if own:
+            alone[layer.id] = _update_s(model, own, optimizer, repeats)
+    whole = _update_s(model, [p for p in model.parameters() if p.requires_grad], optimizer, repeats)
+    total = sum(alone.values())
+    return {layer: seconds * whole / total for layer, seconds in alone.items()}
+
+
+def _update_s(model: nn.Module, parameters: list[Any], settings: OptimizerSettings, repeats: int) -> float:
+    """Seconds of one update that leaves the version before it as it is."""
+    optimizer = build_optimizer(settings, parameters)
+    versions = WeightVersions(model, parameters)
+    samples = []
+    for _ in range(repeats + 2):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        _settle(parameters[0])
+        started = time.perf_counter()
+        versions.update(optimizer.step, versions.newest)
+        _settle(parameters[0])
+        samples.append(time.perf_counter() - started)
+    versions.settle()
+    optimizer.zero_grad(set_to_none=True)
+    # The first makes the optimizer's state, the second the last buffer.
+    return statistics.median(samples[2:])
+
+
+def _settle(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def _with_updates(graph: Graph, update_s: dict[str, float]) -> Graph:
+    return Graph(tuple(replace(n, update_s=update_s.get(n.id, 0.0)) for n in graph.nodes), graph.edges)
 
 
 def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
@@ -73,6 +134,77 @@ def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> 
     if isinstance(inputs, (tuple, list)):
         return model, tuple(inputs), target
     return model, inputs if isinstance(inputs, dict) else (inputs,), target
+
+
+def profile_together(settings: TrainSettings, placement: Placement, batch_size: int, logs: Path) -> Profile:
+    """The job measured on all of its workers at once, with the links between them.
+
+    Neighbours share memory and caches, so layers take longer beside busy workers than alone; and what is
+    measured where the job will run has its threads, its libraries and its processors.
+    """
+    order = {"settings": encode(settings), "batch_size": batch_size}
+    entry = "plait.runtime.profiling:profile_worker"
+    launch = placement.launch(entry, order, logs, preload=("torch._dynamo",))
+    results = Supervisor(launch, Unwatched()).run()
+    return decode(Profile, results[0]["profile"], "profile")
+
+
+def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
+    """Be one worker of a profile; every rank gets the same answer."""
+    worker.join("gloo")
+    settings = decode(TrainSettings, order["settings"], "settings")
+    return {"profile": encode(profile_here(worker, settings, order["batch_size"]))}
+
+
+def profile_here(worker: Worker, settings: TrainSettings, batch_size: int) -> Profile:
+    """The mean of what all workers measured at once, with links; all call it together, in a gloo group."""
+
+    def start_together(done: int, _total: int) -> None:
+        if done == 1:  # traced and weighed; the timed steps follow
+            dist.barrier()
+
+    found = profile_job(
+        settings,
+        batch_size,
+        threads=None,
+        on_progress=start_together,
+        local_rank=worker.local_rank,
+    )
+    found = replace(found, graph=_mean_of_workers(found.graph))
+    if worker.world_size == 1:
+        return found
+    found = found.with_links(measure_links(host=worker.host))
+    return replace(found, agree_s=_agree_s(settings, found, worker.world_size))
+
+
+def _agree_s(settings: TrainSettings, found: Profile, workers: int, repeats: int = 7) -> float:
+    """Seconds of summing the model's gradients over all workers, less what the links take for their bytes."""
+    parameters = [p for p in build.build_model(settings.model, 0).parameters() if p.requires_grad]
+    sync = AllReduce(parameters)
+    samples = []
+    for _ in range(repeats):
+        sync.begin()
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.barrier()
+        started = time.perf_counter()
+        sync.agree(torch.zeros(0, dtype=torch.float64))
+        samples.append(time.perf_counter() - started)
+    slowest = min(link.bytes_per_s for link in found.links)
+    bytes_s = 4 * (workers - 1) / workers * found.graph.parameter_bytes() / slowest
+    mean = torch.tensor(statistics.median(samples), dtype=torch.float64)
+    dist.all_reduce(mean)
+    return max(0.0, float(mean) / workers - bytes_s)
+
+
+def _mean_of_workers(graph: Graph) -> Graph:
+    """The graph with times that are the mean over all workers; all call it together."""
+    columns = ("forward_s", "backward_s", "update_s")
+    times = torch.tensor([[getattr(n, c) for c in columns] for n in graph.nodes], dtype=torch.float64)
+    dist.all_reduce(times)
+    means = (times / dist.get_world_size()).tolist()
+    nodes = (replace(n, **dict(zip(columns, row))) for n, row in zip(graph.nodes, means))
+    return Graph(tuple(nodes), graph.edges)
 
 
 def profile_links(placement: Placement, logs: Path) -> tuple[Link, ...]:
