@@ -43,6 +43,6 @@ def closed_rounds(port: int) -> list[tuple[int, ...]]:
     """The groups of all rounds so far, in order."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     groups: list[tuple[int, ...]] = []
-    while store.check([key := f"t/partial/round/{len(groups)}"]):
+    while store.check([key := f"t/partial/record/{len(groups)}"]):
         groups.append(read_round(len(groups), store.get(key)).members)
     return groups

@@ -63,9 +63,9 @@ def test_large_tensors_are_averaged_by_several_owners():
     assert {(worker["value"], worker["spread"]) for worker in found} == {(1.0, 0.0)}
 
 
-def die_or_train(rank: int, port: int, size: int, how: str, seconds: float) -> dict[str, Any]:
+def die_or_train(rank: int, port: int, size: int, how: str, elements: int, seconds: float) -> dict[str, Any]:
     """Rank 1 is killed or stopped in the middle of an average: it has joined, and gives nothing."""
-    weights = [torch.full((200_000,), float(rank))]
+    weights = [torch.full((elements,), float(rank))]
     sync = partial_reduce(rank, size, port, weights, lease_s=0.5)
     end = time.monotonic() + seconds
     steps, longest = 0, 0.0
@@ -78,6 +78,8 @@ def die_or_train(rank: int, port: int, size: int, how: str, seconds: float) -> d
         started = time.monotonic()
         if rank == 1 and steps == 5:
             sync._mean.average = leave  # type: ignore[assignment, method-assign]
+            sync._rounds._hand_out = leave  # type: ignore[method-assign]
+            sync._mail.flush = leave  # type: ignore[method-assign]
         sync.after_update()
         longest = max(longest, time.monotonic() - started)
         steps += 1
@@ -87,15 +89,20 @@ def die_or_train(rank: int, port: int, size: int, how: str, seconds: float) -> d
     return {"steps": steps, "longest": longest, "members": members, "value": value, "groups": sync.groups}
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_worker_that_ends_or_stops_in_the_middle_of_an_average_leaves_the_rest_training(how: str):
+@pytest.mark.parametrize(
+    ("how", "elements"), [("kill", 300_000), ("stop", 300_000), ("kill", 10), ("stop", 10)]
+)
+def test_a_worker_that_ends_or_stops_in_the_middle_of_an_average_leaves_the_rest_training(
+    how: str, elements: int
+):
     with job_store() as port:
-        found = run_ranks(3, die_or_train, port, 3, how, 2.0, may_die=(1,), deadline_s=20)
+        found = run_ranks(3, die_or_train, port, 3, how, elements, 2.0, may_die=(1,), deadline_s=20)
     for rank in (0, 2):
         assert found[rank]["members"] == (0, 2)
         assert found[rank]["steps"] > 25
-        assert found[rank]["longest"] < 1.2
-        assert sorted(found[rank]["groups"][-1]) == [0, 2]
+        assert found[rank]["longest"] < 2.0
+        # The very last may be alone: the other has gone to settle.
+        assert [0, 2] in map(sorted, found[rank]["groups"][-5:])
     assert found[0]["value"] == found[2]["value"]
 
 

@@ -36,24 +36,28 @@ LEASE_S = 5.0
 
 
 def make_averaging(
-    worker: Worker, hosts: Sequence[str], parts: Parts, options: Options, seed: int
+    worker: Worker,
+    hosts: Sequence[str],
+    sources: Sequence[Source],
+    options: Options,
+    seed: int,
+    prefix: str = PREFIX,
 ) -> Averaging:
-    """How this worker averages with the others; all workers make theirs together."""
-    sources = sources_of(parts, getattr(options, "state", False))
+    """How this worker averages with the others; all workers make theirs together, each `prefix` once."""
     if isinstance(options, SmaOptions):
         return Sma(sources, options.alpha)
     if isinstance(options, LocalSgdOptions):
         outer_lr = options.outer_lr if options.outer == "nesterov" else None
         return LocalSgd(sources, options.every, outer_lr, options.outer_momentum)
     if isinstance(options, HetPipeOptions):
-        mails = [_open(worker, hosts, f"{PREFIX}/server{i}") for i in range(options.servers)]
+        mails = [_open(worker, hosts, f"{prefix}/server{i}") for i in range(options.servers)]
         return HetPipe(
             mails, sources, staleness=options.staleness, wave=options.wave, deadline_s=worker.timeout_s
         )
-    mail = _open(worker, hosts, PREFIX)
+    mail = _open(worker, hosts, prefix)
     lease_s = getattr(options, "lease_s", LEASE_S)
-    presence = Presence(worker.store, PREFIX, worker.rank, range(worker.world_size), lease_s)
-    common = (worker.store, PREFIX, mail, presence, sources)
+    presence = Presence(worker.store, prefix, worker.rank, range(worker.world_size), lease_s)
+    common = (worker.store, prefix, mail, presence, sources)
     if isinstance(options, PairSyncOptions):
         return PairSync(*common, seed)
     if isinstance(options, AdPsgdOptions):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from plait.cluster.worker import Worker
 from plait.core.events import Event, EventLog
 from plait.runtime import events, loading
-from plait.runtime.averagings import make_averaging
+from plait.runtime.averagings import make_averaging, sources_of
 from plait.runtime.build import Parts
 from plait.runtime.claims import Claim, Claims
 from plait.runtime.data_parallel import DataParallel
@@ -73,7 +73,11 @@ class OwnPaceTrainer(Trainer):
         """Get ready to go on, and link up with the other workers."""
         super().begin(steps)
         self._averaging = make_averaging(
-            self.worker, self._hosts, self.parts, self._options, self.settings.seed
+            self.worker,
+            self._hosts,
+            sources_of(self.parts, getattr(self._options, "state", False)),
+            self._options,
+            self.settings.seed,
         )
         if self._averaging.tolerant and dist.is_initialized():
             # All are linked by now. Collectives, and a group's end, would wait for workers that are gone.

@@ -97,10 +97,7 @@ class GroupMean:
         message = self._receive(owner, self._ways.down, number)
         if message is None:
             return False
-        for own, mean in zip(piece, message.content.tensors):
-            if mean is not None and mean.shape == own.shape:
-                own.copy_(mean)
-        message.release()
+        _take(message, piece)
         return True
 
     def _receive(self, peer: int, channel: int, number: int) -> Message | None:
@@ -118,3 +115,11 @@ class GroupMean:
                 return None
             else:
                 self._mail.wait(LOOK_S)
+
+
+def _take(message: Message, piece: Sequence[Tensor]) -> None:
+    """Put the means that a message brought into `piece`."""
+    for own, mean in zip(piece, message.content.tensors):
+        if mean is not None and mean.shape == own.shape:
+            own.copy_(mean)
+    message.release()

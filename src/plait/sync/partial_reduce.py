@@ -16,6 +16,7 @@ from plait.sync.vector import Source, Vector
 
 # How fast the measured time of a step follows a change.
 NEWEST = 0.3
+SMALL_BYTES = 1 << 19
 
 
 class PartialReduce:
@@ -53,10 +54,14 @@ class PartialReduce:
         self._step_s = took if not self._step_s else self._step_s + NEWEST * (took - self._step_s)
         with self.tally.waiting():
             sent = self._mail.bytes_sent
-            round_ = self._rounds.enter(self._step_s, self._meetings.has_begun)
+            flats = self._vector.gather()
+            weights = self._vector.weights
+            small = sum(w.numel() * w.element_size() for w in weights) < SMALL_BYTES
+            # The first to come averages few bytes for all; many are shared out once the group is known.
+            round_ = self._rounds.take_part(flats if small else (), self._step_s, self._meetings.has_begun)
+            if not small and len(round_.members) > 1:
+                self._mean.average(round_.number, round_.members, flats, round_.behind)
             if len(round_.members) > 1:
-                self._vector.gather()
-                self._mean.average(round_.number, round_.members, self._vector.flats, round_.behind)
                 self._vector.scatter()
         self.groups.append(round_.members)
         self.tally.groups += 1

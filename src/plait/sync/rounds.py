@@ -1,26 +1,32 @@
-"""Groups form from whoever is ready: rounds in the job's store, each one record that only ever grows.
+"""Groups form from whoever is ready: rounds in the job's store, each led by the worker that came first.
 
-A worker that is ready enters the round that is open, or opens the next. Whoever sees that the round may
-close closes it, in one atomic step of the store, so it does not matter who that is or whether it lives on;
-those in the round learn of it by mail, or look for themselves when no mail comes.
+A worker that is ready takes a seat in the round that is open, in one atomic step of the store; the first
+seat leads. The others hand in what they have and wait for its word; it closes the round, again in one atomic
+step, when the rules allow. Where the leader ends or is stopped, those that waited close the round and meet
+in the next one at once.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from plait.cluster.mail import Mail
+from plait.cluster.messages import Message
 from plait.cluster.presence import Presence
 from plait.sync.connectivity import Group, cut_off, remembered
 
-CALL = 1  # the channel on which members of a round hear that it is closed
+UP, DOWN = 1, 13
 LOOK_S = 0.02
 KEPT = 256  # rounds whose records stay in the store
+CLOSED = 1 << 40  # added to the seats of a round that takes no more
+GRACE_S = 0.25  # for the word of someone who took a seat, once it may be the one that is gone
 
 
 @dataclass(frozen=True)
@@ -40,37 +46,30 @@ class Rules:
 
 @dataclass(frozen=True)
 class Round:
-    """One round: its members in the order they came, who was expected when, and the groups before it.
+    """One round: its members, who is expected when, and the groups before it.
 
     `behind` are members whose last round lies so far back that their state counts for nothing.
     """
 
     number: int
     members: Group = ()
-    closed: bool = False
     behind: Group = ()
     expected: tuple[tuple[int, float], ...] = ()
     past: tuple[Group, ...] = ()
 
-    def with_member(self, rank: int, is_behind: bool) -> Round:
-        behind = (*self.behind, rank) if is_behind else self.behind
-        return replace(self, members=(*self.members, rank), behind=behind)
-
     def text(self) -> str:
+        """What the next round has to know of this one."""
         expected = [[rank, round(t, 4)] for rank, t in self.expected]
-        fields = [list(self.members), self.closed, list(self.behind), expected, self.past]
-        return json.dumps(fields, separators=(",", ":"))
+        return json.dumps([self.members, expected, self.past], separators=(",", ":"))
 
 
 def read_round(number: int, text: bytes) -> Round:
-    members, closed, behind, expected, past = json.loads(text)
+    members, expected, past = json.loads(text)
     return Round(
         number,
         tuple(members),
-        closed,
-        tuple(behind),
-        tuple((rank, t) for rank, t in expected),
-        tuple(tuple(group) for group in past),
+        expected=tuple((rank, t) for rank, t in expected),
+        past=tuple(tuple(group) for group in past),
     )
 
 
@@ -82,15 +81,9 @@ def next_round(before: Round | None, number: int, living: int, every: int) -> Ro
     return Round(number, expected=before.expected, past=past)
 
 
-def with_return(round_: Round, rank: int, at: float) -> Round:
-    """The round, told when `rank` is expected back after it."""
-    others = tuple((r, t) for r, t in round_.expected if r != rank)
-    return replace(round_, expected=(*others, (rank, at)))
-
-
-def is_behind(round_: Round, rank: int, seen: int | None, every: int) -> bool:
-    """Whether `rank`, last in round `seen` (None: it has just started), missed what the others did since."""
-    if seen is None or rank in {r for group in round_.past for r in group}:
+def is_behind(round_: Round, rank: int, seen: int, every: int) -> bool:
+    """Whether `rank`, last in round `seen` (-1: it has just started), missed what the others did since."""
+    if seen < 0 or rank in {r for group in round_.past for r in group}:
         return False
     return round_.number - seen > every
 
@@ -113,6 +106,15 @@ def may_close(
     return not any(abs(known.get(rank, now) - now) <= window_s for rank in away)
 
 
+@dataclass(frozen=True)
+class _Guest:
+    """Someone who came to a round: the last round it was in, how long its steps take, what it brought."""
+
+    seen: int
+    step_s: float
+    message: Message
+
+
 class Rounds:
     """This worker's way into rounds; all workers make one over the same store and prefix."""
 
@@ -126,35 +128,141 @@ class Rounds:
         self._rules = rules or Rules()
         self._rank = mail.rank
         self._number = 0
-        self._seen: int | None = None
+        self._seen = -1
 
-    def enter(self, step_s: float, hurry: Callable[[], bool] = lambda: False) -> Round:
-        """The closed round that this worker became part of, possibly alone.
+    def take_part(
+        self, flats: Sequence[Tensor], step_s: float, hurry: Callable[[], bool] = lambda: False
+    ) -> Round:
+        """The round that this worker was part of, possibly alone; `flats` hold its mean.
 
-        `step_s` is how long a step takes here. Where `hurry` says so, the round closes as it is.
+        `step_s` is how long a step takes here. Where `hurry` says so, a round closes as it is. Flats that
+        some lack or have otherwise are averaged over the rest.
         """
-        started = time.monotonic()
-        round_ = self._join(step_s)
-        # Those who came later look less often: the first is likelier to act.
-        look_s = max(0.002, min(LOOK_S, self._rules.window * step_s / 4)) * len(round_.members)
-        while not round_.closed:
-            self._hear(look_s)
-            round_ = self._read(round_.number) or self._alone(round_.number)
-            if round_.closed:
-                break
-            waited_s = time.monotonic() - started
-            if hurry() or may_close(round_, self._living(), waited_s, time.time(), step_s, self._rules):
-                round_ = self._close(round_)
-        self._number, self._seen = round_.number + 1, round_.number
-        return round_
+        number = max(self._number, self._hint())
+        while True:
+            seat = self._store.add(self._key(number, "seats"), 1)
+            if seat == 1:
+                round_ = self._lead(number, flats, step_s, hurry)
+            else:
+                round_ = self._follow(number, flats, step_s) if seat < CLOSED else None
+            if round_ is not None:
+                self._number, self._seen = number + 1, number
+                return round_
+            number += 1
 
     def refresh(self) -> None:
         """This worker's state is everyone's again, however many rounds it missed."""
-        self._seen = None
+        self._seen = -1
 
-    def _alone(self, number: int) -> Round:
-        """What is left of a round so long ago that its record is gone: this worker was stopped meanwhile."""
-        return Round(number, (self._rank,), closed=True, behind=(self._rank,))
+    def _lead(
+        self, number: int, flats: Sequence[Tensor], step_s: float, hurry: Callable[[], bool]
+    ) -> Round | None:
+        """Open the round, wait for others, close it, and hand out the mean; None where others closed it."""
+        self._store.set(self._key(number, "leader"), str(self._rank))
+        empty = next_round(self._read(number - 1), number, len(self._living()), self._rules.every)
+        guests: dict[int, _Guest] = {}
+        started = time.monotonic()
+        look_s = max(0.002, min(LOOK_S, self._rules.window * step_s / 4))
+        while True:
+            self._receive(number, guests)
+            round_ = self._with(empty, guests, step_s)
+            waited_s = time.monotonic() - started
+            if may_close(round_, self._living(), waited_s, time.time(), step_s, self._rules) or hurry():
+                break
+            self._mail.wait(look_s)
+        taken = self._close(number)
+        if taken >= CLOSED:
+            for guest in guests.values():
+                guest.message.release()
+            return None
+        self._await(number, guests, taken - 1)
+        round_ = self._with(empty, guests, step_s)
+        self._hand_out(round_, guests, flats)
+        self._store.set(self._key(number, "record"), round_.text())
+        for name in ("seats", "leader", "record") if number >= KEPT else ():
+            self._store.delete_key(self._key(number - KEPT, name))
+        return round_
+
+    def _follow(self, number: int, flats: Sequence[Tensor], step_s: float) -> Round | None:
+        """Hand in and take what the leader found; None where it is gone, and the round with it."""
+        leader = self._leader(number)
+        if leader is not None:
+            about = torch.tensor([self._seen, step_s], dtype=torch.float64)
+            self._mail.send(leader, UP, number, [about, *flats])
+            self._mail.flush(1.0)
+            while not self._mail.is_gone(leader) and leader in self._presence.living():
+                message = self._mail.take(leader, DOWN)
+                if message is None:
+                    self._mail.wait(LOOK_S)
+                elif message.content.number == number:
+                    return _taken(message, flats)
+                else:
+                    message.release()
+        self._close(number)
+        return None
+
+    def _leader(self, number: int) -> int | None:
+        key, end = self._key(number, "leader"), time.monotonic() + GRACE_S
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                return None
+            self._mail.wait(0.001)
+        return int(self._store.get(key))
+
+    def _receive(self, number: int, guests: dict[int, _Guest]) -> None:
+        """Take what has arrived for this round; what is older is void."""
+        for peer in self._mail.peers():
+            while (message := self._mail.take(peer, UP)) is not None:
+                about = message.content.tensors[0]
+                if message.content.number != number or about is None:
+                    message.release()
+                    continue
+                seen, step_s = about.tolist()
+                guests[peer] = _Guest(int(seen), step_s, message)
+
+    def _await(self, number: int, guests: dict[int, _Guest], count: int) -> None:
+        """Wait for all that took a seat; one that is missing for long may be one that is gone."""
+        end = time.monotonic() + GRACE_S
+        while len(guests) < count and (time.monotonic() < end or self._all_are_there()):
+            self._mail.wait(LOOK_S)
+            self._receive(number, guests)
+
+    def _all_are_there(self) -> bool:
+        return len(self._living()) == len(self._presence.members)
+
+    def _with(self, empty: Round, guests: dict[int, _Guest], step_s: float) -> Round:
+        """The round as it is now."""
+        every = self._rules.every
+        seen = {self._rank: self._seen, **{rank: guest.seen for rank, guest in guests.items()}}
+        steps = {self._rank: step_s, **{rank: guest.step_s for rank, guest in guests.items()}}
+        now = time.time()
+        return Round(
+            empty.number,
+            tuple(seen),
+            tuple(rank for rank in seen if is_behind(empty, rank, seen[rank], every)),
+            (
+                *((rank, t) for rank, t in empty.expected if rank not in steps),
+                *((rank, now + seconds) for rank, seconds in steps.items()),
+            ),
+            empty.past,
+        )
+
+    def _hand_out(self, round_: Round, guests: dict[int, _Guest], flats: Sequence[Tensor]) -> None:
+        """Average what the members brought, in the order of ranks, and send it to each."""
+        counts = [0 if self._rank in round_.behind else 1 for _ in flats]
+        for rank in sorted(guests):
+            tensors = guests[rank].message.content.tensors[1:]
+            for i, (own, theirs) in enumerate(zip(flats, tensors)):
+                if theirs is not None and theirs.shape == own.shape and rank not in round_.behind:
+                    own.add_(theirs) if counts[i] else own.copy_(theirs)
+                    counts[i] += 1
+            guests[rank].message.release()
+        for own, count in zip(flats, counts):
+            own.div_(max(count, 1))
+        who = torch.tensor([*round_.members, -1, *round_.behind])
+        for rank in guests:
+            self._mail.send(rank, DOWN, round_.number, [who, *flats])
+        self._mail.flush(1.0)
 
     def _living(self) -> tuple[int, ...]:
         for peer in self._mail.peers():
@@ -162,62 +270,32 @@ class Rounds:
                 self._presence.forget(peer)
         return self._presence.living()
 
-    def _join(self, step_s: float) -> Round:
-        """Enter the first round that is open; the one who completes it closes it in the same step."""
-        number = max(self._number, self._hint())
-        before = self._read(number - 1) if number else None
-        while True:
-            living, now = self._living(), time.time()
-            mine = self._with_me(next_round(before, number, len(living), self._rules.every), now, step_s)
-            found = self._put(mine, "")
-            while not found.closed and self._rank not in found.members:
-                grown = self._with_me(found, now, step_s)
-                grown = replace(grown, closed=may_close(grown, living, 0.0, now, step_s, self._rules))
-                found = self._put(grown, found.text())
-            if self._rank in found.members:
-                if found.closed:
-                    self._announce(found)
-                return found
-            before, number = found, number + 1
-
-    def _with_me(self, round_: Round, now: float, step_s: float) -> Round:
-        behind = is_behind(round_, self._rank, self._seen, self._rules.every)
-        return with_return(round_.with_member(self._rank, behind), self._rank, now + step_s)
-
-    def _close(self, round_: Round) -> Round:
-        """Close it, unless it changed meanwhile: then what it has become."""
-        found = self._put(replace(round_, closed=True), round_.text())
-        if found.closed:
-            self._announce(found)
-        return found
-
-    def _announce(self, round_: Round) -> None:
-        self._store.set(f"{self._prefix}/hint", str(round_.number + 1))
-        if round_.number >= KEPT:
-            self._store.delete_key(self._key(round_.number - KEPT))
-        for member in round_.members:
-            if member != self._rank:
-                self._mail.send(member, CALL, round_.number, [], note="closed")
-
-    def _hear(self, seconds: float) -> None:
-        """Wait for word that the round is closed, or that somebody is gone."""
-        self._mail.wait(seconds)
-        for peer in self._mail.peers():
-            while (message := self._mail.take(peer, CALL)) is not None:
-                message.release()
+    def _close(self, number: int) -> int:
+        """Take no more into the round; the seats taken until now, more than `CLOSED` where it was closed."""
+        taken = self._store.add(self._key(number, "seats"), CLOSED) - CLOSED
+        self._store.set(f"{self._prefix}/hint", str(number + 1))
+        return int(taken)
 
     def _hint(self) -> int:
         """A round that is not later than the open one: only a place to start looking."""
         return int(self._store.compare_set(f"{self._prefix}/hint", "", "0"))
 
-    def _key(self, number: int) -> str:
-        return f"{self._prefix}/round/{number}"
+    def _key(self, number: int, name: str) -> str:
+        return f"{self._prefix}/{name}/{number}"
 
     def _read(self, number: int) -> Round | None:
-        key = self._key(number)
+        key = self._key(number, "record")
         return read_round(number, self._store.get(key)) if self._store.check([key]) else None
 
-    def _put(self, round_: Round, expected: str) -> Round:
-        """What the record holds after it was replaced by `round_` where it held `expected`."""
-        key = self._key(round_.number)
-        return read_round(round_.number, self._store.compare_set(key, expected, round_.text()))
+
+def _taken(message: Message, flats: Sequence[Tensor]) -> Round:
+    """The round that a leader tells of, with the means that it found put into `flats`."""
+    who, *means = message.content.tensors
+    assert who is not None
+    ranks = who.tolist()
+    cut = ranks.index(-1)
+    for own, mean in zip(flats, means):
+        if mean is not None and mean.shape == own.shape:
+            own.copy_(mean)
+    message.release()
+    return Round(message.content.number, tuple(ranks[:cut]), tuple(ranks[cut + 1 :]))
