@@ -172,3 +172,49 @@ def end_early(rank: int) -> float:
 
 def test_a_peer_that_ended_on_purpose_disturbs_nobody() -> None:
     assert run_ranks(3, end_early) == [0.0, 3.0, 0.0]
+
+
+def send_growing(rank: int) -> tuple[int, int]:
+    """Files and buffers that there are after many messages, each larger than the one before."""
+    channels = connect(rank, NEAR[:2], range(2), deadline_s=20, window=8)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(300):
+        if rank == 0:
+            channels.send(1, 0, number, [torch.zeros(1024 * (number + 1))], "a test")
+            channels.receive(1, 1, number, "a test").release()
+        else:
+            channels.receive(0, 0, number, "a test").release()
+            channels.send(0, 1, number, [torch.zeros(1)], "a test")
+    files = len(os.listdir("/proc/self/fd")) - before
+    link: Any = channels._links[1 - rank]
+    buffers = len(link._ours)
+    dist.barrier()
+    channels.close()
+    return files, buffers
+
+
+def test_messages_of_many_sizes_share_buffers_and_hold_no_files_open() -> None:
+    for files, buffers in run_ranks(2, send_growing):
+        assert files <= 1
+        assert buffers < 40
+
+
+def send_to_one_who_does_not_read(rank: int) -> str:
+    channels = connect(rank, NEAR[:2], range(2), deadline_s=1, window=900)
+    dist.barrier()
+    words = ""
+    if rank == 0:
+        for number in range(900):
+            channels.send(1, 0, number, [torch.zeros(1)], "a test")
+        with pytest.raises(PeerError) as failure:
+            channels.send(1, 0, 900, [torch.zeros(1)], "the last one")
+        words = str(failure.value)
+    dist.barrier()
+    return words
+
+
+def test_a_peer_that_reads_nothing_holds_nobody_up_beyond_the_deadline() -> None:
+    assert (
+        "worker 0 waited 1 s for worker 1 to take the last one"
+        in run_ranks(2, send_to_one_who_does_not_read)[0]
+    )

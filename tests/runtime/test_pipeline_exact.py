@@ -116,3 +116,24 @@ def test_dropout_and_dicts_of_integers_give_the_same_whatever_the_schedule_and_t
         for weights, _ in answer:
             for name, value in weights.items():
                 assert numpy.abs(value - expected[name]).max() < 1e-10
+
+
+def test_weights_that_are_computed_get_their_gradients_in_time() -> None:
+    kinds = (Schedule.FLUSH, Schedule.ZERO_BUBBLE, Schedule.GPIPE)
+    assert_same(*(Case("made weights", TWO, kind, steps=4, optimizer="sgd") for kind in kinds))
+
+
+def test_a_gradient_that_is_what_came_from_the_peer_is_not_written_over() -> None:
+    """With one sample in each microbatch, autograd keeps a view of the received gradient as its own."""
+    assert_same(
+        Case("positions", TWO, Schedule.FLUSH, microbatches=6, samples=6, steps=4, optimizer="sgd"),
+        Case("positions", TWO, Schedule.ZERO_BUBBLE, microbatches=6, samples=6, steps=4, optimizer="sgd"),
+        Case("positions", TWO, Schedule.STASH, microbatches=6, samples=6, steps=4, optimizer="sgd"),
+    )
+
+
+def test_two_buffers_take_deeper_stages_than_their_batch() -> None:
+    """A deeper warm-up needs a larger batch between two updates: every microbatch is one batch behind."""
+    case = Case("cnn", TWO, Schedule.TWO_BUFFERED, microbatches=2, steps=24, depths={0: 12})
+    answers = run_ranks(2, train_many, (case,))
+    assert all(numpy.isfinite(value).all() for value in answers[0][0][0].values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from plait.core.errors import JobError
 from plait.core.events import read
 from plait.planner.depth import Schedule
 from plait.planner.machines import machines
+from plait.planner.operations import Update
 from plait.planner.plan import Plan, Speedups, Stage
 from plait.runtime import build, checkpoint
+from plait.runtime.arrangement import stream
 from plait.runtime.events import Operations
 from plait.runtime.events import Step as StepEvent
 from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
 from plait.runtime.profiling import trace_job
 from plait.runtime.settings import CheckpointSettings, PipelineSettings, TrainSettings
+from plait.runtime.stretch import Microbatch, StretchWork
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 
@@ -46,13 +50,18 @@ def planned(
 
 
 def train_rank(
-    rank: int, settings: TrainSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
+    rank: int,
+    settings: TrainSettings,
+    folder: Path,
+    resume: bool = False,
+    stop_file: Path | None = None,
+    hosts: list[str] | None = None,
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     size = dist.get_world_size()
     parts = build.build(settings, torch.device("cpu"))
     worker: Any = TestWorker(rank, size, stop_file)
-    trainer = PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size, 20.0)
+    trainer = PipelineTrainer(worker, settings, parts, RunFolder(folder), hosts or ["here"] * size, 20.0)
     return trainer.run(resume)
 
 
@@ -130,3 +139,58 @@ def test_what_a_pipeline_cannot_do_is_refused_in_words() -> None:
         check_pipeline(settings, 3)
     with pytest.raises(JobError, match="precision: found 'fp16'"):
         check_pipeline(planned((1, 1), Schedule.FLUSH, precision="fp16"), 2)
+    with pytest.raises(JobError, match="parallel.recompute: found stage 9, expected stages 0 to 1"):
+        check_pipeline(with_choices(planned((1, 1), Schedule.STASH), recompute=(9,)), 2)
+    with pytest.raises(JobError, match="parallel.vertical_sync: found schedule flush"):
+        check_pipeline(with_choices(planned((1, 1), Schedule.FLUSH), vertical_sync=True), 2)
+
+
+def with_choices(settings: TrainSettings, **choices: Any) -> TrainSettings:
+    assert settings.pipeline is not None
+    return replace(settings, pipeline=replace(settings.pipeline, **choices))
+
+
+@pytest.mark.parametrize("schedule", [Schedule.FLUSH, Schedule.STASH])
+def test_a_stop_is_heard_however_short_the_stretches_are(tmp_path: Path, schedule: Schedule) -> None:
+    settings = planned((1, 1), schedule, checkpoint=CheckpointSettings(every_steps=1))
+    stop = tmp_path / "stop"
+    stop.touch()
+    result = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
+    assert (result["reason"], result["step"]) == ("stopped", 1)
+
+
+def test_workers_of_other_hosts_that_meet_in_an_evaluation_only_end_cleanly(tmp_path: Path) -> None:
+    """Resuming a finished run evaluates and ends: no gradient ever comes back."""
+    settings = planned((1, 1), Schedule.FLUSH)
+    first = run_ranks(2, train_rank, settings, tmp_path / "run", hosts=["a", "b"])[0]
+    again = run_ranks(2, train_rank, settings, tmp_path / "run", True, hosts=["a", "b"])[0]
+    assert again["test"] == pytest.approx(first["test"])
+
+
+def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple[int, int, float]]]:
+    """Version, step and factor of each update of a stage's replicas in a stretch that ends early."""
+    arrangement = check_pipeline(settings, 3)
+    pieces = [Microbatch(step, place, 0, (0, 1)) for step in range(12) for place in range(3)]
+    found = []
+    for rank in arrangement.holders(stage):
+        steps: list[int] = []
+        work = StretchWork(
+            arrangement,
+            rank,
+            pieces,
+            seed=0,
+            fetch=lambda _: iter(()),
+            set_lr=steps.append,
+            stop_before=lambda step: step >= stop_at,
+        )
+        updates = [op for op in stream(arrangement, rank, work) if isinstance(op, Update)]
+        factors = [work.prepare_update(update) for update in updates]
+        found.append([(u.version, s, f) for u, s, f in zip(updates, steps, factors)])
+    return found
+
+
+def test_replicas_agree_on_the_last_update_of_a_stretch_that_ends_early() -> None:
+    settings = planned((1, 2), Schedule.STASH, microbatches=3)
+    first, second = replay(settings, stage=1, stop_at=5)
+    assert [(version, step) for version, step, _ in first] == [(v, s) for v, s, _ in second]
+    assert [f for *_, f in first] == pytest.approx([0.5] * 7 + [1.0])

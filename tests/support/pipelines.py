@@ -24,7 +24,7 @@ from plait.runtime.sampling import mix
 from plait.stages.cut import cut_all
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.transformer import transformer_tiny
-from support.traced_models import Branches, Masked
+from support.traced_models import Branches, MadeWeights, Masked, Positions
 
 Weights = dict[str, Any]
 
@@ -49,6 +49,11 @@ def texts(samples: int, step: int) -> tuple[Any, Any]:
     return (tokens,), tokens.roll(-1, 1)
 
 
+def sequences(samples: int, step: int) -> tuple[Any, Any]:
+    torch.manual_seed(100 + step)
+    return (torch.randn(samples, 5, 4, dtype=torch.float64),), torch.randint(0, 3, (samples,))
+
+
 def masked(samples: int, step: int) -> tuple[Any, Any]:
     torch.manual_seed(100 + step)
     inputs = (torch.randint(0, 11, (samples, 7)), torch.randint(1, 7, (samples,)))
@@ -60,6 +65,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "lstm": (lambda: lstm_tiny(17, tied=True), texts, token_loss),
     "transformer": (lambda: transformer_tiny(17, 16, tied=True), texts, token_loss),
     "masked": (Masked, masked, masked_loss),
+    "made weights": (MadeWeights, sequences, F.cross_entropy),
+    "positions": (Positions, sequences, F.cross_entropy),
 }
 
 

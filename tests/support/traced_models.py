@@ -295,3 +295,35 @@ def loss_of(outputs: list[Tensor]) -> Tensor:
 def _left_behind(model: nn.Module, outputs: list[Tensor]) -> Step:
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return Step([t.detach() for t in outputs], grads, {n: b.detach() for n, b in model.named_buffers()})
+
+
+class MadeWeights(nn.Module):
+    """Linear layers whose weight or bias is computed: one in an earlier stage than it is used in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.maker = nn.Linear(4, 12)
+        self.c = nn.Linear(4, 4)
+        self.d = nn.Linear(3, 3)
+        self.bias = nn.Parameter(torch.randn(3))
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        made = self.maker(h.mean((0, 1))).view(3, 4)
+        return self.d(nn.functional.linear(self.c(h), made, self.bias * self.scale)).mean(1)
+
+
+class Positions(nn.Module):
+    """A parameter added at the cut and only reshaped before it: its gradient is what came from the peer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 5, 4))
+        self.b = nn.Linear(20, 8)
+        self.c = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.c(self.b((x + self.positions).flatten(1)))
+        return y

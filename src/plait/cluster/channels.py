@@ -57,13 +57,15 @@ class Channels:
     ) -> None:
         """Start a message on its way; `what` it is, in words, for errors. The tensors may change at once."""
         link = self._links[peer]
+        end = time.monotonic() + self._deadline_s
         if isinstance(link, RemoteLink):
             try:
                 link.send(channel, number, tensors, note, self._deadline_s)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as failure:
-                raise self._failed(peer, f"to send {what} to it", failure) from failure
+                raise self._failed(peer, f"to send {what} to it", failure, end) from failure
             return
-        end = time.monotonic() + self._deadline_s
         while link.under_way(channel) >= self._window:
             self._wait(peer, end, f"to take {what}")
         link.send(channel, number, tensors, note)
@@ -71,11 +73,12 @@ class Channels:
     def receive(self, peer: int, channel: int, number: int, what: str) -> Message:
         """Message `number` of the channel; `what` it is, in words, for errors."""
         link = self._links[peer]
+        end = time.monotonic() + self._deadline_s
         if isinstance(link, RemoteLink):
             try:
                 message = link.receive(channel, self._deadline_s)
             except RuntimeError as failure:
-                raise self._failed(peer, f"for {what}", failure) from failure
+                raise self._failed(peer, f"for {what}", failure, end) from failure
         else:
             message = self._receive_shared(peer, link, channel, what)
         if message.content.number != number:
@@ -94,10 +97,15 @@ class Channels:
     def close(self) -> None:
         """End all channels; peers that wait for nothing more take no notice."""
         for link in self._links.values():
-            if isinstance(link, RemoteLink):
-                link.close(self._deadline_s)
-            else:
+            if isinstance(link, SharedLink):
                 link.close()
+        for peer, link in self._links.items():
+            if isinstance(link, RemoteLink):
+                end = time.monotonic() + self._deadline_s
+                try:
+                    link.close(self._deadline_s)
+                except RuntimeError as failure:
+                    raise self._failed(peer, "to close the connection", failure, end) from failure
 
     def _receive_shared(self, peer: int, link: SharedLink, channel: int, what: str) -> Message:
         message = link.take(channel)
@@ -131,10 +139,15 @@ class Channels:
             f"{what}; it hangs, or is slower than parallel.timeout_s allows"
         )
 
-    def _failed(self, peer: int, what: str, failure: Exception) -> PeerError:
+    def _failed(self, peer: int, what: str, failure: Exception, end: float) -> PeerError:
+        if time.monotonic() < end:
+            return PeerError(
+                f"Connection closed by peer: worker {peer} is gone while worker {self._rank} waited {what}; "
+                f"look at the log of worker {peer} ({failure})"
+            )
         return PeerError(
-            f"Timed out waiting: worker {self._rank} waited {self._deadline_s:g} s at most for worker "
-            f"{peer} {what}: {failure}"
+            f"Timed out waiting: worker {self._rank} waited {self._deadline_s:g} s for worker {peer} "
+            f"{what}: {failure}"
         )
 
 

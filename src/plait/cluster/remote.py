@@ -18,12 +18,21 @@ from torch import Tensor
 from plait.cluster.messages import Buffer, Message, packing_of
 
 _FIRST_CAPACITY = 1 << 12
+# The tag on which two ends tell each other at their close what they have posted, and for how many channels.
+_CLOSING = 1 << 24
+_MOST_CHANNELS = 1024
 
 
 @dataclass
 class _Outgoing:
     capacity: int = _FIRST_CAPACITY
     under_way: deque[tuple[dist.Work, Buffer]] = field(default_factory=deque)
+    free: list[Buffer] = field(default_factory=list)
+
+    def retire(self) -> None:
+        """Take back the buffers of messages that have left."""
+        while self.under_way and self.under_way[0][0].is_completed():
+            self.free.append(self.under_way.popleft()[1])
 
 
 @dataclass
@@ -55,8 +64,11 @@ class RemoteLink:
             out.capacity = packing.size
         while len(out.under_way) >= self._window:
             out.under_way[0][0].wait(timedelta(seconds=seconds))
-            out.under_way.popleft()
-        buffer = Buffer(torch.empty(out.capacity, dtype=torch.uint8))
+            out.retire()
+        out.retire()
+        fitting = [b for b in out.free if b.capacity == out.capacity]
+        out.free = fitting[1:]
+        buffer = fitting[0] if fitting else Buffer(torch.empty(out.capacity, dtype=torch.uint8))
         buffer.write(number, packing, tensors)
         self._start(channel, out, buffer)
 
@@ -93,8 +105,9 @@ class RemoteLink:
         return Message(buffer.read(), lambda: into.free.append(buffer))
 
     def close(self, seconds: float) -> None:
-        """Fill the receive that the peer has posted ahead on each channel, and wait for all to arrive."""
-        for channel, out in self._outgoing.items():
+        """Fill the receives that the peer has posted ahead, and wait for all that is under way."""
+        for channel in self._exchange_posted(seconds):
+            out = self._outgoing[channel]
             end = Buffer(torch.empty(out.capacity, dtype=torch.uint8))
             end.write_need(0)
             self._start(channel, out, end)
@@ -104,3 +117,15 @@ class RemoteLink:
         for into in self._incoming.values():
             if into.posted is not None:
                 into.posted[0].wait(timedelta(seconds=seconds))
+
+    def _exchange_posted(self, seconds: float) -> list[int]:
+        """The channels on which the peer has a receive posted; it learns of this end's."""
+        own = [channel for channel, into in self._incoming.items() if into.posted is not None]
+        mine, theirs = torch.full((2, _MOST_CHANNELS), -1)
+        mine[: len(own)] = torch.tensor(own, dtype=torch.int64)
+        sent = dist.isend(mine, self._peer, tag=_CLOSING)
+        received = dist.irecv(theirs, self._peer, tag=_CLOSING)
+        for work in (sent, received):
+            assert work is not None
+            work.wait(timedelta(seconds=seconds))
+        return [channel for channel in theirs.tolist() if channel >= 0]

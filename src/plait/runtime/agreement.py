@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -48,12 +49,14 @@ def _check_ties(arrangement: Arrangement, stages_of: Mapping[str, set[int]]) -> 
 class Agreement:
     """Sums the gradients of each parameter over its holders. All workers make one together."""
 
-    def __init__(self, rank: int, own: Mapping[str, Parameter], holders: Holders) -> None:
+    def __init__(
+        self, rank: int, own: Mapping[str, Parameter], holders: Holders, deadline: timedelta
+    ) -> None:
         self._own = dict(own)
         shared = sorted({workers for workers in holders.values() if len(workers) > 1})
         self._sums: list[AllReduce] = []
         for workers in shared:
-            group = dist.new_group(list(workers))
+            group = dist.new_group(list(workers), timeout=deadline)
             parameters = [own[name] for name in sorted(own) if holders[name] == workers]
             if rank in workers:
                 # All holders go through their groups in this one order, so none waits in a circle.

@@ -105,7 +105,9 @@ def microbatches_per_update(arrangement: Arrangement, stage: int) -> int:
     if arrangement.schedule is Schedule.STASH:
         return layout.replicas(stage)
     common = math.lcm(*(layout.replicas(s) for s in range(len(layout.stages))))
-    least = max(batch_of_two_buffers(layout), arrangement.local(arrangement.microbatches, 0))
+    # A microbatch is one batch behind: those in flight must not be more than a batch.
+    flying = [_depth(arrangement, s) * layout.replicas(s) for s in range(len(layout.stages))]
+    least = max(batch_of_two_buffers(layout), arrangement.local(arrangement.microbatches, 0), *flying)
     return math.ceil(least / common) * common
 
 

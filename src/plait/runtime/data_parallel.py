@@ -7,8 +7,9 @@ DistributedDataParallel; `average_buffers` gives all workers the mean of their r
 
 from __future__ import annotations
 
+import time
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from plait.cluster.worker import Worker
@@ -18,6 +19,7 @@ from plait.runtime.loading import Batch, cut, to_device
 from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
 from plait.sync.all_reduce import AllReduce
+from plait.sync.buffers import average
 from plait.sync.choice import TopologyChosen, settle
 from plait.sync.reducer import whole_world
 from plait.sync.wish import find_topology, read_wish
@@ -97,6 +99,15 @@ class DataParallel:
             total += weighted.detach()
         return total
 
+    def time_backward(self, batch: Batch) -> float:
+        """Seconds that forward and backward of `batch` take on this worker; the gradients are dropped."""
+        started = time.perf_counter()
+        self._backward(batch)
+        if self._parts.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._parts.optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - started
+
     def _update(self) -> None:
         parts = self._parts
         if self._settings.clip_norm is not None:
@@ -108,10 +119,7 @@ class DataParallel:
     def average_buffers(self) -> None:
         """Give all workers the mean of their running statistics; all ranks call it together."""
         if self._worker.world_size > 1:
-            for buffer in self._parts.model.buffers():
-                if buffer.is_floating_point():
-                    dist.all_reduce(buffer)
-                    buffer /= self._worker.world_size
+            average(list(self._parts.model.buffers()))
 
 
 class _Wish:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,11 @@ class Notes:
             self._read()
         return self._stop
 
+    @property
+    def stopped(self) -> bool:
+        """Whether someone wished to stop in the steps whose sums were read."""
+        return self._stop
+
     def finish(self, end: int) -> None:
         """Read the sums of all steps before `end`; the pipeline has drained."""
         while self._next_to_read < end:
@@ -66,7 +71,7 @@ class Notes:
         self._on_loss(self._next_to_read, loss)
         self._next_to_read += 1
 
-    def watch(self, ops: Iterator[Op], work: StretchWork, losses: Mapping[int, Tensor]) -> Iterator[Op]:
+    def watch(self, ops: Iterator[Op], work: StretchWork, losses: dict[int, Tensor]) -> Iterator[Op]:
         """`ops` as they are; each step's loss is given once this worker's part of the step is done."""
         sums: dict[int, float] = {}
         for op in ops:
@@ -77,7 +82,7 @@ class Notes:
                     self.give(step, sums.pop(step, 0.0))
                 if op.microbatch in losses:
                     share = len(own.samples) / work.samples_of(own.step)
-                    loss = float(losses[op.microbatch]) / work.weight(op.microbatch)
+                    loss = float(losses.pop(op.microbatch)) / work.weight(op.microbatch)
                     sums[own.step] = sums.get(own.step, 0.0) + loss * share
         for step in range(self._next_to_give, work.end):
             self.give(step, sums.pop(step, 0.0))

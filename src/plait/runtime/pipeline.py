@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from plait.cluster.channels import Channels
+from plait.cluster.channels import Channels, PeerError
 from plait.cluster.messages import Message
 from plait.planner.depth import Schedule
 from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
@@ -28,6 +29,7 @@ from plait.runtime.stage_runner import Autocast, Flight, StageRunner
 from plait.stages.cut import check_stages, cut
 from plait.stages.routes import Route, find_routes
 from plait.stages.versions import WeightVersions
+from plait.sync.buffers import average
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -66,9 +68,10 @@ class Parts:
     device: torch.device
     autocast: Autocast
     clip_norm: float | None = None
+    deadline_s: float = 300.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Hop:
     """A route as one stage sees it: its number serves as channel, even for forward, odd for backward."""
 
@@ -109,9 +112,11 @@ class Pipeline:
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
         self.optimizer = parts.optimizer([p for p in self.parameters.values() if p.requires_grad])
-        self._agreement = Agreement(rank, self.parameters, find_holders(traced, arrangement))
+        self._holders = find_holders(traced, arrangement)
+        deadline = timedelta(seconds=parts.deadline_s)
+        self._agreement = Agreement(rank, self.parameters, self._holders, deadline)
         self._replicas = {
-            stage: dist.new_group(list(arrangement.holders(stage)))
+            stage: dist.new_group(list(arrangement.holders(stage)), timeout=deadline)
             for stage in range(len(arrangement.stages))
             if len(arrangement.holders(stage)) > 1
         }
@@ -166,10 +171,7 @@ class Pipeline:
         """Give all replicas of each stage the mean of their running statistics; all workers call it."""
         for stage, group in self._replicas.items():
             if stage in self.modules:
-                for buffer in self.modules[stage].buffers():
-                    if buffer.is_floating_point():
-                        dist.all_reduce(buffer, group=group)
-                        buffer /= len(self.arrangement.holders(stage))
+                average(list(self.modules[stage].buffers()), group)
 
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """On rank 0 the whole model's and optimizer's state by name; all workers call it together."""
@@ -179,7 +181,8 @@ class Pipeline:
                 model |= {name: value.detach().cpu() for name, value in module.state_dict().items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         found = optimizer_state(self.optimizer, names)
-        own = (model, {path: value.cpu() for path, value in found.items()})
+        first = {name for name in self.parameters if self._holders[name][0] == self.rank}
+        own = (model, {path: v.cpu() for path, v in found.items() if path.rpartition("/")[0] in first})
         gathered: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
         dist.gather_object(own, gathered)
         for part, state in gathered or ():
@@ -254,7 +257,7 @@ class Pipeline:
             message.release()
         return moved
 
-    def _send_forward(self, op: Forward, flight: Flight) -> None:
+    def _send_forward(self, op: Forward, flight: Flight, comes_back: bool = True) -> None:
         values = {**flight.inputs, **flight.outputs}
         for hop in self._held[op.stage].outgoing:
             tensors = [values[name] for name in hop.route.names]
@@ -267,11 +270,8 @@ class Pipeline:
             what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
             note = pytree.treespec_dumps(spec) if spec is not None else ""
             self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
-            self._expect(hop, peer)
-
-    def _expect(self, hop: _Hop, peer: int) -> None:
-        if hop.route.grad_names:
-            self._channels.expect(peer, hop.number + 1)
+            if comes_back and hop.route.grad_names:
+                self._channels.expect(peer, hop.number + 1)
 
     def _backward(self, op: Backward | BackwardInput) -> None:
         held = self._held[op.stage]
@@ -279,6 +279,8 @@ class Pipeline:
         grads, messages = self._receive_backward(op, held)
         start = time.time()
         held.runner.backward(flight, grads)
+        if messages:
+            held.runner.own_gradients(flight, messages)
         # What is left of a split backward may still read the gradients.
         flight.messages += messages
         self._send_backward(op, held, flight)
@@ -332,7 +334,14 @@ class Pipeline:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
-        self._agreement.agree()
+        try:
+            self._agreement.agree()
+        except RuntimeError as failure:
+            words = ", ".join(f"update {update.version} of stage {update.stage}" for update in updates)
+            others = sorted({w for u in updates for w in self.arrangement.holders(u.stage)} - {self.rank})
+            raise PeerError(
+                f"worker {self.rank} could not sum the gradients of {words} with workers {others}: {failure}"
+            ) from failure
         if self._parts.clip_norm is not None:
             self._agreement.clip(self._parts.clip_norm, self._parts.device)
         self._write(updates, following)
@@ -366,7 +375,7 @@ class Pipeline:
                     if stage == self.arrangement.last:
                         values = {**flight.inputs, **flight.outputs}
                         measure(self._rebuild(values), flight.target, microbatch)
-                    self._send_forward(op, flight)
+                    self._send_forward(op, flight, comes_back=False)
                     flight.land()
 
     def _rebuild(self, values: Mapping[str, Tensor]) -> Any:

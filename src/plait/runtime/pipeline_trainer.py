@@ -20,6 +20,7 @@ from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import JobError
 from plait.core.events import EventLog
+from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
 from plait.planner.schedules import operations
 from plait.profiler.trace import trace
@@ -56,6 +57,17 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
         )
     if settings.accumulate > 1:
         raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
+    wrong = [stage for stage in settings.pipeline.recompute if not 0 <= stage < len(plan.stages)]
+    if wrong:
+        raise JobError(
+            f"parallel.recompute: found stage {wrong[0]}, expected stages 0 to {len(plan.stages) - 1} of the "
+            f"plan"
+        )
+    if settings.pipeline.vertical_sync and plan.schedule is not Schedule.STASH:
+        raise JobError(
+            f"parallel.vertical_sync: found schedule {plan.schedule.value}, which has one version by itself; "
+            f"expected stash"
+        )
     arrangement = _with_choices(arrange(plan), settings.pipeline)
     # Refuses depths that would have a stage wait for ever.
     many = max(plan.microbatches, 4 * workers)
@@ -130,6 +142,7 @@ class PipelineTrainer(Trainer):
                 parts.device,
                 parts.autocast,
                 self.settings.clip_norm,
+                self._timeout_s,
             ),
         )
         self._pipeline.take_optimizer_state(parts.optimizer)
@@ -181,7 +194,7 @@ class PipelineTrainer(Trainer):
         self.step += done
         self.position = steps[done - 1].after if done else self.position
         self._record_operations()
-        return done < len(steps)
+        return notes.stopped or done < len(steps)
 
     def _take_batches(self, pieces: list[list[Microbatch]], notes: Notes) -> int:
         """One batch after the other, each with its update; how many were taken."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,6 +105,18 @@ class StageRunner:
                 job()
         flight.jobs.clear()
         self._release(flight)
+
+    def own_gradients(self, flight: Flight, lent: Sequence[Message]) -> None:
+        """Copy the gradients that autograd left in memory which is given back with `lent`.
+
+        It takes a received gradient, or a view of it, for its own where it need not change it.
+        """
+        places = {t.untyped_storage().data_ptr() for m in lent for t in m.content.tensors if t is not None}
+        module, versions = self.stage.module, self.versions
+        leaves = module.parameters() if versions is None else versions.leaves(flight.version)
+        for leaf in itertools.chain(leaves, flight.inputs.values()):
+            if leaf.grad is not None and leaf.grad.untyped_storage().data_ptr() in places:
+                leaf.grad = leaf.grad.clone()
 
     def _release(self, flight: Flight) -> None:
         if self.versions is not None:

@@ -121,6 +121,9 @@ class StretchWork:
             self._set_lr(self._microbatches[0].step)
             return 1.0
         size = microbatches_per_update(self._arrangement, update.stage)
+        # Replicas must agree on what the round holds, also one that has not come to where it may end.
+        last = min(update.version * size * self._arrangement.pipelines, self.total) - 1
+        self.admits(last % self._arrangement.pipelines, last // self._arrangement.pipelines)
         members = self._round(update.version - 1, size, self.total)
         self._set_lr(members[-1].step)
         whole = sum(len(m.samples) for m in members)

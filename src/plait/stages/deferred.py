@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 Job = Callable[[], None]
@@ -76,12 +77,17 @@ def jobs_of_this_forward() -> list[Job] | None:
 
 
 def _can_defer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the weight is a parameter itself; autocast would hand over a copy of it."""
+    """Whether weight and bias are parameters themselves: what was computed needs its gradient at once.
+
+    Autocast would hand over a copy of them.
+    """
     if len(args) < 2 or "weight" in kwargs or "input" in kwargs:
         return False
-    weight: Tensor = args[1]
+    weight, bias = args[1], args[2] if len(args) > 2 else kwargs.get("bias")
+    if not isinstance(weight, Parameter) or not (bias is None or isinstance(bias, Parameter)):
+        return False
     autocast = torch.is_autocast_enabled(weight.device.type)
-    return torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad and not autocast
+    return torch.is_grad_enabled() and weight.requires_grad and not autocast
 
 
 def _settings(dims: int, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -68,6 +68,10 @@ class WeightVersions:
         """How many copies of the weights there are, used or free."""
         return len(self._versions) + len(self._free)
 
+    def leaves(self, version: int) -> Sequence[Parameter]:
+        """The parameters that a microbatch of `version` leaves its gradients on."""
+        return self._versions[version].leaves
+
     def use(self, version: int) -> None:
         """Put the weights of `version` into the module for a forward, and keep them for its backward."""
         self._versions[version].users += 1
