@@ -137,3 +137,13 @@ def test_two_buffers_take_deeper_stages_than_their_batch() -> None:
     case = Case("cnn", TWO, Schedule.TWO_BUFFERED, microbatches=2, steps=24, depths={0: 12})
     answers = run_ranks(2, train_many, (case,))
     assert all(numpy.isfinite(value).all() for value in answers[0][0][0].values())
+
+
+def test_workers_that_hold_several_stages_equal_plain_training() -> None:
+    folded, mixed = (((0,), (1,), (0,)),), (((0,), (1,), (0, 1)),)
+    assert_same(
+        Case("transformer", folded, Schedule.FLUSH, steps=3),
+        Case("transformer", folded, Schedule.GPIPE, steps=3),
+        Case("cnn", folded, Schedule.NONE, steps=3),
+        Case("lstm", mixed, Schedule.FLUSH, steps=3),
+    )

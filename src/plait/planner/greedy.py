@@ -66,6 +66,35 @@ def interleaved(layout: Layout, microbatches: int, depths: Mapping[int, int]) ->
     raise AssertionError("with all forwards before all backwards nobody waits for ever")
 
 
+def merged(layout: Layout, lists: Mapping[Turn, Sequence[Op]]) -> Operations:
+    """One order for each worker that holds several stages, from an order for each stage and replica.
+
+    Found by playing them through with operations of one length each: a worker does what can start,
+    backwards before forwards and earlier microbatches before later ones.
+    """
+    waiting: dict[int, list[deque[Op]]] = {worker: [] for worker in layout.workers}
+    for (stage, replica), ops in lists.items():
+        waiting[layout.stages[stage][replica]].append(deque(ops))
+    orders: dict[int, list[Op]] = {worker: [] for worker in layout.workers}
+    done: set[tuple[str, int, int]] = set()
+    while any(ops for own in waiting.values() for ops in own):
+        taken = []
+        for worker, own in waiting.items():
+            ready = [ops for ops in own if ops and _has_input(ops[0], len(layout.stages), done)]
+            if ready:
+                op = min(ready, key=lambda ops: _urgency(ops[0])).popleft()
+                orders[worker].append(op)
+                taken.append(op)
+        assert taken, "each stage's order by itself leaves nobody waiting for ever"
+        done |= {_key(op) for op in taken}
+    return _with_updates(orders, layout)
+
+
+def _urgency(op: Op) -> tuple[bool, int, int]:
+    assert not isinstance(op, Update)
+    return isinstance(op, Forward), op.microbatch, op.stage
+
+
 def interleaved_depth(layout: Layout, worker: int) -> int:
     """Microbatches, counted once for each stage, that a worker keeps in flight.
 

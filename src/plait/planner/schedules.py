@@ -26,6 +26,9 @@ from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
 from plait.planner.operations import Backward, Forward, Layout, Op, Operations, Update
 
+# Schedules under which a worker may hold several stages.
+_SHARING = (Schedule.INTERLEAVED, Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE)
+
 
 def operations(
     schedule: Schedule,
@@ -43,21 +46,30 @@ def operations(
         return greedy.zero_bubble(layout, microbatches, depths or {})
     if schedule is Schedule.INTERLEAVED:
         return greedy.interleaved(layout, microbatches, depths or {})
-    lists: Operations = {}
+    lists: dict[tuple[int, int], list[Op]] = {}
     for stage, workers in enumerate(layout.stages):
         depth = in_flight(schedule, layout, stage, microbatches, depths)
-        for replica, worker in enumerate(workers):
+        for replica in range(len(workers)):
             own = range(replica, microbatches, len(workers))
             rounds = math.ceil(microbatches / len(workers))
-            lists[worker] = tuple(_one_stage(schedule, layout, stage, own, depth, rounds))
-    return lists
+            lists[stage, replica] = _one_stage(schedule, layout, stage, own, depth, rounds)
+    if _is_shared(layout):
+        work = {key: [op for op in ops if not isinstance(op, Update)] for key, ops in lists.items()}
+        return greedy.merged(layout, work)
+    return {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
+
+
+def _is_shared(layout: Layout) -> bool:
+    """Whether a worker holds several stages."""
+    return len(layout.workers) < sum(len(workers) for workers in layout.stages)
 
 
 def messages_per_channel(schedule: Schedule, layout: Layout, depths: Mapping[int, int] | None = None) -> int:
     """How many messages each channel (one direction between two stages' workers) must hold.
 
     With so much room a blocking send never ends in a deadlock: one message for most schedules, a group
-    where workers interleave stages, and one more for each microbatch by which a stage is made deeper.
+    where workers interleave stages, and one more for each microbatch by which a stage is made deeper. Where
+    a worker holds several stages in another way, it is all that a batch has.
     """
     if schedule is Schedule.INTERLEAVED:
         return len(layout.workers)
@@ -137,11 +149,10 @@ def _check(schedule: Schedule, layout: Layout, microbatches: int, depths: Mappin
                 f"found depth {depth} for stage {stage}, expected at least 1 for a stage "
                 f"below {len(layout.stages)}"
             )
-    shared = len(layout.workers) < sum(len(workers) for workers in layout.stages)
-    if shared and schedule is not Schedule.INTERLEAVED:
+    if _is_shared(layout) and schedule not in _SHARING:
         raise PlanError(
             f"schedule {schedule.value}: a worker holds several stages ({layout.stages}); expected one stage "
-            f"a worker, or schedule interleaved"
+            f"a worker, or one of the schedules {', '.join(s.value for s in _SHARING)}"
         )
     if schedule not in (Schedule.INTERLEAVED, Schedule.GPIPE):
         _check_depths(schedule, layout, microbatches, depths)
