@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.cluster.worker import Worker
-from plait.experiments import pipeline_idle
+from plait.experiments import (
+    pipeline_comparison,
+    pipeline_convergence,
+    pipeline_idle,
+    pipeline_prediction,
+    pipeline_recording,
+)
 from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Bench, Claim, Row
 from plait.experiments.world import in_world
@@ -27,7 +33,7 @@ GOALS = {"mlp": 1.88, "transformer": 1.94}
 # Each of two workers trains by itself, at the same time: what the machine's two cores can do at most.
 APART = "two workers apart"
 # The parts that take minutes, not more.
-QUICK = ("speed", "idle")
+QUICK = ("speed", "idle", "recording")
 
 
 def run(parts: Sequence[str] = QUICK, command: str = "plait bench pipeline") -> Bench:
@@ -49,7 +55,8 @@ def speed(
 ) -> tuple[list[Row], list[Claim]]:
     """Time every side of every model `repeats` times, `steps` steps each time.
 
-    Asynchronous schedules go on for four times as many: they fill and drain once, not in every step. Without `peer`, torch.distributed.pipelining is left out, and what is claimed against it.
+    Asynchronous schedules go on for four times as many: they fill and drain once, not in every step.
+    Without `peer`, torch.distributed.pipelining is left out, and what is claimed against it.
     """
     rows: list[Row] = []
     for model in models:
@@ -130,4 +137,11 @@ def _at_least(claim: str, value: float, goal: float) -> Claim:
 
 
 Part = Callable[[], tuple[list[Row], list[Claim]]]
-PARTS: Mapping[str, Part] = {"speed": speed, "idle": pipeline_idle.run}
+PARTS: Mapping[str, Part] = {
+    "speed": speed,
+    "idle": pipeline_idle.run,
+    "recording": pipeline_recording.run,
+    "prediction": pipeline_prediction.run,
+    "comparison": pipeline_comparison.run,
+    "convergence": pipeline_convergence.run,
+}

@@ -1,0 +1,211 @@
+"""PipeDream's comparison: data parallel, model parallel, gpipe and stash, in samples a second.
+
+Every worker takes minibatches of one size, as in PipeDream's tables: data parallelism sums gradients after
+one minibatch of each worker; stash updates after each minibatch (each round of them, where stages are
+replicated); gpipe and model parallelism after four minibatches a worker. Plans are the planner's own, from
+a profile that all workers took at once. All sides of a model run in one world, in turn, one thread a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plait.cluster.channels import connect
+from plait.cluster.worker import Worker
+from plait.experiments.bench import Claim, Row
+from plait.experiments.pipeline_models import job
+from plait.experiments.pipeline_sides import FixedWork
+from plait.experiments.world import in_world
+from plait.planner import Plan, Schedule, Settings, machines, make_plan, model_parallel_plan
+from plait.profiler.trace import trace
+from plait.runtime import build
+from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
+from plait.runtime.loading import SeededSamples
+from plait.runtime.optim import build_optimizer
+from plait.runtime.pipeline import Parts, Pipeline
+from plait.runtime.profiling import profile_here
+from plait.runtime.settings import TrainSettings
+from plait.sync.all_reduce import AllReduce
+from plait.workloads.losses import build_loss
+
+MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
+# Minibatches a worker has in each batch of gpipe, and in each stretch that is timed.
+PIECES, STRETCH = 4, 8
+Steps = Callable[[], None]
+
+
+def run(
+    workers: int = 2, models: Sequence[str] = tuple(MINIBATCH), repeats: int = 3
+) -> tuple[list[Row], list[Claim]]:
+    """Throughput of every way to train each model on so many workers of this machine."""
+    rows: list[Row] = []
+    for model in models:
+        asked = {"model": model, "repeats": repeats}
+        rows += in_world(workers, "pipeline_comparison:worker", asked, preload=("torch._dynamo",))["rows"]
+    return rows, claims_of(rows)
+
+
+def claims_of(rows: Sequence[Row]) -> list[Claim]:
+    """Dense layers as large as VGG's make pipelines win; said of stash, against both data-parallel ways."""
+    speed = {(row["case"], row["side"]): float(row["samples_per_s"] or 0) for row in rows}
+    claims = []
+    for case in dict.fromkeys(case for case, _ in speed if str(case).startswith("vgg16")):
+        for other in ("data parallel", "torch DDP"):
+            ratio = speed[case, "stash"] / speed[case, other]
+            claims.append(Claim(f"{case}: stash over {other}", ratio, "more than 1", ratio > 1))
+    return claims
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a table for people: one line a model and side."""
+    lines = ["| model | side | plan | samples/s | over data parallel |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        spread = f"{row['samples_per_s']:.4g} ({row['slowest']:.4g}-{row['fastest']:.4g})"
+        speedup = f"{row['over_data_parallel']:.2f}x"
+        lines.append(f"| {row['case']} | {row['side']} | {row['plan']} | {spread} | {speedup} |")
+    return "\n".join(lines)
+
+
+def worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+    """Be one of the workers that time all sides of one model."""
+    worker.join("gloo")
+    minibatch = MINIBATCH[asked["model"]]
+    settings = job(asked["model"], minibatch)
+    world = _World(worker, settings, minibatch)
+    sides = world.sides()
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(asked["repeats"] + 1):
+        for name, (steps, _) in sides.items():
+            dist.barrier()
+            started = time.perf_counter()
+            steps()
+            dist.barrier()
+            if round_:
+                samples = STRETCH * worker.world_size * minibatch
+                rates[name].append(samples / (time.perf_counter() - started))
+    case = f"{asked['model']}, {worker.world_size} workers"
+    base = statistics.median(rates["data parallel"])
+    return {"rows": [_row(case, name, sides[name][1], rates[name], base) for name in sides]}
+
+
+def _row(case: str, side: str, plan: str, rates: Sequence[float], base: float) -> Row:
+    return {
+        "case": case,
+        "side": side,
+        "plan": plan,
+        "samples_per_s": statistics.median(rates),
+        "slowest": min(rates),
+        "fastest": max(rates),
+        "over_data_parallel": statistics.median(rates) / base,
+        "repeats": len(rates),
+    }
+
+
+class _World:
+    """One model with its data and plans; every side trains a copy."""
+
+    def __init__(self, worker: Worker, settings: TrainSettings, minibatch: int) -> None:
+        self.worker = worker
+        self.size = worker.world_size
+        self.settings = settings
+        self.model = build.build_model(settings.model, 0)
+        self.loss = build_loss(settings.loss)
+        data = SeededSamples(build.build_data(settings.data, "train"), 0)
+        groups = [range(i * minibatch, (i + 1) * minibatch) for i in range(PIECES)]
+        self.content = [data.__getitems__([(0, i) for i in group]) for group in groups]
+        self.profile = profile_here(worker, settings, minibatch)
+
+    def sides(self) -> dict[str, tuple[Steps, str]]:
+        """Each side's function that takes one stretch of minibatches, and its plan in words."""
+        links = self.profile.links
+        bytes_per_s = min(link.bytes_per_s for link in links)
+        cluster = machines(self.size, bytes_per_s, latency_s=max(link.latency_s for link in links))
+        graph = self.profile.graph
+        pieces = PIECES * self.size
+        stash = make_plan(graph, cluster, Settings(Schedule.STASH, pieces))
+        gpipe = make_plan(graph, cluster, Settings(Schedule.GPIPE, pieces, straight=True))
+        chain = model_parallel_plan(graph, cluster, Settings(Schedule.NONE, pieces))
+        return {
+            "data parallel": (self._data_parallel(), f"{self.size} replicas"),
+            "torch DDP": (self._torch_data_parallel(), f"{self.size} replicas"),
+            "model parallel": (self._pipeline(chain), _words(chain)),
+            "gpipe": (self._pipeline(gpipe), _words(gpipe)),
+            "stash": (self._pipeline(stash), _words(stash)),
+        }
+
+    def _data_parallel(self) -> Steps:
+        """Our own all-reduce, in buckets beside backward."""
+        model = copy.deepcopy(self.model)
+        optimizer = self._optimizer(list(model.parameters()))
+        sync = AllReduce(list(model.parameters()))
+
+        def steps() -> None:
+            for x, y in itertools.islice(itertools.cycle(self.content), STRETCH):
+                sync.begin()
+                loss = self.loss(model(x), y) / self.size
+                sync.before_backward(last=True)
+                loss.backward()
+                sync.agree(torch.zeros(0, dtype=torch.float64))
+                optimizer.step()
+
+        return steps
+
+    def _torch_data_parallel(self) -> Steps:
+        model = nn.parallel.DistributedDataParallel(copy.deepcopy(self.model))
+        optimizer = self._optimizer(list(model.parameters()))
+
+        def steps() -> None:
+            for x, y in itertools.islice(itertools.cycle(self.content), STRETCH):
+                optimizer.zero_grad()
+                self.loss(model(x), y).backward()
+                optimizer.step()
+
+        return steps
+
+    def _pipeline(self, plan: Plan) -> Steps:
+        arrangement, rank = arrange(plan), self.worker.rank
+        model = copy.deepcopy(self.model)
+        x, _ = self.content[0]
+        window = 2 * arrangement.most_in_flight() + 2
+        channels = connect(rank, ["here"] * self.size, arrangement.workers, deadline_s=120, window=window)
+        parts = Parts(self.loss, self._optimizer, torch.device("cpu"), contextlib.nullcontext)
+        pipeline = Pipeline(rank, arrangement, trace(model, (x,)), channels, parts)
+        total = STRETCH * self.size
+        batches = 1 if not plan.schedule.synchronous else total // plan.microbatches
+        each = total // batches
+        share = 1.0 if plan.schedule is Schedule.STASH else 1 / each
+
+        def steps() -> None:
+            for _ in range(batches):
+                work = FixedWork(*self._turned(), share, each)
+                pipeline.run(_operations(arrangement, rank, work), work)
+            pipeline.losses.clear()
+            pipeline.spans.clear()
+
+        return steps
+
+    def _turned(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return tuple(x for x, _ in self.content), tuple(y for _, y in self.content)
+
+    def _optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return build_optimizer(self.settings.optimizer, list(parameters))
+
+
+def _operations(arrangement: Arrangement, rank: int, work: FixedWork) -> Any:
+    if arrangement.schedule.synchronous:
+        return one_batch(arrangement, rank, work.total)
+    return stream(arrangement, rank, work)
+
+
+def _words(plan: Plan) -> str:
+    return "-".join(str(stage.replicas) for stage in plan.stages)

@@ -1,0 +1,54 @@
+"""The arithmetic of the pipeline bench, without workers."""
+
+import pytest
+
+from plait.experiments import pipeline_convergence, pipeline_idle, pipeline_prediction
+from plait.experiments.pipeline_idle import PIECES, SLEEP_S
+from plait.planner.depth import Schedule
+from plait.planner.operations import Layout
+from plait.planner.schedules import operations
+from plait.planner.simulator import Link, StageCosts, simulate
+from plait.runtime.pipeline import Span
+
+
+def replayed(schedule: Schedule, workers: int, slower: float = 1.0) -> list[list[Span]]:
+    """What workers would note if messages took no time; operations take `slower` times what they should."""
+    chunks = 2 if schedule is Schedule.INTERLEAVED else 1
+    layout = Layout(tuple((stage % workers,) for stage in range(workers * chunks)))
+    pieces = PIECES if schedule.synchronous else 5 * PIECES
+    cost = StageCosts(SLEEP_S * slower, 2 * SLEEP_S * slower, 0.0)
+    done = simulate(
+        layout, operations(schedule, layout, pieces), [cost] * len(layout.stages), lambda a, b: Link(1e18)
+    )
+    spans = sorted(done.spans, key=lambda s: s.start_s)
+    return [[Span(s.op, s.start_s, s.end_s) for s in spans if s.worker == w] for w in range(workers)]
+
+
+@pytest.mark.parametrize("schedule", pipeline_idle.SCHEDULES)
+@pytest.mark.parametrize("workers", [2, 8])
+def test_a_run_without_any_overhead_has_the_exact_idle_share(schedule, workers):
+    found = pipeline_idle.idle_share(schedule, replayed(schedule, workers))
+    assert found == pytest.approx(pipeline_idle.exact_idle_share(schedule, workers), abs=1e-9)
+
+
+def test_time_beyond_the_sleep_asked_for_is_idle_time():
+    assert pipeline_idle.idle_share(Schedule.STASH, replayed(Schedule.STASH, 4, 1.25)) == pytest.approx(0.2)
+
+
+def test_predictions_far_off_either_way_do_not_hold():
+    rows = [{"case": "m", "step_s": 1.0, "ratio": ratio} for ratio in (0.8, 0.9, 1.1, 1.2)]
+    assert [claim.holds for claim in pipeline_prediction.claims_of(rows)] == [False, True, True, False]
+
+
+def test_convergence_compares_means_over_the_seeds():
+    rows = [
+        {"case": "m", "side": side, "seed": seed, "accuracy": accuracy + 0.02 * seed}
+        for seed in (0, 1)
+        for side, accuracy in (("plain", 0.9), ("stash", 0.895), ("2bw", 0.88))
+    ]
+    claims = {
+        claim.claim.split(", ")[1].split(":")[0]: claim for claim in pipeline_convergence.claims_of(rows)
+    }
+    assert claims["stash"].value == pytest.approx(0.5)
+    assert claims["stash"].holds
+    assert not claims["2bw"].holds
