@@ -9,16 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from plait.config import make_job, train
 from plait.core.errors import JobError
 from plait.core.events import read
-from plait.runtime import events
+from plait.runtime import build, events
+from plait.runtime.auto_sync import choose
 from plait.runtime.checkpoint import list_checkpoints
+from plait.runtime.claims import _Speed
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import EvaluateSettings, SlowSettings
-from support.syncs import run_sync, settings_of
+from plait.runtime.settings import EvaluateSettings, ModelSettings, SlowSettings, TrainSettings
+from plait.runtime.worker import make_trainer
+from support.averaging import job_store
+from support.syncs import StoreWorker, run_sync, settings_of
 from support.training import largest_difference
+from support.world import run_ranks
 
 TESTS = str(Path(__file__).parent.parent)
 
@@ -128,3 +135,43 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
 def test_wrong_syncs_are_refused_with_the_key(parallel: dict[str, Any], words: str, tmp_path: Path):
     with pytest.raises(JobError, match=words.replace("[", r"\[")):
         make_job(job(tmp_path, parallel=parallel))
+
+
+def test_auto_takes_all_reduce_for_workers_of_one_speed_and_partial_reduce_for_unlike_ones():
+    alike, slow = [0.1, 0.11, 0.1], [0.4, 0.4, 0.41]
+    assert choose([alike] * 4).sync == "all-reduce"
+    found = choose([alike, alike, slow, alike])
+    assert found.sync == "partial-reduce"
+    assert "403 ms together" in found.reason
+    # Stumbles that hit one worker at a time hold all up under all-reduce.
+    assert choose([[0.1, 0.6, 0.1], [0.6, 0.1, 0.1], [0.1, 0.1, 0.6]]).sync == "partial-reduce"
+
+
+def choose_in_a_world(rank: int, port: int, settings: TrainSettings, folder: Path) -> str:
+    size = dist.get_world_size()
+    worker = StoreWorker(rank, size, port, None)
+    parts = build.build(settings, torch.device("cpu"))
+    before = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    trainer = make_trainer(worker, settings, parts, RunFolder(folder))  # type: ignore[arg-type]
+    assert largest_difference(before, parts.model.state_dict()) == 0
+    return type(trainer).__name__
+
+
+def test_auto_measures_the_workers_and_leaves_the_model_as_it_was(tmp_path: Path):
+    settings = settings_of(
+        "auto", model=ModelSettings("support.training:norm_net"), slow=SlowSettings({1: 6.0})
+    )
+    with job_store() as port:
+        assert run_ranks(2, choose_in_a_world, port, settings, tmp_path) == ["OwnPaceTrainer"] * 2
+    (chosen,) = [e for e in all_events(tmp_path)[0] if isinstance(e, events.SyncChosen)]
+    assert chosen.sync == "partial-reduce"
+
+
+def test_a_slow_worker_leaves_the_last_claims_to_the_others():
+    speed = _Speed()
+    assert not speed.leaves_the_rest(8, lambda: 1)
+    speed._own_s, speed._each_s = 0.4, 0.1 / 7.25
+    assert speed.leaves_the_rest(8, lambda: 10)
+    assert not speed.leaves_the_rest(8, lambda: 40)
+    speed._own_s = 0.1
+    assert not speed.leaves_the_rest(8, lambda: 0)

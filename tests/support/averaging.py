@@ -33,9 +33,15 @@ def enter(
 
 
 def partial_reduce(
-    rank: int, size: int, port: int, tensors: list[torch.Tensor], lease_s: float = 1.0, **rules: Any
+    rank: int,
+    size: int,
+    port: int,
+    tensors: list[torch.Tensor],
+    lease_s: float = 1.0,
+    hosts: list[str] | None = None,
+    **rules: Any,
 ) -> PartialReduce:
-    store, mail, presence = enter(rank, size, port, lease_s)
+    store, mail, presence = enter(rank, size, port, lease_s, hosts)
     return PartialReduce(store, "t", mail, presence, [lambda: tensors], Rules(**rules))
 
 

@@ -49,6 +49,14 @@ def test_workers_of_one_speed_form_one_group_and_have_the_mean():
         assert sorted(worker["groups"][-1]) == [0, 1, 2, 3]
 
 
+def test_workers_of_several_hosts_average_over_connections():
+    with job_store() as port:
+        found = run_ranks(3, take_steps, port, 3, 2, [0.1] * 3, elements=300_001, hosts=["a", "b", "a"])
+    with job_store() as port:
+        small = run_ranks(3, take_steps, port, 3, 2, [0.1] * 3, hosts=["a", "b", "c"])
+    assert {(worker["value"], worker["spread"]) for worker in [*found, *small]} == {(1.0, 0.0)}
+
+
 def test_a_late_worker_holds_nobody_up():
     with job_store() as port:
         found = run_ranks(4, take_steps, port, 4, 5, [0.1, 0.1, 0.1, 0.6])

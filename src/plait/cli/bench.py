@@ -14,7 +14,7 @@ from plait.core.names import did_you_mean
 
 # Each is a module of plait.experiments with a function run(command=...) -> Bench; one that has PARTS by name
 # takes parts=... besides.
-NAMES = ("fusion", "pipeline", "planner", "profiler")
+NAMES = ("fusion", "pipeline", "planner", "profiler", "scalability", "sync")
 
 
 def bench(

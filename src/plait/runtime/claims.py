@@ -6,7 +6,9 @@ epoch. What a worker had claimed when it was lost is lost with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -19,11 +21,15 @@ STOPPED = 1 << 40
 
 @dataclass(frozen=True)
 class Claim:
-    """One worker's work for one step: share `place` of batch `index`, counted from the segment's first."""
+    """One worker's work for one step: share `place` of batch `index`, counted from the segment's first.
+
+    `before` counts the samples of the segment in claims before this one.
+    """
 
     index: int
     place: int
     batch: GlobalBatch
+    before: int
 
 
 class Claims:
@@ -43,9 +49,13 @@ class Claims:
         self._store = store
         self._key = key
         self._batches = batches
+        self._before = [0, *itertools.accumulate(len(batch.samples) for batch in batches)]
         self._workers = workers
         self._fixed = fixed
         self._taken = 0
+        self._speed = _Speed()
+        self._may_leave = True
+        self._asked = 0
 
     def take(self) -> Iterator[Claim]:
         """Claims for this worker, until none is left."""
@@ -53,7 +63,18 @@ class Claims:
             index, place = divmod(number, self._workers)
             batch = self._batches[index]
             own = tuple(share(batch.samples, place, self._workers))
-            yield Claim(index, place, GlobalBatch(batch.epoch, own, batch.after))
+            before = self._before[index] + len(batch.samples) * place // self._workers
+            yield Claim(index, place, GlobalBatch(batch.epoch, own, batch.after), before)
+
+    def is_work_left(self) -> bool:
+        """Whether all went to settle and left claims behind, which are to be taken now; all workers ask."""
+        if self._fixed is not None:
+            return False
+        self._asked += 1
+        left = self._store.add(self._key, 0) < self._size
+        agreed = self._store.compare_set(f"{self._key}/left/{self._asked}", "", str(int(left)))
+        self._may_leave = False
+        return bool(int(agreed))
 
     def stop(self) -> None:
         """Let no further batch be begun; those that were are finished."""
@@ -83,7 +104,12 @@ class Claims:
     def _next(self) -> int | None:
         if self._fixed is not None:
             return self._next_fixed(self._fixed)
+        if self._may_leave and self._speed.leaves_the_rest(
+            self._workers, lambda: self._size - self._store.add(self._key, 0)
+        ):
+            return None
         number = self._store.add(self._key, 1) - 1
+        self._speed.note(number)
         if number < STOPPED:
             return number if number < self._size else None
         number %= STOPPED
@@ -104,3 +130,30 @@ class Claims:
     def _read_limit(self) -> int | None:
         key = f"{self._key}/limit"
         return int(self._store.get(key)) if self._store.check([key]) else None
+
+
+class _Speed:
+    """How fast this worker takes claims, and how fast all do together."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, int] | None = None
+        self._own_s = 0.0
+        self._each_s = 0.0
+
+    def note(self, number: int) -> None:
+        """Note that this worker claims `number` now."""
+        now = time.monotonic()
+        if self._last is not None:
+            took, since = now - self._last[0], number - self._last[1]
+            self._own_s, self._each_s = took, took / max(since, 1)
+        self._last = (now, number)
+
+    def leaves_the_rest(self, workers: int, left: Callable[[], int]) -> bool:
+        """Whether the others are through with what is `left` before this worker would be with one claim.
+
+        Only one that is clearly slower than most asks; so the last claims hold nobody up.
+        """
+        usual_s = self._each_s * workers
+        if self._own_s <= 1.5 * usual_s:
+            return False
+        return max(left(), 0) * self._each_s < self._own_s - usual_s

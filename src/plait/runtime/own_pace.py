@@ -119,6 +119,9 @@ class OwnPaceTrainer(Trainer):
         self._counted = 0
         self._work(claims)
         members = self._averaging.settle()
+        while claims.is_work_left():
+            self._work(claims)
+            members = self._averaging.settle()
         self._segment += 1
         done, after = claims.done()
         self.step += done
@@ -141,7 +144,7 @@ class OwnPaceTrainer(Trainer):
                 loss, _ = self.engine.step(batch, factor)
             self._averaging.after_update()
             # Others have taken the claims before this one.
-            self._record_step(batch.count * (claim.index * self.worker.world_size + claim.place))
+            self._record_step(claim.before)
             self._unrecorded = (step + 1, batch.epoch, loss, self.parts.base_lrs[0] * factor)
             self._pace.count(step + 1, batch.count)
             self._note_pace()

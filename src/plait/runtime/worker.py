@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.logs import show_logs
 from plait.runtime import build
+from plait.runtime.auto_sync import choose_sync
 from plait.runtime.build import Parts
 from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
 from plait.runtime.pipeline_trainer import PipelineTrainer
-from plait.runtime.settings import TrainSettings
+from plait.runtime.settings import SyncSettings, TrainSettings
 from plait.runtime.trainer import Trainer
 
 
@@ -48,8 +50,25 @@ def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: 
     hosts: list[Any] = [None] * worker.world_size
     dist.all_gather_object(hosts, worker.host)
     if settings.pipeline is None:
-        return OwnPaceTrainer(worker, settings, parts, folder, hosts)
+        return _with_sync(worker, settings, parts, folder, hosts)
     return PipelineTrainer(worker, settings, parts, folder, hosts, worker.timeout_s)
+
+
+def _with_sync(
+    worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder, hosts: list[str]
+) -> Trainer:
+    """A trainer for workers that may be unlike, with the sync that the job names or measurements choose."""
+    if settings.sync.kind != "auto":
+        return OwnPaceTrainer(worker, settings, parts, folder, hosts)
+    chosen = choose_sync(worker, settings, parts)
+    settings = replace(settings, sync=SyncSettings(chosen.sync))
+    trainer = (
+        Trainer(worker, settings, parts, folder)
+        if chosen.sync == "all-reduce"
+        else OwnPaceTrainer(worker, settings, parts, folder, hosts)
+    )
+    trainer.recorder.note(chosen)
+    return trainer
 
 
 def _agree_on_backend(worker: Worker, wanted: str) -> str:

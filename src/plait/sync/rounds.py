@@ -9,6 +9,7 @@ in the next one at once.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -190,15 +191,27 @@ class Rounds:
             about = torch.tensor([self._seen, step_s], dtype=torch.float64)
             self._mail.send(leader, UP, number, [about, *flats])
             self._mail.flush(1.0)
-            while not self._mail.is_gone(leader) and leader in self._presence.living():
-                message = self._mail.take(leader, DOWN)
-                if message is None:
-                    self._mail.wait(LOOK_S)
-                elif message.content.number == number:
-                    return _taken(message, flats)
-                else:
-                    message.release()
+            if (message := self._hear(leader, number)) is not None:
+                return _taken(message, flats)
         self._close(number)
+        return None
+
+    def _hear(self, leader: int, number: int) -> Message | None:
+        """What the leader hands out; None where it is gone, or handed out without this worker."""
+        void_at = math.inf
+        while time.monotonic() < void_at:
+            message = self._mail.take(leader, DOWN)
+            if message is not None and message.content.number == number:
+                return message
+            if message is not None:
+                message.release()
+            elif self._mail.is_gone(leader) or leader not in self._presence.living():
+                return None
+            else:
+                self._mail.wait(LOOK_S)
+                # The record is written last: whoever has no answer long after it was left out.
+                if void_at == math.inf and self._store.check([self._key(number, "record")]):
+                    void_at = time.monotonic() + GRACE_S
         return None
 
     def _leader(self, number: int) -> int | None:

@@ -1,0 +1,90 @@
+"""How workers agree, compared: throughput with slow workers, time to a target loss, speed of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.experiments.bench import Bench, Claim, Row
+
+PARTS = {
+    "speed": "the fraction of ideal throughput of each sync, 8 workers, six cases of slow workers",
+    "convergence": "time to a target loss on digits and on text, three seeds, with and without a slow worker",
+    "bandwidth": "sums of real gradients over each topology against the backend's own, on one host",
+    "shaped": "the same over four hosts, one of them behind a slow link",
+    "overlap": "how much of the transfer a longer backward hides",
+}
+
+
+def run(parts: Sequence[str] = tuple(PARTS), command: str = "plait bench sync") -> Bench:
+    """Measure each of `parts`."""
+    rows: list[Row] = []
+    claims: list[Claim] = []
+    for part in parts:
+        found, said = _measure(part)
+        rows += [{"part": part, **row} for row in found]
+        claims += said
+    return Bench("sync", command, tuple(rows), tuple(claims))
+
+
+def _measure(part: str) -> tuple[list[Row], list[Claim]]:
+    # Each part loads what it alone needs.
+    if part == "speed":
+        from plait.experiments.sync_speed import speed_claims, speed_rows
+
+        rows = speed_rows()
+        return rows, speed_claims(rows)
+    if part == "convergence":
+        from plait.experiments.sync_convergence import convergence_claims, convergence_rows
+
+        rows = convergence_rows()
+        return rows, convergence_claims(rows)
+    from plait.experiments import sync_bandwidth as bandwidth
+
+    if part == "bandwidth":
+        rows = bandwidth.bandwidth_rows()
+        return rows, bandwidth.bandwidth_claims(rows)
+    if part == "shaped":
+        rows, reason = bandwidth.shaped_rows()
+        return rows, bandwidth.shaped_claims(rows, reason)
+    rows = bandwidth.overlap_rows()
+    return rows, bandwidth.overlap_claims(rows)
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """Fractions of ideal throughput by case, and seconds to the target, a bar for each sync."""
+    panels = [
+        ("speed", "fraction_of_ideal", "fraction of ideal throughput"),
+        ("convergence", "seconds_to_target", "seconds to the target loss"),
+    ]
+    drawn = [panel for panel in panels if any(row["part"] == panel[0] for row in bench.rows)]
+    if drawn:
+        _draw(bench.rows, drawn, path)
+
+
+def _draw(rows: Sequence[Row], panels: Sequence[tuple[str, str, str]], path: Path) -> None:
+    import matplotlib  # loaded only where a picture is asked for
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 4 * len(panels)), squeeze=False)
+    for axis, (part, column, label) in zip(axes[:, 0], panels):
+        own = [row for row in rows if row["part"] == part]
+        syncs = list(dict.fromkeys(str(row["sync"]) for row in own))
+        cases = list(dict.fromkeys(_case_of(row) for row in own))
+        for i, sync in enumerate(syncs):
+            values = {_case_of(row): float(row[column] or 0) for row in own if row["sync"] == sync}
+            places = [c + 0.8 * (i - len(syncs) / 2) / len(syncs) for c in range(len(cases))]
+            heights = [values.get(case, 0.0) for case in cases]
+            axis.bar(places, heights, width=0.8 / len(syncs), label=sync)
+        axis.set_xticks(range(len(cases)), cases)
+        axis.set_ylabel(label)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _case_of(row: Row) -> str:
+    return f"{row['model']}, {row['case']}" if "model" in row else str(row["case"])

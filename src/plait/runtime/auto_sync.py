@@ -1,0 +1,68 @@
+"""`sync: auto`: measure a few steps of every worker, and choose how they agree."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.cluster.worker import Worker
+from plait.runtime import loading
+from plait.runtime.build import Parts
+from plait.runtime.data_parallel import DataParallel
+from plait.runtime.events import SyncChosen
+from plait.runtime.sampling import GlobalBatch, Position, epoch_order
+from plait.runtime.settings import TrainSettings
+
+STEPS = 10
+# All-reduce is exact; others have to be this much faster to be worth it.
+WORTH = 1.15
+
+
+def choose(step_s: Sequence[Sequence[float]]) -> SyncChosen:
+    """The sync for workers whose steps took `step_s[worker][step]` seconds.
+
+    Under all-reduce a step takes as long as its slowest worker; at their own pace workers add up.
+    """
+    together_s = statistics.fmean(max(times) for times in zip(*step_s))
+    own_pace_s = len(step_s) / sum(1 / statistics.fmean(times) for times in step_s)
+    gain = together_s / own_pace_s
+    sync = "partial-reduce" if gain > WORTH else "all-reduce"
+    return SyncChosen(
+        sync,
+        f"a step takes {together_s * 1e3:.3g} ms together and {own_pace_s * 1e3:.3g} ms a batch at each "
+        f"worker's own pace: {gain:.2f} times as fast, and {WORTH:g} is worth it",
+    )
+
+
+def choose_sync(worker: Worker, settings: TrainSettings, parts: Parts) -> SyncChosen:
+    """The choice that all workers make together, from steps whose gradients are dropped."""
+    engine = DataParallel(worker, settings, parts, alone=True)
+    kept = [buffer.clone() for buffer in parts.model.buffers()]
+    batch = _first_share(worker, settings, parts)
+    # The first step warms up.
+    own = [engine.time_backward(batch) for _ in range(STEPS + 1)][1:]
+    with torch.no_grad():
+        for buffer, before in zip(parts.model.buffers(), kept):
+            buffer.copy_(before)
+    found: list[Any] = [None] * worker.world_size
+    dist.all_gather_object(found, own)
+    return choose(found)
+
+
+def _first_share(worker: Worker, settings: TrainSettings, parts: Parts) -> loading.Batch:
+    """This worker's share of the first batch."""
+    data = settings.data
+    order = epoch_order(settings.seed, 0, len(parts.train_set), data.shuffle)
+    batches = loading.load(
+        parts.train_set,
+        iter([GlobalBatch(0, order[: data.batch_size], Position())]),
+        seed=settings.seed,
+        rank=worker.rank,
+        world_size=worker.world_size,
+        loaders=0,
+    )
+    return next(batches)
