@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from fused_checks import CLOSE, alone, assert_equals_lone_models, make_models
 from torch import nn
 
-from plait.fusion import FusionError, Shared, fuse, group_by_shape
+from plait.fusion import FusedOptimizer, FusionError, Shared, fuse, group_by_shape, keep_trials
 from plait.fusion.per_trial import PerTrial
 
 
@@ -305,6 +305,29 @@ def test_the_fused_module_moves_and_saves_like_any_other():
     assert fused.float()(x.float()).dtype == torch.float32
 
 
-def test_compiling_a_fused_module_is_refused_with_what_to_do_instead():
-    with pytest.raises(FusionError, match="CUDA graph with plait.fusion.capture.CapturedStep"):
-        fuse([nn.Linear(2, 2)]).compile()
+def test_a_compiled_fused_module_trains_as_the_same_module_uncompiled():
+    def make():
+        first = [nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.3)]
+        return nn.Sequential(*first, nn.Flatten(), nn.Linear(48, 5))
+
+    torch.manual_seed(0)
+    models = [make().double() for _ in range(3)]
+    fused, other = fuse(models), fuse(models)
+    # The graph is traced and run as it is; what inductor makes of it would take a minute.
+    fused.compile(backend="eager")
+    one, two = (FusedOptimizer(f, "sgd", lr=[0.1, 0.2, 0.3]) for f in (fused, other))
+    for step in range(4):
+        if step == 2:
+            keep_trials(fused, one, [2, 0])
+            keep_trials(other, two, [2, 0])
+        x = (
+            torch.randn(fused.trials, 6, 1, 4, 4).double()
+            if step % 2
+            else Shared(torch.randn(6, 1, 4, 4).double())
+        )
+        for array, optimizer in ((fused, one), (other, two)):
+            optimizer.zero_grad()
+            array(x).square().mean((1, 2)).sum().backward()
+            optimizer.step()
+    for name, tensor in other.state_dict().items():
+        assert torch.allclose(fused.state_dict()[name].double(), tensor.double(), rtol=0, atol=1e-12), name

@@ -6,7 +6,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,27 @@ def run(
     claims: list[Claim] = []
     if "speed" in parts or "modes" in parts:
         usual_modes, usual_widths = _usual(place, "modes" in parts)
-        rows += _measure_all(place, models, list(widths) or usual_widths, list(modes) or usual_modes, repeats)
+        asked_widths, asked_modes = list(widths) or usual_widths, list(modes) or usual_modes
+        with _one_thread(place):
+            rows += _measure_all(place, models, asked_widths, asked_modes, repeats)
         claims += _claims(rows, place)
     if "convergence" in parts:
         curves, claim = convergence(device=place)
         rows += curves
         claims.append(claim)
     return Bench("fusion", command, tuple(rows), tuple(claims))
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU all modes get one thread: a fused step could use more where single trials cannot."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _usual(device: torch.device, everything: bool) -> tuple[list[str], list[int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,19 @@ def gan_loss(scores: Tensor, target: float) -> Tensor:
     return F.binary_cross_entropy_with_logits(scores.float(), wanted)
 
 
+@contextmanager
+def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Within, nothing computes gradients of `parameters`: the generator's step needs none of its judge."""
+    held = list(parameters)
+    for parameter in held:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in held:
+            parameter.requires_grad_(True)
+
+
 def gan_serial_step(device: torch.device, tiny: bool = False) -> Step:
     """One step of one DCGAN: the discriminator on real and made images, then the generator."""
     make_generator, make_discriminator, shape, noise = gan_parts(tiny)
@@ -44,7 +58,7 @@ def gan_serial_step(device: torch.device, tiny: bool = False) -> Step:
         loss.backward()
         optimizers[1].step()
         optimizers[0].zero_grad()
-        with precision(device):
+        with precision(device), _without_gradients(judge.parameters()):
             loss = gan_loss(judge(made), 1.0)
         loss.backward()
         optimizers[0].step()
@@ -75,7 +89,7 @@ def gan_fused_step(
         losses.sum().backward()
         judge_optimizer.step()
         maker_optimizer.zero_grad()
-        with precision(device):
+        with precision(device), _without_gradients(judges.parameters()):
             judges.map(gan_loss, judges(made), 1.0).sum().backward()
         maker_optimizer.step()
         return losses.detach()
@@ -123,7 +137,7 @@ def gan_vmap_step(device: torch.device, width: int, tiny: bool = False) -> Step:
         loss.backward()
         optimizers[1].step()
         optimizers[0].zero_grad()
-        with precision(device):
+        with precision(device), _without_gradients(stacked[1][0].values()):
             loss = losses(run(1, made), 1.0)
         loss.backward()
         optimizers[0].step()

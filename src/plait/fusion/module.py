@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from plait.fusion.per_trial import PerTrial
 from plait.fusion.random import Streams
 from plait.fusion.tensor import Trials, TrialTensor, unwrap
 from plait.fusion.unfused import patch_unfused
+
+if TYPE_CHECKING:
+    from plait.fusion.compiled import CompiledForward
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class FusedModule(nn.Module):
         device = next((tensor.device for tensor in models[0].parameters()), torch.device("cpu"))
         self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
         self.register_buffer("ages", torch.tensor(ages, dtype=torch.int64, device=device))
+        self._compiled: CompiledForward | None = None
         self._trials = Trials(len(models))
         self._wrappers = Wrappers(self._trials)
         self._slots = slots_of(self.module)
@@ -87,6 +91,11 @@ class FusedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What each trial's model returns for its slice of the arguments, trials first."""
+        if self._compiled is not None:
+            return self._compiled(self._run, args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(lambda module, *a, **k: module(*a, **k), *args, **kwargs)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,21 +137,28 @@ class FusedModule(nn.Module):
         for parameter in self.module.parameters():
             if parameter.dim() == 5:
                 parameter.data = parameter.data.movedim(2, -1).contiguous().movedim(-1, 2)
-        self._wrappers.forget()
+        self.forget()
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: torch.compile cannot see through tensors that carry the trials."""
-        raise FusionError(
-            "fused module: torch.compile cannot trace tensors that carry the trials (it breaks the graph at "
-            "each of their operations and gains nothing); on a GPU capture the step as a CUDA graph with "
-            "plait.fusion.capture.CapturedStep, which takes Python out of the step altogether"
-        )
+        """Compile forwards from now on; arguments are those of torch.compile, which cannot see through us.
+
+        A change of trials compiles anew. In 16 bits on a GPU capture the step as a CUDA graph instead.
+        """
+        from plait.fusion.compiled import CompiledForward  # loads torch's compiler
+
+        self._compiled = CompiledForward(self, dict(kwargs))
 
     def set_count(self, count: int) -> None:
         """Say how many trials there are, after all tensors changed."""
         self._trials.count = count
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew with what is kept between forwards, after tensors or the trials' numbers changed."""
         self._wrappers.forget()
+        if self._compiled is not None:
+            self._compiled.forget()
 
     @property
     def frozen(self) -> list[int]:
@@ -151,6 +167,8 @@ class FusedModule(nn.Module):
 
     def freeze(self, numbers: Sequence[int]) -> None:
         """Keep the buffers of these trials, and of no others, as they are now, whatever passes through."""
+        if self._compiled is not None:
+            self._compiled.forget()
         self._frozen_numbers = sorted(numbers)
         self._frozen = torch.tensor(self._frozen_numbers, dtype=torch.int64, device=self.seeds.device)
         self._kept = {name: b[self._frozen].clone() for name, b in self._own_buffers()}

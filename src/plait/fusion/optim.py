@@ -137,8 +137,10 @@ class FusedOptimizer:
         self.notice_finished()
 
     def _has_kernel(self) -> bool:
-        # On the CPU torch's kernels leave bfloat16 parameters unchanged (seen with 2.13).
-        whole = self.steps.is_cuda or all(p.dtype in _WHOLE for p in self.parameters)
+        # On the CPU torch's kernels leave bfloat16 parameters unchanged (seen with 2.13); on a GPU they take
+        # learning rates in float32, which is too coarse for float64.
+        kinds = {p.dtype for p in self.parameters}
+        whole = torch.float64 not in kinds if self.steps.is_cuda else kinds.issubset(_WHOLE)
         return self.kind.kernel is not None and whole and not any(self.numbers.get("dampening", ()))
 
     def _step_by_kernel(self, updated: Updated, gradients: list[Tensor], skip: Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from plait.core.units import show_bytes
 from plait.fusion.errors import FusionError
 
-# What the allocator and the libraries take beside the tensors; to be measured anew for another machine.
+# What libraries and the allocator take beside the tensors that a step on fake ones counts: 540 and 545 MB on
+# an H200 (transformer and ResNet-18, 8 trials, bf16); to be measured anew for another machine.
 OVERHEAD_BYTES = 600 * 10**6
 
 
@@ -64,7 +66,9 @@ class _Peak(TorchDispatchMode):
 
 def step_bytes(make_step: Callable[[int], Callable[[], Any]], width: int) -> int:
     """The most memory that making and running a step of `width` trials takes, without taking it."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _Peak() as peak:
+    with FakeTensorMode(allow_non_fake_inputs=True), _Peak() as peak, warnings.catch_warnings():
+        # Where memory lies is asked for to notice that it moved; that there is none does no harm.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         step = make_step(width)
         step()
         step()

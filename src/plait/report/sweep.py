@@ -84,7 +84,8 @@ def draw(rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Curve]) -> byte
     import matplotlib.pyplot as plt
 
     metrics = list(dict.fromkeys(name for curve in curves.values() for name in curve.metrics))
-    figure, axes = plt.subplots(1, 1 + len(metrics), figsize=(4.6 * (1 + len(metrics)), 3.6), squeeze=False)
+    size = (4.6 * (1 + len(metrics)) + 2.5, 3.6)
+    figure, axes = plt.subplots(1, 1 + len(metrics), figsize=size, squeeze=False, layout="constrained")
     # The best last, so that they lie above the others.
     for place, row in reversed(list(enumerate(rows))):
         curve = curves.get(row["trial"], Curve())
@@ -98,8 +99,7 @@ def draw(rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Curve]) -> byte
             axis.set_yscale("log")
     handles, labels = axes[0][0].get_legend_handles_labels()
     if handles:
-        axes[0][0].legend(handles[::-1], labels[::-1], fontsize=7)
-    figure.tight_layout()
+        figure.legend(handles[::-1], labels[::-1], fontsize=7, loc="outside right upper")
     target = io.BytesIO()
     figure.savefig(target, dpi=110, format="png")
     plt.close(figure)

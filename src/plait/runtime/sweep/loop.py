@@ -88,8 +88,9 @@ class SweepLoop:
         sets = self._sets.of(settings)
         self._feeds = Feeds(sets[0], pin=self._device.type == "cuda")
         if self._group not in self._widths:
-            fits = self._settings.width or choose_width(settings, self._device, sets, found["waiting"])
-            self._widths[self._group] = fits if is_fusable(settings) else 1
+            own = math.ceil(found["waiting"] / self._worker.world_size)
+            width = self._settings.width if is_fusable(settings) else 1
+            self._widths[self._group] = width or choose_width(settings, self._device, sets, own)
         self._width = self._widths[self._group]
         self._change([], self._take(self._width, begin=True))
         return bool(self._seats)

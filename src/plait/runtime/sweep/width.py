@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +25,11 @@ CPU_OVERHEAD_BYTES = 400 * 10**6
 # Of memory that is free now, what a sweep may plan with: other programs want some too.
 SHARE = 0.8
 STEPS = 4
+# The widths from whose memory that of others follows.
+WIDTHS = (1, 2)
+# Wider arrays are not tried: by then a step is bound by the device.
+MOST = 64
+log = logging.getLogger(__name__)
 
 
 def choose_width(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], trials: int) -> int:
@@ -30,38 +37,40 @@ def choose_width(settings: TrainSettings, device: torch.device, sets: tuple[Any,
     if trials < 2:
         return trials
     batch = Feed(sets[0], settings, Position(), pin=False).next()
-    fits = min(trials, _fitting(settings, device, sets, batch))
-    throughput: dict[int, float] = {}
-    for width in _widths(fits):
-        throughput[width] = width / _seconds(_stepper(settings, device, sets, batch, width), device)
-        if saturated_width(throughput) != width:
-            break
-    return saturated_width(throughput)
+    width = min(trials, MOST, _fitting(settings, device, sets, batch))
 
+    def throughput(count: int) -> float:
+        return count / _seconds(_stepper(_entries(settings, device, sets, count), batch), device)
 
-def _widths(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
-    found = [1]
-    while found[-1] * 2 < most:
-        found.append(found[-1] * 2)
-    return [*found, most] if most > 1 else found
+    # From the widest down: two measurements are enough where wide arrays pay, as they mostly do.
+    wide = throughput(width)
+    while width > 1:
+        narrow = throughput(width // 2)
+        if saturated_width({width // 2: narrow, width: wide}) == width:
+            return width
+        width, wide = width // 2, narrow
+    return width
 
 
 def _fitting(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], batch: Batch) -> int:
     """The most trials that the memory of `device` holds, from steps on tensors without memory."""
-    cpu = torch.device("cpu")
+    # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
+    entries = _entries(settings, torch.device("cpu"), sets, max(WIDTHS))
     try:
-        need = measure_need(lambda width: _stepper(settings, cpu, sets, batch, width))
+        need = measure_need(lambda width: _stepper(entries[:width], batch), WIDTHS)
     except FusionError:
         raise
-    except Exception:  # not every model runs on tensors without memory; then a step of two tells
-        need = _measured_need(settings, sets, batch)
+    except Exception as failure:  # not every model runs on tensors without memory
+        log.info("no step on tensors without memory (%s); an upper bound of its memory is used", failure)
+        need = _rough_need(settings, batch)
     if device.type == "cuda":
         return need.largest(torch.cuda.mem_get_info(device)[0] * SHARE)
-    return need.largest(psutil.virtual_memory().available * SHARE, CPU_OVERHEAD_BYTES)
+    # The workers of a host share its memory.
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return need.largest(psutil.virtual_memory().available * SHARE / workers, CPU_OVERHEAD_BYTES)
 
 
-def _measured_need(settings: TrainSettings, sets: tuple[Any, Any], batch: Batch) -> Need:
+def _rough_need(settings: TrainSettings, batch: Batch) -> Need:
     """A rough upper bound: weights, gradients and states, and as much again for what a step keeps."""
     model = build.build_model(settings.model, settings.seed)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -69,13 +78,13 @@ def _measured_need(settings: TrainSettings, sets: tuple[Any, Any], batch: Batch)
     return Need(0.0, 8.0 * weights + 200.0 * rows)
 
 
-def _stepper(
-    settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], batch: Batch, width: int
-) -> Callable[[], Any]:
-    entries = [Entry(settings, build.build(settings, device, sets)) for _ in range(width)]
-    array = FusedArray(entries)
-    batches: Sequence[Batch] = [batch] * width
-    return lambda: array.step(batches, [1.0] * width)
+def _entries(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], count: int) -> list[Entry]:
+    return [Entry(settings, build.build(settings, device, sets)) for _ in range(count)]
+
+
+def _stepper(entries: Sequence[Entry], batch: Batch) -> Callable[[], Any]:
+    array, width = FusedArray(entries), len(entries)
+    return lambda: array.step([batch] * width, [1.0] * width)
 
 
 def _seconds(step: Callable[[], Any], device: torch.device) -> float:

@@ -1,0 +1,101 @@
+"""torch.compile for a fused module: its forward is traced into a graph of plain tensors, which compiles.
+
+Given the module itself, torch.compile breaks the graph at each operation on tensors that carry the trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from plait.fusion.errors import FusionError
+from plait.fusion.module import Shared
+
+
+class CompiledForward:
+    """The forward of `fused`, compiled once for each shape and mode it meets; `options` go to torch."""
+
+    def __init__(self, fused: nn.Module, options: dict[str, Any]) -> None:
+        self._fused = fused
+        self._options = options
+        self._graphs: dict[Any, Callable[..., Any]] = {}
+
+    def forget(self) -> None:
+        """Compile anew from now on: the graphs hold numbers of the trials."""
+        self._graphs.clear()
+
+    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What `forward(*args, **kwargs)` returns."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Shared))]
+        inputs = [_inner(leaves[place]) for place in places]
+        _check_device(inputs)
+        names, tensors = self._state()
+        key = (spec, self._key(leaves), self._fused.training, torch.is_grad_enabled())
+        if key not in self._graphs:
+
+            def call(state: list[Tensor], given: list[Tensor]) -> Any:
+                values = list(leaves)
+                for place, tensor in zip(places, given):
+                    values[place] = Shared(tensor) if isinstance(values[place], Shared) else tensor
+                some_args, some_kwargs = pytree.tree_unflatten(values, spec)
+                with _swapped(self._fused, dict(zip(names, state))):
+                    return forward(*some_args, **some_kwargs)
+
+            self._graphs[key] = self._compile(call, tensors, inputs)
+        return self._graphs[key](tensors, inputs)
+
+    def _state(self) -> tuple[list[str], list[Tensor]]:
+        named = [*self._fused.named_parameters(), *self._fused.named_buffers()]
+        return [name for name, _ in named], [tensor for _, tensor in named]
+
+    def _key(self, leaves: list[Any]) -> tuple[Any, ...]:
+        return tuple(
+            (type(leaf), *_describe(_inner(leaf))) if isinstance(leaf, (Tensor, Shared)) else repr(leaf)
+            for leaf in leaves
+        )
+
+    def _compile(
+        self, call: Callable[..., Any], state: list[Tensor], inputs: list[Tensor]
+    ) -> Callable[..., Any]:
+        """Trace `call` as it runs for real, then put buffers back as they were."""
+        before = [buffer.clone() for buffer in self._fused.buffers()]
+        # Once untraced: operations measure their fastest ways, which is no part of the graph.
+        call(state, inputs)
+        graph = make_fx(call, pre_dispatch=True)(state, inputs)
+        with torch.no_grad():
+            for buffer, value in zip(self._fused.buffers(), before):
+                buffer.copy_(value)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        compiled: Callable[..., Any] = torch.compile(graph, **self._options)
+        return compiled
+
+
+def _inner(leaf: Any) -> Tensor:
+    found: Tensor = leaf.tensor if isinstance(leaf, Shared) else leaf
+    return found
+
+
+def _describe(x: Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), x.dtype, x.requires_grad
+
+
+def _swapped(module: nn.Module, tensors: dict[str, Tensor]) -> Any:
+    """Within, `module` holds `tensors` in place of its own."""
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    return _reparametrize_module(module, tensors)
+
+
+def _check_device(inputs: list[Tensor]) -> None:
+    if any(x.is_cuda for x in inputs) and torch.is_autocast_enabled("cuda"):
+        raise FusionError(
+            "fused module: in 16 bits on a GPU it has kernels of its own, which torch.compile cannot see; "
+            "capture the step as a CUDA graph with plait.fusion.capture.CapturedStep, or do not compile"
+        )
