@@ -81,7 +81,8 @@ class Operations(Event):
     """What a worker of a pipeline did up to `step`, one place in each list for each operation.
 
     `letters` has one for each: F forward, B backward, I and W the halves of a split backward, U update
-    (whose `microbatches` holds the version it wrote). Times are seconds since the epoch, after the input
+    (whose `microbatches` holds the version it wrote). Times are seconds since the epoch by the first worker's
+    clock, after the input
     had arrived and before the output was taken.
     """
 

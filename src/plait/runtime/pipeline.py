@@ -32,6 +32,7 @@ from plait.stages.versions import WeightVersions
 from plait.sync.buffers import average
 
 Loss = Callable[[Any, Any], Tensor]
+_SPANS_AT_ONCE = 1024
 
 
 class Work(Protocol):
@@ -52,7 +53,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """One operation as it was carried out, in seconds since the epoch."""
+    """One operation as it was carried out, in seconds since the epoch by the first worker's clock."""
 
     op: Op
     start: float
@@ -104,6 +105,9 @@ class Pipeline:
         self.layout = arrangement.layouts[arrangement.pipeline_of(rank)]
         self.losses: dict[int, Tensor] = {}
         self.spans: list[Span] = []
+        # Who takes the spans away while a long run goes on, and the first worker's clock less this one's.
+        self.on_spans: Callable[[], None] | None = None
+        self.clock_offset_s = 0.0
         self._channels = channels
         self._parts = parts
         self._input_names = traced.inputs
@@ -154,6 +158,8 @@ class Pipeline:
                 waiting.append(op)
             else:
                 self._carry_out(op, work)
+            if len(self.spans) >= _SPANS_AT_ONCE and self.on_spans is not None:
+                self.on_spans()
         if waiting:
             self._update(waiting, None, work)
         for held in self._held.values():
@@ -205,7 +211,8 @@ class Pipeline:
                 self._note(op, start)
 
     def _note(self, op: Op, start: float) -> None:
-        self.spans.append(Span(op, start, time.time()))
+        offset = self.clock_offset_s
+        self.spans.append(Span(op, start + offset, time.time() + offset))
 
     def _forward(self, op: Forward, work: Work) -> None:
         held = self._held[op.stage]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.cluster.channels import connect
+from plait.cluster.clock import clock_offset
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import JobError
@@ -145,6 +146,8 @@ class PipelineTrainer(Trainer):
                 self._timeout_s,
             ),
         )
+        self._pipeline.clock_offset_s = clock_offset(self.worker.rank, self._hosts)
+        self._pipeline.on_spans = self._record_operations
         self._pipeline.take_optimizer_state(parts.optimizer)
         self._tied = _further_names(parts.model)
         held = {name for layer in traced.layers for name in (*layer.parameters, *layer.buffers)}

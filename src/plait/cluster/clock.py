@@ -1,0 +1,44 @@
+"""One clock for all workers: how far a host's clock is from that of the first worker's host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+_ROUNDS = 8
+
+
+def clock_offset(rank: int, hosts: Sequence[str]) -> float:
+    """Seconds to add to this worker's clock for the first worker's; all ranks of the world call it together.
+
+    `hosts` names the host of each rank; workers of the first one's host share its clock. Of several
+    questions the one answered fastest counts, and its answer is taken to be from half way.
+    """
+    far = [peer for peer, host in enumerate(hosts) if host != hosts[0]]
+    if rank == 0:
+        for peer in far:
+            _answer(peer)
+    return _ask() if rank in far else 0.0
+
+
+def _answer(peer: int) -> None:
+    question = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        dist.recv(question, peer)
+        dist.send(torch.tensor([time.time()], dtype=torch.float64), peer)
+
+
+def _ask() -> float:
+    fastest, offset = float("inf"), 0.0
+    answer = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        asked = time.time()
+        dist.send(answer, 0)
+        dist.recv(answer, 0)
+        now = time.time()
+        if now - asked < fastest:
+            fastest, offset = now - asked, float(answer) - (asked + now) / 2
+    return offset
