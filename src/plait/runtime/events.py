@@ -82,8 +82,7 @@ class Operations(Event):
 
     `letters` has one for each: F forward, B backward, I and W the halves of a split backward, U update
     (whose `microbatches` holds the version it wrote). Times are seconds since the epoch by the first worker's
-    clock, after the input
-    had arrived and before the output was taken.
+    clock, after the input had arrived and before the output was taken.
     """
 
     step: int
