@@ -17,6 +17,7 @@ from plait.sync.topology import Topology
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+LAST_BUCKET_BYTES = 2 << 20
 # So many numbers may travel along with the gradients.
 MOST_NOTES = 16
 
@@ -28,12 +29,30 @@ class Bucket:
     parameters: list[Parameter]
     views: list[Tensor] = field(default_factory=list)
     waiting: int = 0
+    # What backward has left for each parameter, until it is copied into the buffer.
+    grads: list[Tensor | None] = field(default_factory=list)
     filled: list[bool] = field(default_factory=list)
 
     @property
     def spec(self) -> Spec:
         first = self.parameters[0]
         return Spec(sum(p.numel() for p in self.parameters), first.dtype, first.device)
+
+    def forget(self) -> None:
+        """Wait for the gradients of another step."""
+        self.waiting = len(self.parameters)
+        self.grads = [None] * len(self.parameters)
+        self.filled = [False] * len(self.parameters)
+
+    def fill(self) -> None:
+        """Copy the gradients into the buffer, zeros where there are none; another thread may do it."""
+        with torch.no_grad():
+            for view, grad in zip(self.views, self.grads):
+                if grad is None:
+                    view.zero_()
+                else:
+                    view.copy_(grad)
+        self.grads = []
 
     def look_at(self, flat: Tensor) -> None:
         """Use `flat` as the buffer from now on."""
@@ -105,8 +124,7 @@ class AllReduce:
     def begin(self) -> None:
         """Forget the gradients of the step before."""
         for bucket in self._buckets:
-            bucket.waiting = len(bucket.parameters)
-            bucket.filled = [False] * len(bucket.parameters)
+            bucket.forget()
             for parameter in bucket.parameters:
                 parameter.grad = None
         self._next = 0
@@ -153,14 +171,14 @@ class AllReduce:
     def _take(self, index: int, place: int, parameter: Tensor) -> None:
         bucket = self._buckets[index]
         assert parameter.grad is not None
-        bucket.views[place].copy_(parameter.grad)
+        bucket.grads[place] = parameter.grad
         parameter.grad = None
         bucket.filled[place] = True
         bucket.waiting -= 1
 
     def _send_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
-            self._sending.append(self._reducer.start(self._next))
+            self._sending.append(self._reducer.start(self._next, self._buckets[self._next].fill))
             self._next += 1
 
     def _take_rest(self) -> None:
@@ -170,7 +188,6 @@ class AllReduce:
                 if not bucket.filled[place] and parameter.grad is not None:
                     self._take(index, place, parameter)
                 elif not bucket.filled[place]:
-                    bucket.views[place].zero_()
                     bucket.waiting -= 1
         self._send_full()
 
@@ -182,16 +199,22 @@ class AllReduce:
 
 
 def make_buckets(parameters: Sequence[Parameter]) -> list[Bucket]:
-    """Parameters from last to first in buckets of one type and device; the first is small, to start early."""
+    """Parameters from last to first in buckets of one type and device.
+
+    The first bucket is small, to start early, and so is the last: nothing is left to hide its journey.
+    """
+    order = [p for p in reversed(parameters) if p.requires_grad]
+    sizes = [p.numel() * p.element_size() for p in order]
     buckets: list[Bucket] = []
     members: list[Parameter] = []
-    limit = FIRST_BUCKET_BYTES
-    size = 0
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
+    size, limit, rest, before = 0, FIRST_BUCKET_BYTES, sum(sizes), 0
+    for parameter, own in zip(order, sizes):
         other = bool(members) and (parameter.dtype, parameter.device) != (members[0].dtype, members[0].device)
-        if members and (other or size >= limit):
+        last = rest <= LAST_BUCKET_BYTES < rest + before
+        if members and (other or size >= limit or last):
             buckets.append(Bucket(members))
             members, size, limit = [], 0, BUCKET_BYTES
         members.append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        size += own
+        rest, before = rest - own, own
     return [*buckets, Bucket(members)] if members else buckets

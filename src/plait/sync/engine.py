@@ -37,7 +37,7 @@ class Job:
 
     flat: Tensor
     offset: int
-    # Brings the content to the host, where it is elsewhere.
+    # Brings the content here, where it is elsewhere.
     fetch: Callable[[], None] | None = None
     number: int = -1
     pieces: int = 0

@@ -18,8 +18,10 @@ from plait.sync.reducer import Members
 # Far from the channels of pipelines, which use the same process group.
 _FIRST_TAG = 1 << 20
 _TAGS_OF_A_LANE = 1 << 14
-# So many pieces of a stream may be on their way or wait to be added.
-_AHEAD = 6
+# So many receives are posted ahead: word of them travels behind the data that goes the other way, and on
+# a slow link that takes long. Pieces that come into lent memory are fewer, for that memory's sake.
+_AHEAD = 256
+_LENT = 24
 
 
 def tag_of(members: Members, route: int, phase: int) -> int:
@@ -50,7 +52,7 @@ class FarStream(threading.Thread):
         self._failed = failed
         self._wanted: queue.SimpleQueue[tuple[Tensor | None, int] | None] = queue.SimpleQueue()
         self._lent: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        for _ in range(_AHEAD):
+        for _ in range(_LENT):
             self._lent.put(torch.empty(0, dtype=torch.uint8))
 
     def want(self, size: int, into: Tensor | None) -> None:

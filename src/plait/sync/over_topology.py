@@ -14,7 +14,7 @@ from plait.cluster.channels import PeerError, meet_near
 from plait.cluster.regions import NearPeer, Region
 from plait.core.errors import PlaitError
 from plait.sync.engine import Engine, Job, layout
-from plait.sync.pieces import LEAST_BYTES, MOST_BYTES
+from plait.sync.pieces import LEAST_BYTES, MOST_BYTES, MOST_FAR_BYTES
 from plait.sync.reducer import Members, Pending, Spec
 from plait.sync.topology import Topology
 
@@ -38,7 +38,7 @@ class OverTopology:
     """
 
     def __init__(
-        self, members: Members, specs: Sequence[Spec], most: int = MOST_BYTES, least: int = LEAST_BYTES
+        self, members: Members, specs: Sequence[Spec], most: int | None = None, least: int = LEAST_BYTES
     ) -> None:
         self._members = members
         offsets, size = layout([spec.size_bytes for spec in specs])
@@ -52,15 +52,22 @@ class OverTopology:
             host if spec.device.type == "cpu" else torch.zeros_like(host, device=spec.device)
             for spec, host in zip(specs, self._host)
         ]
+        if most is None:
+            # From the hosts' names, which all members know alike.
+            most = MOST_BYTES if len(set(members.hosts)) == 1 else MOST_FAR_BYTES
         self._engine = Engine(members, _see_each_other(members, region), most, least)
         self._engine.start()
         self.topology: Topology | None = None
 
-    def start(self, index: int) -> Pending:
+    def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
         flat, host = self.buffers[index], self._host[index]
         if flat is host:
-            job, bring_back = Job(host, self._offsets[index]), None
+            # The engine fills the buffer, so that backward goes on meanwhile.
+            job, bring_back = Job(host, self._offsets[index], fill), None
         else:
+            # A GPU's work is queued in order by this thread, and waits for nobody.
+            if fill is not None:
+                fill()
             job = Job(host, self._offsets[index], _fetch(flat, host))
 
             def bring_back() -> object:

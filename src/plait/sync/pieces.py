@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Long enough that a piece costs more than telling of it, short enough to fill a route quickly.
-MOST_BYTES = 512 << 10
+# Long enough that a piece costs more than telling of it.
+MOST_BYTES = 1 << 20
+# Between hosts, links stand idle while the first piece comes and the last one goes: shorter ones.
+MOST_FAR_BYTES = 256 << 10
 # A piece this small costs no more than half of one.
 LEAST_BYTES = 16 << 10
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,8 +22,11 @@ class Pending(Protocol):
 class Reducer(Protocol):
     """Sums the buffers of an all-reduce; all workers start the same ones in the same order."""
 
-    def start(self, index: int) -> Pending:
-        """Begin to sum buffer `index`, which is filled; nobody touches it until it has been waited for."""
+    def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
+        """Begin to sum buffer `index`; nobody touches it until it has been waited for.
+
+        `fill` fills the buffer first, at once or in another thread; without it the buffer is filled.
+        """
         ...
 
 
@@ -75,6 +78,8 @@ class Native:
         self._buffers = buffers
         self._group = group
 
-    def start(self, index: int) -> Pending:
+    def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
+        if fill is not None:
+            fill()
         work: dist.Work = dist.all_reduce(self._buffers[index], group=self._group, async_op=True)
         return work

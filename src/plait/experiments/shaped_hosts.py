@@ -1,0 +1,78 @@
+"""Several hosts on one machine, for experiments: network namespaces on a bridge, with links slowed by tc."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+NIC = "eth0"
+
+
+def missing_for_shaping() -> str | None:
+    """Why such hosts cannot be made here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for command in ("ip", "tc"):
+        if shutil.which(command) is None:
+            return f"the command {command} is missing (Debian: iproute2)"
+    try:
+        with hosts_on_a_bridge(["w0"], slow="w0", rate="100mbit"):
+            return None
+    except subprocess.CalledProcessError as failure:
+        return f"{' '.join(failure.cmd)} failed: {failure.stderr.decode().strip()}"
+
+
+@contextmanager
+def hosts_on_a_bridge(names: Sequence[str], slow: str, rate: str) -> Iterator[str]:
+    """Hosts of these names, the link of `slow` shaped to `rate` both ways; yields the shell to reach them.
+
+    They answer at 10.78.0.1 and so on, on the interface `NIC`.
+    """
+    mark = f"plait-{uuid.uuid4().hex[:6]}"
+    bridge = f"{mark}-bridge"
+    made: list[str] = []
+    try:
+        _add(bridge, made)
+        _run("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", bridge, "link", "set", "br0", "up")
+        for number, name in enumerate(names, 1):
+            _join(f"{mark}-{name}", bridge, number, made)
+            if name == slow:
+                # Each end shapes what leaves it.
+                _shape(f"{mark}-{name}", NIC, rate)
+                _shape(bridge, f"port{number}", rate)
+        yield f"ip netns exec {mark}-{{host}}"
+    finally:
+        for space in made:
+            subprocess.run(["ip", "netns", "del", space], check=False)
+
+
+def _add(space: str, made: list[str]) -> None:
+    _run("ip", "netns", "add", space)
+    made.append(space)
+
+
+def _join(space: str, bridge: str, number: int, made: list[str]) -> None:
+    """Make a namespace and plug it into the bridge."""
+    _add(space, made)
+    port = f"port{number}"
+    _run("ip", "-n", space, "link", "add", NIC, "type", "veth", "peer", "name", port)
+    _run("ip", "-n", space, "link", "set", port, "netns", bridge)
+    _run("ip", "-n", space, "addr", "add", f"10.78.0.{number}/24", "dev", NIC)
+    for nic in ("lo", NIC):
+        _run("ip", "-n", space, "link", "set", nic, "up")
+    _run("ip", "-n", bridge, "link", "set", port, "master", "br0")
+    _run("ip", "-n", bridge, "link", "set", port, "up")
+
+
+def _shape(space: str, nic: str, rate: str) -> None:
+    words = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
+    _run("tc", "-n", space, "qdisc", "add", "dev", nic, *words)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=10)
