@@ -232,12 +232,12 @@ class Job(Section):
                 f"parallel.topology: belongs to an all-reduce, but parallel.sync is {parallel.sync!r}; "
                 f"leave it out, or use sync: all-reduce"
             )
-        if not wish.by_name and parallel.plan != "data-parallel":
+        if wish.name != "native" and parallel.plan != "data-parallel":
             raise JobError(
-                f"parallel.topology: found {wish.name!r} with parallel.plan {parallel.plan!r}; stages may "
-                f"have any number of replicas, so give a topology's name"
+                f"parallel.topology: found {wish.name!r} with parallel.plan {parallel.plan!r}; replicas of a "
+                f"pipeline's stage sum natively: use topology: native, or plan: data-parallel"
             )
-        if (wish.by_name or wish.graphs) and wish.name != AUTO and parallel.plan == "data-parallel":
+        if (wish.by_name or wish.graphs) and wish.name != AUTO:
             find_topology(wish, [host.name for host in self.hosts() for _ in range(host.slots)])
 
     def hosts(self) -> tuple[Host, ...]:
