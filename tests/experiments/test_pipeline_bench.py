@@ -27,12 +27,13 @@ def replayed(schedule: Schedule, workers: int, slower: float = 1.0) -> list[list
 @pytest.mark.parametrize("schedule", pipeline_idle.SCHEDULES)
 @pytest.mark.parametrize("workers", [2, 8])
 def test_a_run_without_any_overhead_has_the_exact_idle_share(schedule, workers):
-    found = pipeline_idle.idle_share(schedule, replayed(schedule, workers))
+    found = pipeline_idle.idle_share(schedule, replayed(schedule, workers), SLEEP_S)
     assert found == pytest.approx(pipeline_idle.exact_idle_share(schedule, workers), abs=1e-9)
 
 
-def test_time_beyond_the_sleep_asked_for_is_idle_time():
-    assert pipeline_idle.idle_share(Schedule.STASH, replayed(Schedule.STASH, 4, 1.25)) == pytest.approx(0.2)
+def test_time_beyond_the_sleeps_is_idle_time():
+    slower = replayed(Schedule.STASH, 4, 1.25)
+    assert pipeline_idle.idle_share(Schedule.STASH, slower, SLEEP_S) == pytest.approx(0.2)
 
 
 def test_predictions_far_off_either_way_do_not_hold():

@@ -1,13 +1,14 @@
 """Idle shares: every schedule with layers that sleep instead of computing, against its exact makespan.
 
 Forward, the input's gradient and the weights' gradient sleep for 50 ms each, so the workers need no
-processors. What counts as work is the sleep that was asked for and nothing else: messages, updates and the
-runtime's own doings are idle time here.
+processors. What counts as work is what these sleeps take by themselves, with all workers asleep, and nothing
+else: messages, updates and the runtime's own doings are idle time here.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,10 +57,22 @@ def idle_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
     """Be one of the workers that measure the idle share of each schedule with sleeping layers."""
     worker.join("gloo")
     torch.manual_seed(0)
-    return {"rows": [_row(worker, schedule, settings["repeats"]) for schedule in SCHEDULES]}
+    sleep_s = _sleep_s()
+    return {"rows": [_row(worker, schedule, settings["repeats"], sleep_s) for schedule in SCHEDULES]}
 
 
-def _row(worker: Worker, schedule: Schedule, repeats: int) -> Row:
+def _sleep_s(times: int = 20) -> float:
+    """Seconds that a sleep really takes, the mean over all workers, which sleep at the same time."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(times):
+        time.sleep(SLEEP_S)
+    mean = torch.tensor((time.perf_counter() - started) / times, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Row:
     size = worker.world_size
     stages = size * (CHUNKS if schedule is Schedule.INTERLEAVED else 1)
     model = nn.Sequential(*(sides.SleepingLayer(SLEEP_S) for _ in range(stages)))
@@ -73,7 +86,7 @@ def _row(worker: Worker, schedule: Schedule, repeats: int) -> Row:
         steps(1 if schedule.synchronous else STREAM)
         everywhere: list[Any] = [None] * size
         dist.all_gather_object(everywhere, pipeline.spans)
-        measured.append(idle_share(schedule, everywhere))
+        measured.append(idle_share(schedule, everywhere, sleep_s))
     channels.close()
     exact, found = exact_idle_share(schedule, size), statistics.median(measured)
     return {
@@ -84,30 +97,31 @@ def _row(worker: Worker, schedule: Schedule, repeats: int) -> Row:
         "idle_max": max(measured),
         "exact_idle_share": exact,
         "points_over": 100 * (found - exact),
+        "sleep_s": sleep_s,
         "repeats": repeats,
     }
 
 
-def idle_share(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> float:
+def idle_share(schedule: Schedule, spans: Sequence[Sequence[Span]], sleep_s: float) -> float:
     """The share of the workers' time without work, from first operation to last, or in the steady state.
 
-    `spans` are each worker's.
+    `spans` are each worker's; `sleep_s` is what a sleep takes.
     """
     own = [[span for span in each if not isinstance(span.op, Update)] for each in spans]
     if schedule.synchronous:
         begin, end = min(each[0].start for each in own), max(each[-1].end for each in own)
         sleeps = sum(_sleeps(each) for each in own)
-        return 1 - SLEEP_S * sleeps / (len(own) * (end - begin))
-    return statistics.mean(_steady_idle(each) for each in own)
+        return 1 - sleep_s * sleeps / (len(own) * (end - begin))
+    return statistics.mean(_steady_idle(each, sleep_s) for each in own)
 
 
-def _steady_idle(spans: Sequence[Span]) -> float:
+def _steady_idle(spans: Sequence[Span], sleep_s: float) -> float:
     """The idle share of one worker while forward and backward take turns, away from both ends."""
     first, last = len(spans) // 3, 2 * len(spans) // 3
     if isinstance(spans[first].op, Forward) != isinstance(spans[last].op, Forward):
         last += 1
     window = spans[first:last]
-    return 1 - SLEEP_S * _sleeps(window) / (spans[last].start - spans[first].start)
+    return 1 - sleep_s * _sleeps(window) / (spans[last].start - spans[first].start)
 
 
 def _sleeps(spans: Sequence[Span]) -> int:
