@@ -21,20 +21,27 @@ def build_loss(kind: str, args: Mapping[str, Any] | None = None) -> Loss:
     A user's name is a function of (output, target), or a class such as `torch.nn:L1Loss` whose instances
     are; it must return the mean over the batch.
     """
-    if ":" not in kind:
-        if kind not in KINDS:
-            raise JobError(
-                f"loss: unknown loss {kind!r}{did_you_mean(kind, KINDS)}; "
-                f"a loss of your own is written 'package.module:name'"
-            )
-        return _with_options(KINDS[kind], args or {})
-    loss = resolve(kind, "loss", JobError)
+    loss = find_loss(kind)
     if isinstance(loss, type):
         check_arguments(loss, args or {}, "loss_args", JobError)
         return cast("Loss", _instance(loss, kind, args or {}))
+    return _with_options(cast("Loss", loss), args or {})
+
+
+def find_loss(kind: str) -> Callable[..., Any]:
+    """The function or class that `kind` names."""
+    if ":" in kind:
+        loss: Callable[..., Any] = resolve(kind, "loss", JobError)
+    elif kind in KINDS:
+        loss = KINDS[kind]
+    else:
+        raise JobError(
+            f"loss: unknown loss {kind!r}{did_you_mean(kind, KINDS)}; "
+            f"a loss of your own is written 'package.module:name'"
+        )
     if not callable(loss):
         raise JobError(f"loss: {kind} is {loss!r}, expected a function of (output, target)")
-    return _with_options(cast("Loss", loss), args or {})
+    return loss
 
 
 def _with_options(loss: Loss, args: Mapping[str, Any]) -> Loss:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -168,11 +167,9 @@ class FusedArray:
         settings = [entry.settings for entry in self._entries]
         options = dict(settings[0].loss_args)
         for name, value in options.items():
-            values = [float(one.loss_args[name]) for one in settings] if isinstance(value, float) else []
-            if len(set(values)) > 1:
-                options[name] = PerTrial(values)
-        plain = build_loss(settings[0].loss, settings[0].loss_args)
-        return partial(plain, **options) if isinstance(plain, partial) else plain
+            if any(one.loss_args[name] != value for one in settings):
+                options[name] = PerTrial([float(one.loss_args[name]) for one in settings])
+        return build_loss(settings[0].loss, options)
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial on its batch, with its factor on the learning rate; their losses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import fields
@@ -22,6 +23,7 @@ from plait.runtime.settings import (
     OptimizerSettings,
     TrainSettings,
 )
+from plait.workloads.losses import find_loss
 
 # Sections of the job whose further keys are options, and the fields that are not.
 _OPEN: Mapping[str, type] = {
@@ -82,7 +84,7 @@ def array_key(settings: TrainSettings) -> str:
     # Batches of unlike sizes are padded, so only the rest of the data settings must be equal.
     tree["data"] = {**tree["data"], "batch_size": None}
     tree["optimizer"] = {**tree["optimizer"], "options": _switches(settings.optimizer.options)}
-    tree["loss_args"] = _switches(settings.loss_args)
+    tree["loss_args"] = _loss_switches(settings)
     tree["model"] = _model_key(settings.model)
     text = json.dumps(tree, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -91,6 +93,19 @@ def array_key(settings: TrainSettings) -> str:
 def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are no numbers: arrays hold one of each."""
     return {name: value for name, value in options.items() if not is_number(value)}
+
+
+def _loss_switches(settings: TrainSettings) -> dict[str, Any]:
+    """The loss's options that are no floats, nor stand in a float's place; of the others the names."""
+    loss = find_loss(settings.loss)
+    try:
+        usual = {name: p.default for name, p in inspect.signature(loss).parameters.items()}
+    except (TypeError, ValueError):  # some builtins have no signature
+        usual = {}
+    return {
+        name: None if isinstance(value, float) or isinstance(usual.get(name), float) else value
+        for name, value in settings.loss_args.items()
+    }
 
 
 def is_number(value: Any) -> bool:
