@@ -108,6 +108,14 @@ def test_the_values_that_optuna_draws_follow_from_the_past_alone():
     assert sum(distance[15:]) / 15 < sum(distance[:10]) / 10
 
 
+def test_no_rung_lies_just_before_the_end():
+    search = Search(sweep_of("seed=0,1", kind="asha"))
+    assert search.goals(138) == [16, 48, 138]
+    assert search.goals(9) == [1, 3, 9]
+    assert search.goals(1) == [1]
+    assert Search(sweep_of("seed=0,1", kind="asha", least_steps=10)).goals(5) == [5]
+
+
 def test_drawn_values_depend_on_seed_and_number_and_stay_in_their_range():
     over = ("optimizer.lr=log:1e-4:1", "optimizer.weight_decay=linear:0:1", "seed=int:3:5")
     search = Search(sweep_of(*over, kind="random", trials=50))

@@ -166,7 +166,8 @@ def trials_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    for column in ("trial", *keys, *(f"test {name}" for name in metrics), "training loss", "steps", "state"):
+    names = [*_short(keys), *(f"test {name}" for name in metrics)]
+    for column in ("trial", *names, "training loss", "steps", "state"):
         table.add_column(column)
     for row in rows:
         table.add_row(
@@ -178,6 +179,12 @@ def trials_table(rows: list[dict[str, Any]]) -> Table:
             row["state"],
         )
     return table
+
+
+def _short(keys: list[str]) -> list[str]:
+    """The last part of each key where that tells them apart, else the whole."""
+    ends = [key.rpartition(".")[2] for key in keys]
+    return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends)]
 
 
 def _show(value: Any) -> str:

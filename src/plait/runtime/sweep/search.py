@@ -64,7 +64,8 @@ class Search:
         if self.settings.kind == "pbt":
             every = least or max(1, steps // 10)
             return [*range(every, steps, every), steps]
-        first = min(steps, least or max(1, steps // self.settings.eta**2))
+        # Rounded up, so that no rung lies just before the end.
+        first = min(steps, least or -(-steps // self.settings.eta**2))
         return rungs(first, steps, self.settings.eta)
 
 
