@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ MEETING = 2
 MEETING_WAYS = Ways(3, 4)
 GROUP_WAYS = Ways(5, 6)
 LOOK_S = 0.02
+ATTEMPT_BITS = 8
 
 
 @dataclass
@@ -80,26 +82,54 @@ class Meetings:
 
     def meet(self, vector: Vector) -> tuple[int, ...]:
         """Average `vector` over all living workers; who they were, this one among them or not."""
-        members, behind = self._gather()
-        vector.gather()
-        before = [flat.clone() for flat in vector.weights]
-        self._missed = self._mail.rank not in members
+        flats = vector.gather()
+        before = [flat.clone() for flat in flats]
+        for attempt in itertools.count():
+            members, behind = self._gather(attempt)
+            self._missed = self._mail.rank not in members
+            if self._missed:
+                break
+            number = (self.number << ATTEMPT_BITS) + attempt
+            whole = self._mean.average(number, members, flats, behind)
+            if self._agree(attempt, members, whole):
+                self._missed = not whole
+                break
+            # Someone who averaged for the others is gone: once more, without it.
+            for flat, old in zip(flats, before):
+                flat.copy_(old)
         if not self._missed:
-            self._mean.average(self.number, members, vector.flats, behind)
             vector.scatter()
         self.distance = distance(vector.weights, before)
         self.number += 1
         return members
 
-    def _key(self) -> str:
-        return f"{self._prefix}/meeting/{self.number}"
+    def _agree(self, attempt: int, members: tuple[int, ...], whole: bool) -> bool:
+        """Whether all living members have the whole mean; the first that knows says so for all."""
+        key = self._key(attempt)
+        self._store.set(f"{key}/whole/{self._mail.rank}", str(int(whole)))
+        while not self._store.check([f"{key}/verdict"]):
+            living = self._living()
+            votes = [
+                self._store.get(vote) if self._store.check([vote]) else None
+                for member in members
+                if member in living
+                for vote in [f"{key}/whole/{member}"]
+            ]
+            if None not in votes:
+                self._store.compare_set(f"{key}/verdict", "", str(int(b"0" not in votes)))
+            else:
+                self._mail.wait(0.005)
+        return self._store.get(f"{key}/verdict") == b"1"
 
-    def _gather(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _key(self, attempt: int = 0) -> str:
+        return f"{self._prefix}/meeting/{self.number}/{attempt}"
+
+    def _gather(self, attempt: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Enter the meeting and wait until it is closed; its members, and those of them that missed others.
 
         The record is `open` or `closed` and the ranks that came, with a star at those that missed one.
         """
-        key = self._key()
+        key = self._key(attempt)
         me = f"{self._mail.rank}{'*' if self._missed else ''}"
         text = self._store.compare_set(key, "", f"open {me}").decode()
         while text.startswith("open") and me not in text.split():

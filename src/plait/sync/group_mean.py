@@ -44,7 +44,7 @@ class GroupMean:
         flats: Sequence[Tensor],
         behind: Collection[int] = (),
     ) -> bool:
-        """`flats` hold the mean of the members' that are not `behind`; False where nobody else took part.
+        """`flats` hold the mean of the members' that are not `behind`; False where an owner gave none.
 
         `number` rises from call to call on these ways. The first of `flats` has the same size on all members;
         a further one that some lack or have otherwise is averaged over the rest.
@@ -60,27 +60,23 @@ class GroupMean:
         for owner, piece in zip(owners, pieces):
             if owner != rank:
                 self._mail.send(owner, self._ways.up, number, [] if rank in behind else piece)
-        heard = False
         for owner, piece in zip(owners, pieces):
             if owner == rank:
-                heard = self._average_own(number, members, piece, rank in behind) or heard
-        for owner, piece in zip(owners, pieces):
-            if owner != rank:
-                heard = self._take_mean(number, owner, piece) or heard
+                self._average_own(number, members, piece, rank in behind)
+        others = [(owner, piece) for owner, piece in zip(owners, pieces) if owner != rank]
+        taken = [self._take_mean(number, owner, piece) for owner, piece in others]
         self._mail.flush(1.0)
-        return heard
+        return all(taken)
 
-    def _average_own(self, number: int, members: Sequence[int], piece: list[Tensor], blank: bool) -> bool:
+    def _average_own(self, number: int, members: Sequence[int], piece: list[Tensor], blank: bool) -> None:
         """Average the span that this worker owns, in the order of ranks, and hand it to all members."""
         rank = self._mail.rank
         others = [member for member in members if member != rank]
         counts = [0 if blank else 1 for _ in piece]
-        heard = False
         for other in others:
             message = self._receive(other, self._ways.up, number)
             if message is None:
                 continue
-            heard = True
             for i, (own, theirs) in enumerate(zip(piece, message.content.tensors)):
                 if theirs is not None and theirs.shape == own.shape:
                     own.copy_(theirs) if counts[i] == 0 else own.add_(theirs)
@@ -91,7 +87,6 @@ class GroupMean:
                 own.div_(count)
         for other in others:
             self._mail.send(other, self._ways.down, number, piece)
-        return heard
 
     def _take_mean(self, number: int, owner: int, piece: list[Tensor]) -> bool:
         message = self._receive(owner, self._ways.down, number)

@@ -170,6 +170,8 @@ class Rounds:
             waited_s = time.monotonic() - started
             if may_close(round_, self._living(), waited_s, time.time(), step_s, self._rules) or hurry():
                 break
+            if waited_s > LOOK_S and self._store.add(self._key(number, "seats"), 0) >= CLOSED:
+                break  # this worker was stopped for so long that the others went on
             self._mail.wait(look_s)
         taken = self._close(number)
         if taken >= CLOSED:
