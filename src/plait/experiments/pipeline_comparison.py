@@ -14,6 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from plait.experiments.pipeline_sides import FixedWork
 from plait.experiments.world import in_world
 from plait.planner import Plan, Schedule, Settings, machines, make_plan, model_parallel_plan
 from plait.profiler.trace import trace
+from plait.profiler.traced import TracedModel
 from plait.runtime import build
+from plait.runtime.agreement import Agreement, find_holders
 from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
 from plait.runtime.loading import SeededSamples
 from plait.runtime.optim import build_optimizer
@@ -176,10 +179,14 @@ class _World:
         arrangement, rank = arrange(plan), self.worker.rank
         model = copy.deepcopy(self.model)
         x, _ = self.content[0]
+        traced = trace(model, (x,))
         window = 2 * arrangement.most_in_flight() + 2
-        channels = connect(rank, ["here"] * self.size, arrangement.workers, deadline_s=120, window=window)
+        peers = arrangement.workers if rank in arrangement.workers else ()
+        channels = connect(rank, ["here"] * self.size, peers, deadline_s=120, window=window)
+        if not peers:
+            return _stand_by(rank, arrangement, traced)
         parts = Parts(self.loss, self._optimizer, torch.device("cpu"), contextlib.nullcontext)
-        pipeline = Pipeline(rank, arrangement, trace(model, (x,)), channels, parts)
+        pipeline = Pipeline(rank, arrangement, traced, channels, parts)
         total = STRETCH * self.size
         batches = 1 if not plan.schedule.synchronous else total // plan.microbatches
         each = total // batches
@@ -199,6 +206,15 @@ class _World:
 
     def _optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self.settings.optimizer, list(parameters))
+
+
+def _stand_by(rank: int, arrangement: Arrangement, traced: TracedModel) -> Steps:
+    """What a worker does that the plan has no use for: take part in making the others' groups."""
+    Agreement(rank, {}, find_holders(traced, arrangement), timedelta(seconds=120))
+    for stage in range(len(arrangement.stages)):
+        if len(arrangement.holders(stage)) > 1:
+            dist.new_group(list(arrangement.holders(stage)))
+    return lambda: None
 
 
 def _operations(arrangement: Arrangement, rank: int, work: FixedWork) -> Any:
