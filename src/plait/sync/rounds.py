@@ -27,6 +27,7 @@ UP, DOWN = 1, 13
 LOOK_S = 0.02
 KEPT = 256  # rounds whose records stay in the store
 CLOSED = 1 << 40  # added to the seats of a round that takes no more
+ANSWER_S = 1.0  # for the answer of a round that is closed: its leader may itself have been stopped
 GRACE_S = 0.25  # for the word of someone who took a seat, once it may be the one that is gone
 
 
@@ -211,10 +212,14 @@ class Rounds:
                 return None
             else:
                 self._mail.wait(LOOK_S)
-                # The record is written last: whoever has no answer long after it was left out.
-                if void_at == math.inf and self._store.check([self._key(number, "record")]):
-                    void_at = time.monotonic() + GRACE_S
+                if void_at == math.inf and self._is_over(number):
+                    void_at = time.monotonic() + ANSWER_S
         return None
+
+    def _is_over(self, number: int) -> bool:
+        """Whether the round is closed, so that its answer is on its way, or so long ago that it is gone."""
+        seats = self._store.add(self._key(number, "seats"), 0)
+        return seats < 2 or seats >= CLOSED
 
     def _leader(self, number: int) -> int | None:
         key, end = self._key(number, "leader"), time.monotonic() + GRACE_S
