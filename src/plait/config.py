@@ -232,10 +232,10 @@ class Job(Section):
                 f"parallel.topology: belongs to an all-reduce, but parallel.sync is {parallel.sync!r}; "
                 f"leave it out, or use sync: all-reduce"
             )
-        if wish.name != "native" and parallel.plan != "data-parallel":
+        if not wish.by_name and parallel.plan != "data-parallel":
             raise JobError(
-                f"parallel.topology: found {wish.name!r} with parallel.plan {parallel.plan!r}; replicas of a "
-                f"pipeline's stage sum natively: use topology: native, or plan: data-parallel"
+                f"parallel.topology: found {wish.name!r} with parallel.plan {parallel.plan!r}; the replicas "
+                f"of each stage need a topology of their own: use a name, or plan: data-parallel"
             )
         if (wish.by_name or wish.graphs) and wish.name != AUTO:
             find_topology(wish, [host.name for host in self.hosts() for _ in range(host.slots)])

@@ -26,6 +26,7 @@ from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
 from plait.runtime.profiling import trace_job
 from plait.runtime.settings import CheckpointSettings, PipelineSettings, TrainSettings
 from plait.runtime.stretch import Microbatch, StretchWork
+from plait.sync.wish import TopologyWish
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 
@@ -194,3 +195,11 @@ def test_replicas_agree_on_the_last_update_of_a_stretch_that_ends_early() -> Non
     first, second = replay(settings, stage=1, stop_at=5)
     assert [(version, step) for version, step, _ in first] == [(v, s) for v, s, _ in second]
     assert [f for *_, f in first] == pytest.approx([0.5] * 7 + [1.0])
+
+
+@pytest.mark.parametrize("topology", ["ring", "auto"])
+def test_replicas_of_a_stage_sum_over_the_topology_that_was_asked_for(tmp_path: Path, topology: str) -> None:
+    settings = replace(planned((3, 1), Schedule.FLUSH), topology=TopologyWish(topology))
+    run_ranks(4, train_rank, settings, tmp_path / "pipeline", hosts=["a", "a", "b", "b"])
+    _, weights = train_here(digits_job(steps=20), tmp_path / "plain")
+    assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10

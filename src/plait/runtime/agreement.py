@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -15,6 +15,9 @@ from plait.planner.errors import PlanError
 from plait.profiler.traced import TracedModel
 from plait.runtime.arrangement import Arrangement
 from plait.sync.all_reduce import AllReduce
+from plait.sync.choice import settle
+from plait.sync.reducer import Members
+from plait.sync.wish import TopologyWish
 
 Holders = dict[str, tuple[int, ...]]
 
@@ -47,10 +50,20 @@ def _check_ties(arrangement: Arrangement, stages_of: Mapping[str, set[int]]) -> 
 
 
 class Agreement:
-    """Sums the gradients of each parameter over its holders. All workers make one together."""
+    """Sums the gradients of each parameter over its holders. All workers make one together.
+
+    `hosts` names the host of each worker; sums travel over `topology`, made for each set of holders,
+    or as the backend does it.
+    """
 
     def __init__(
-        self, rank: int, own: Mapping[str, Parameter], holders: Holders, deadline: timedelta
+        self,
+        rank: int,
+        own: Mapping[str, Parameter],
+        holders: Holders,
+        deadline: timedelta,
+        hosts: Sequence[str] = (),
+        topology: TopologyWish | None = None,
     ) -> None:
         self._own = dict(own)
         shared = sorted({workers for workers in holders.values() if len(workers) > 1})
@@ -60,10 +73,19 @@ class Agreement:
             parameters = [own[name] for name in sorted(own) if holders[name] == workers]
             if rank in workers:
                 # All holders go through their groups in this one order, so none waits in a circle.
-                self._sums.append(AllReduce(parameters, group))
+                near = tuple(hosts[worker] for worker in workers) if hosts else ("",) * len(workers)
+                members = Members(rank, workers, near, group, deadline.total_seconds())
+                self._sums.append(AllReduce(parameters, group, members))
+                if topology is not None:
+                    self._sums[-1].switch(settle(topology, members, self._sums[-1].gradient_bytes)[0])
         self._counted = [own[name] for name in own if holders[name][0] == rank]
         for reduce in self._sums:
             reduce.begin()
+
+    def close(self) -> None:
+        """End what sums beside this thread; all holders call it after their last update."""
+        for reduce in self._sums:
+            reduce.close()
 
     def agree(self) -> None:
         """Every holder has the sum of the gradients; those without one had zeros to give."""

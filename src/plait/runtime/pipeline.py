@@ -30,6 +30,7 @@ from plait.stages.cut import check_stages, cut
 from plait.stages.routes import Route, find_routes
 from plait.stages.versions import WeightVersions
 from plait.sync.buffers import average
+from plait.sync.wish import TopologyWish
 
 Loss = Callable[[Any, Any], Tensor]
 _SPANS_AT_ONCE = 1024
@@ -70,6 +71,8 @@ class Parts:
     autocast: Autocast
     clip_norm: float | None = None
     deadline_s: float = 300.0
+    hosts: tuple[str, ...] = ()
+    topology: TopologyWish | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,9 @@ class Pipeline:
         self.optimizer = parts.optimizer([p for p in self.parameters.values() if p.requires_grad])
         self._holders = find_holders(traced, arrangement)
         deadline = timedelta(seconds=parts.deadline_s)
-        self._agreement = Agreement(rank, self.parameters, self._holders, deadline)
+        self._agreement = Agreement(
+            rank, self.parameters, self._holders, deadline, parts.hosts, parts.topology
+        )
         self._replicas = {
             stage: dist.new_group(list(arrangement.holders(stage)), timeout=deadline)
             for stage in range(len(arrangement.stages))
@@ -166,6 +171,10 @@ class Pipeline:
             assert not held.flights, f"microbatches {sorted(held.flights)} never came back"
             if held.runner.versions is not None:
                 held.runner.versions.restart()
+
+    def close(self) -> None:
+        """End what runs beside this worker's operations; all workers call it after their last one."""
+        self._agreement.close()
 
     def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Go on with the state that another optimizer has for the same parameters."""

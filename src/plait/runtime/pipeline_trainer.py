@@ -109,6 +109,7 @@ class PipelineTrainer(Trainer):
 
     def run(self, resume: bool) -> dict[str, Any]:
         result = super().run(resume)
+        self._pipeline.close()
         self._channels.close()
         if self._events is not None:
             self._events.close()
@@ -144,6 +145,8 @@ class PipelineTrainer(Trainer):
                 parts.autocast,
                 self.settings.clip_norm,
                 self._timeout_s,
+                tuple(self._hosts),
+                self.settings.topology,
             ),
         )
         self._pipeline.clock_offset_s = clock_offset(self.worker.rank, self._hosts)
