@@ -10,7 +10,6 @@ from torch import nn
 
 from plait.core.codec import encode
 from plait.fusion.space import Dimension, parse_dimension
-from plait.runtime.folder import RunFolder
 from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep import worker as sweep_worker
 from plait.runtime.sweep.settings import SearchSettings, SweepSettings
