@@ -45,11 +45,13 @@ def test_the_example_runs_as_the_readme_shows(tmp_path: Path):
     assert [line[:14].strip() for line in done.stdout.splitlines()[:-1]] == names
 
 
-def test_the_python_in_the_readme_runs():
+def test_the_python_in_the_readme_runs(tmp_path):
     snippets = re.findall(r"```python\n(.*?)```", text("README.md"), flags=re.DOTALL)
     assert snippets
     for snippet in snippets:
-        done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        )
         assert done.returncode == 0, done.stderr
 
 

@@ -27,17 +27,19 @@ evaluate: {every_steps: 40}
 checkpoint: {every_steps: 100, keep_best: accuracy}
 parallel: {workers: 2}
 """
+RATES = "optimizer.lr=log:1e-3:1:8"
 
 
 def demo(
     run_dir: Annotated[Path, typer.Option(help="Where the tour's files go.")] = Path("runs"),
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Take the tour on this machine: measure a model, plan it, train it on real data over two workers.
+    """Take the tour on this machine: measure a model, plan it, train it on real data, and sweep it.
 
     Example: plait demo
     """
     from plait.cli.planning import plan, profile
+    from plait.cli.sweep import sweep
     from plait.cli.train import train
 
     started = time.monotonic()
@@ -48,6 +50,7 @@ def demo(
             "profile": _json_of(lambda: profile(job, output=measured, batch=16, json_=True)),
             "plan": _json_of(lambda: plan(measured, timeline=picture, json_=True)),
             "train": _json_of(lambda: train(job, json_=True)),
+            "sweep": _json_of(lambda: sweep(job, over=[RATES], set_=["epochs=1"], width=4, json_=True)),
         }
         print(json.dumps({**results, "seconds": time.monotonic() - started}))
         return
@@ -59,6 +62,11 @@ def demo(
     plan(measured, devices="2", timeline=picture)
     _say("Train it over two workers", f"plait train {job}")
     train(job)
+    _say(
+        "Try eight learning rates, four at a time in one fused module on each worker",
+        f"plait sweep {job} --over {RATES} --set epochs=1 --width 4",
+    )
+    sweep(job, over=[RATES], set_=["epochs=1"], width=4)
     print(f"\nThe tour took {show_seconds(time.monotonic() - started)}; all of it was measured just now.")
     print(f"Look at {picture} and the newest {run_dir}/demo-* (events, logs, checkpoints); change something:")
     print(f"  plait train {job} -np 1 --set optimizer.lr=0.1")
