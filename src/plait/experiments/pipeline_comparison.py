@@ -135,7 +135,7 @@ class _World:
         cluster = machines(self.size, bytes_per_s, latency_s=max(link.latency_s for link in links))
         graph = self.profile.graph
         pieces = PIECES * self.size
-        stash = make_plan(graph, cluster, Settings(Schedule.STASH, pieces))
+        stash = make_plan(graph, cluster, Settings(Schedule.STASH, pieces, agree_s=self.profile.agree_s))
         gpipe = make_plan(graph, cluster, Settings(Schedule.GPIPE, pieces, straight=True))
         chain = model_parallel_plan(graph, cluster, Settings(Schedule.NONE, pieces))
         return {
