@@ -8,7 +8,7 @@ from plait.planner.depth import Schedule
 from plait.planner.operations import Layout
 from plait.planner.schedules import operations
 from plait.planner.simulator import Link, StageCosts, simulate
-from plait.runtime.pipeline import Span
+from plait.runtime.spans import Span
 
 
 def replayed(schedule: Schedule, workers: int, slower: float = 1.0) -> list[list[Span]]:

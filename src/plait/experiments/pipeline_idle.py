@@ -24,7 +24,7 @@ from plait.planner.depth import Schedule
 from plait.planner.operations import Backward, Forward, Layout, Update
 from plait.planner.schedules import operations
 from plait.planner.simulator import Link, StageCosts, simulate
-from plait.runtime.pipeline import Span
+from plait.runtime.spans import Span
 
 PIECES = 8
 SLEEP_S = 0.05

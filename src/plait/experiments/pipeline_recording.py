@@ -20,7 +20,8 @@ from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.planner.depth import Schedule
-from plait.runtime.pipeline import Pipeline, operations_event
+from plait.runtime.pipeline import Pipeline
+from plait.runtime.spans import operations_event
 
 PIECES = 8
 

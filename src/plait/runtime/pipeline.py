@@ -24,7 +24,7 @@ from plait.runtime.agreement import Agreement, find_holders
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.checkpoint import optimizer_state
 from plait.runtime.evaluate import evaluation_mode
-from plait.runtime.events import Operations
+from plait.runtime.spans import Span
 from plait.runtime.stage_runner import Autocast, Flight, StageRunner
 from plait.stages.cut import check_stages, cut
 from plait.stages.routes import Route, find_routes
@@ -50,15 +50,6 @@ class Work(Protocol):
 
     def prepare_update(self, update: Update) -> float:
         """Set the learning rate; the factor on this worker's gradients before they are summed."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """One operation as it was carried out, in seconds since the epoch by the first worker's clock."""
-
-    op: Op
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -425,25 +416,3 @@ def _first_named(stages: Mapping[int, Any]) -> dict[str, Parameter]:
         for name, parameter in stage.module.named_parameters(remove_duplicate=False):
             found.setdefault(stage.first_names[name], parameter)
     return dict(sorted(found.items()))
-
-
-_LETTERS: dict[type[Op], str] = {
-    Forward: "F",
-    Backward: "B",
-    BackwardInput: "I",
-    BackwardWeight: "W",
-    Update: "U",
-}
-
-
-def operations_event(step: int, spans: Sequence[Span]) -> Operations:
-    """What a worker did up to `step`, as an event."""
-    ops = [span.op for span in spans]
-    return Operations(
-        step,
-        "".join(_LETTERS[type(op)] for op in ops),
-        tuple(op.stage for op in ops),
-        tuple(op.version if isinstance(op, Update) else op.microbatch for op in ops),
-        tuple(round(span.start, 6) for span in spans),
-        tuple(round(span.end, 6) for span in spans),
-    )

@@ -36,6 +36,7 @@ from plait.runtime.notes import Notes
 from plait.runtime.optim import build_optimizer
 from plait.runtime.sampling import GlobalBatch, Position, batches
 from plait.runtime.settings import PipelineSettings, TrainSettings
+from plait.runtime.spans import operations_event
 from plait.runtime.stretch import Microbatch, StretchWork, cut_step, loaded_by
 from plait.runtime.trainer import Trainer
 
@@ -309,7 +310,7 @@ class PipelineTrainer(Trainer):
 
     def _record_operations(self) -> None:
         """Write down when each operation of the stretch began and ended."""
-        event = pipelines.operations_event(self.step, self._pipeline.spans)
+        event = operations_event(self.step, self._pipeline.spans)
         self._pipeline.spans.clear()
         if self._events is None:
             self.recorder.note(event)
