@@ -95,7 +95,7 @@ def job(**parallel: Any) -> dict[str, Any]:
         ({"topology": "star:3"}, "parallel.topology: found 'star:3', expected a root from 0 to 2"),
         ({"topology": "no.json"}, "parallel.topology: no.json cannot be read"),
         ({"topology": "ring", "sync": "sma"}, "parallel.topology: belongs to an all-reduce"),
-        ({"topology": "ring", "plan": "auto"}, "parallel.topology: found 'ring' with parallel.plan 'auto'"),
+        ({"topology": "a.b:c", "plan": "auto"}, "parallel.topology: found 'a.b:c' with parallel.plan 'auto'"),
     ],
 )
 def test_a_topology_that_cannot_be_used_is_refused_before_anything_starts(

@@ -1,4 +1,8 @@
-"""Learning curves of fused trials on those of the same trials one after another, on real images."""
+"""Learning curves of fused trials on those of the same trials one after another, on real images.
+
+In float64: in float32 a change of 1e-7 in the first weights moves the serial curve itself by up to 9% within
+ten steps at a learning rate of 0.1, so there would be nothing to compare with.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ _POINTS = ("step", "serial_loss", "fused_loss")
 RATES = (0.01, 0.05, 0.2)
 STEPS = 60
 BATCH = 64
-# Float32 rounding that sixty steps of momentum carry on; a wrong gradient shows in the first digits.
-TOLERANCE = 0.01
+# Rounding that sixty steps of momentum carry on; a wrong gradient shows in the first digits.
+TOLERANCE = 1e-4
 
 
 def convergence(
@@ -55,13 +59,13 @@ def _batches(steps: int, device: torch.device) -> list[tuple[torch.Tensor, torch
     for step in range(steps):
         begin = step * BATCH % (len(order) - BATCH)
         x, y = train_set.__getitems__(order[begin : begin + BATCH])
-        found.append((x.to(device), y.to(device)))
+        found.append((x.to(device, torch.float64), y.to(device)))
     return found
 
 
 def _model(device: torch.device) -> torch.nn.Module:
     torch.manual_seed(1)
-    return resnet18_tiny(10, 1).to(device)
+    return resnet18_tiny(10, 1).to(device, torch.float64)
 
 
 def _serial(
