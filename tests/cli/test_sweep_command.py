@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -158,32 +157,3 @@ def test_a_job_with_a_pipeline_is_refused():
     job = plait.make_job({**CONTENT, "parallel": {"plan": "auto", "workers": 2}})
     with pytest.raises(InputError, match="a sweep trains whole models"):
         make_sweep(job, ["optimizer.lr=0.1,0.2"])
-
-
-def test_a_sweep_from_python_reads_as_in_the_readme(tmp_path: Path):
-    script = """
-import plait
-
-job = plait.make_job({
-    "name": "digits",
-    "model": "plait.workloads.mlp:mlp_tiny",
-    "data": {"kind": "digits", "batch_size": 64},
-    "optimizer": {"kind": "sgd"},
-    "steps": 20,
-})
-over = {"optimizer.lr": "log:1e-3:1", "optimizer.momentum": [0.0, 0.9]}
-found = plait.sweep(job, over, search="random", trials=4)
-print(found["best"]["values"]["optimizer.lr"], found["run"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    rate, run_folder = done.stdout.split()
-    assert 1e-3 <= float(rate) <= 1
-    assert (tmp_path / run_folder / "sweep.html").exists()

@@ -196,11 +196,14 @@ def test_dropout_trains_each_trial_as_it_does_alone(name):
     models = make_models(make)
     fused = fuse(models, seeds=[11, 12, 13])
     rates = [0.01, 0.02, 0.05]
-    train_fused(fused, FusedOptimizer(fused, "adamw", lr=rates), batches(50, **shape))
+    # A large epsilon: the gradient of an attention's key bias is truly zero, and what rounding makes of it
+    # would be blown up to a whole step.
+    options = {"eps": 1e-3}
+    train_fused(fused, FusedOptimizer(fused, "adamw", lr=rates, **options), batches(50, **shape))
     for number, model in enumerate(models):
         lone = fuse([model], seeds=[11 + number])
         own = ((x[number : number + 1], y[number : number + 1]) for x, y in batches(50, **shape))
-        train_fused(lone, FusedOptimizer(lone, "adamw", lr=rates[number]), own)
+        train_fused(lone, FusedOptimizer(lone, "adamw", lr=rates[number], **options), own)
         assert_same_state(fused.trial(number), lone.trial(0))
 
 
