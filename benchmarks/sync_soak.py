@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from plait.cluster.mail import open_mail
 from plait.cluster.presence import Presence
+from plait.sync.averaging import Peers
 from plait.sync.connectivity import components, recent
 from plait.sync.partial_reduce import PartialReduce
 from plait.sync.rounds import Rules, read_round
@@ -43,7 +44,7 @@ def work(rank: int, port: int, rounds: int, seed: int, pipe: Connection) -> None
     mail = open_mail(store, "soak", rank, ["here"] * WORKERS, "127.0.0.1", 30.0)
     presence = Presence(store, "soak", rank, range(WORKERS), LEASE_S)
     weights = [torch.zeros(1000)]
-    sync = PartialReduce(store, "soak", mail, presence, [lambda: weights], Rules())
+    sync = PartialReduce(Peers(store, "soak", mail, presence), [lambda: weights], Rules())
     draws = random.Random(f"{seed}/{rank}")
     noise = torch.Generator().manual_seed(seed * 1000 + rank)
     longest, alone_in_a_row, most_alone, steps = 0.0, 0, 0, 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from plait.cluster.mail import Mail, open_mail
 from plait.cluster.presence import Presence
+from plait.sync.averaging import Peers
 from plait.sync.partial_reduce import PartialReduce
 from plait.sync.rounds import Rules, read_round
 
@@ -42,7 +43,7 @@ def partial_reduce(
     **rules: Any,
 ) -> PartialReduce:
     store, mail, presence = enter(rank, size, port, lease_s, hosts)
-    return PartialReduce(store, "t", mail, presence, [lambda: tensors], Rules(**rules))
+    return PartialReduce(Peers(store, "t", mail, presence), [lambda: tensors], Rules(**rules))
 
 
 def closed_rounds(port: int) -> list[tuple[int, ...]]:

@@ -12,9 +12,9 @@ from plait.cluster.presence import Presence
 from plait.cluster.wire import address_towards
 from plait.cluster.worker import Worker
 from plait.runtime.build import Parts
-from plait.sync.averaging import Averaging
+from plait.sync.averaging import Averaging, Peers
 from plait.sync.collective import LocalSgd, Sma
-from plait.sync.gossip import AdPsgd, PairAveraging
+from plait.sync.gossip import ad_psgd, pair_averaging
 from plait.sync.hetpipe import HetPipe
 from plait.sync.options import (
     AdPsgdOptions,
@@ -57,15 +57,16 @@ def make_averaging(
     mail = _open(worker, hosts, prefix)
     lease_s = getattr(options, "lease_s", LEASE_S)
     presence = Presence(worker.store, prefix, worker.rank, range(worker.world_size), lease_s)
-    common = (worker.store, prefix, mail, presence, sources)
+    peers = Peers(worker.store, prefix, mail, presence)
     if isinstance(options, PairSyncOptions):
-        return PairSync(*common, seed)
+        return PairSync(peers, sources, seed)
     if isinstance(options, AdPsgdOptions):
-        return AdPsgd(*common, seed, options.graph)
+        return ad_psgd(peers, sources, seed, options.graph)
     if isinstance(options, PairAveragingOptions):
-        return PairAveraging(*common, seed)
+        return pair_averaging(peers, sources, seed)
     assert isinstance(options, PartialReduceOptions)
-    return PartialReduce(*common, Rules(options.minimum, options.window, options.patience, options.every))
+    rules = Rules(options.minimum, options.window, options.patience, options.every)
+    return PartialReduce(peers, sources, rules)
 
 
 def _open(worker: Worker, hosts: Sequence[str], prefix: str) -> Mail:

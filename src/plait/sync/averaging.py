@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from plait.cluster.mail import Mail
 from plait.cluster.presence import Presence
 from plait.sync.group_mean import GroupMean, Ways
-from plait.sync.vector import Vector, distance
+from plait.sync.vector import Source, Vector, distance
 
 MEETING = 2
 MEETING_WAYS = Ways(3, 4)
@@ -161,3 +161,38 @@ class Meetings:
         for peer in self._mail.peers():
             while (message := self._mail.take(peer, MEETING)) is not None:
                 message.release()
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The other workers as an averaging reaches them: the job's store under a prefix, mail, who is there."""
+
+    store: dist.Store
+    prefix: str
+    mail: Mail
+    presence: Presence
+
+
+class AmongPeers:
+    """What averagings by mail have in common: flat memory of `sources`, and meetings of all who live."""
+
+    def __init__(self, peers: Peers, sources: Sequence[Source]) -> None:
+        self.tally = Tally()
+        self._mail = peers.mail
+        self._presence = peers.presence
+        self._vector = Vector(*sources)
+        self._meetings = Meetings(peers.store, peers.prefix, peers.mail, peers.presence)
+
+    def settle(self) -> tuple[int, ...]:
+        """The mean over all living workers, whom it returns."""
+        members = self._meetings.meet(self._vector)
+        self.tally.distances.append(self._meetings.distance)
+        return members
+
+    def living(self) -> tuple[int, ...]:
+        """Who is there, as far as this worker knows."""
+        return self._presence.living()
+
+    def close(self) -> None:
+        self._presence.close()
+        self._mail.close()

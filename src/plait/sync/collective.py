@@ -13,7 +13,7 @@ from plait.sync.vector import Source, Vector, distance
 
 
 class Collective:
-    """The mean of all workers; all call each method together."""
+    """The mean of all workers; all call each method together. How they meet after an update, heirs say."""
 
     tolerant = False
 
@@ -21,9 +21,6 @@ class Collective:
         self.tally = Tally()
         self._vector = Vector(*sources)
         self._size = dist.get_world_size()
-
-    def after_update(self) -> None:
-        raise NotImplementedError
 
     def settle(self) -> tuple[int, ...]:
         """The mean over all workers, whom it returns."""

@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
-from plait.cluster.mail import Mail
-from plait.cluster.presence import Presence
-from plait.sync.averaging import Meetings, Tally
+from plait.sync.averaging import AmongPeers, Peers
 from plait.sync.connectivity import bipartite_neighbours
 from plait.sync.exchange import Exchange
-from plait.sync.vector import Source, Vector
+from plait.sync.vector import Source
+
+Choose = Callable[[Sequence[int]], Sequence[int]]
 
 
-class Gossip:
-    """Averages with random peers, one at a time, in a thread beside the work."""
+class Gossip(AmongPeers):
+    """Averages with random peers, one at a time, in a thread beside the work.
+
+    `choose` says who of the living may be asked; with `mutual` both take the mean, else only who asks.
+    """
 
     tolerant = True
 
     def __init__(
-        self,
-        store: dist.Store,
-        prefix: str,
-        mail: Mail,
-        presence: Presence,
-        sources: Sequence[Source],
-        seed: int,
-        *,
-        mutual: bool,
+        self, peers: Peers, sources: Sequence[Source], seed: int, choose: Choose, *, mutual: bool
     ) -> None:
-        self.tally = Tally()
-        self._mail = mail
-        self._presence = presence
-        self._members = presence.members
-        self._vector = Vector(*sources)
-        self._meetings = Meetings(store, prefix, mail, presence)
+        super().__init__(peers, sources)
         self._averages = 0
-        self._exchange = Exchange(mail, presence, self._vector, self._choose, mutual=mutual, seed=seed)
-
-    def _choose(self, living: Sequence[int]) -> Sequence[int]:
-        raise NotImplementedError
+        self._exchange = Exchange(peers.mail, peers.presence, self._vector, choose, mutual=mutual, seed=seed)
 
     def after_update(self) -> None:
         """Make the update known, and take what was averaged since the one before."""
@@ -52,61 +37,34 @@ class Gossip:
         self.tally.bytes_sent = self._mail.bytes_sent
 
     def settle(self) -> tuple[int, ...]:
-        """The mean over all living workers, whom it returns."""
         self._exchange.pause()
-        members = self._meetings.meet(self._vector)
-        self.tally.distances.append(self._meetings.distance)
+        members = super().settle()
         self._exchange.resume()
         return members
-
-    def living(self) -> tuple[int, ...]:
-        """Who is there, as far as this worker knows."""
-        return self._presence.living()
 
     def close(self) -> None:
         self._exchange.pause()
         self._exchange.close()
-        self._presence.close()
-        self._mail.close()
+        super().close()
 
 
-class AdPsgd(Gossip):
+def ad_psgd(peers: Peers, sources: Sequence[Source], seed: int, graph: str = "complete") -> Gossip:
     """AD-PSGD: workers of even place ask a random neighbour of odd place, and both take the mean."""
+    rank, members = peers.mail.rank, peers.presence.members
+    # Places are those of the first day: a lost worker must not turn askers into answerers.
+    asks = members.index(rank) % 2 == 0
+    neighbours = bipartite_neighbours(rank, members, graph) if asks else ()
 
-    def __init__(
-        self,
-        store: dist.Store,
-        prefix: str,
-        mail: Mail,
-        presence: Presence,
-        sources: Sequence[Source],
-        seed: int,
-        graph: str = "complete",
-    ) -> None:
-        self._graph = graph
-        super().__init__(store, prefix, mail, presence, sources, seed, mutual=True)
-
-    def _choose(self, living: Sequence[int]) -> Sequence[int]:
-        # Places are those of the first day: a lost worker must not turn askers into answerers.
-        if self._members.index(self._mail.rank) % 2:
-            return ()
-        neighbours = bipartite_neighbours(self._mail.rank, self._members, self._graph)
+    def choose(living: Sequence[int]) -> Sequence[int]:
         return [peer for peer in neighbours if peer in living]
 
+    return Gossip(peers, sources, seed, choose, mutual=True)
 
-class PairAveraging(Gossip):
+
+def pair_averaging(peers: Peers, sources: Sequence[Source], seed: int) -> Gossip:
     """Pair averaging: each worker pulls the weights of a random peer and takes the mean of both."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        prefix: str,
-        mail: Mail,
-        presence: Presence,
-        sources: Sequence[Source],
-        seed: int,
-    ) -> None:
-        super().__init__(store, prefix, mail, presence, sources, seed, mutual=False)
+    def choose(living: Sequence[int]) -> Sequence[int]:
+        return [peer for peer in living if peer != peers.mail.rank]
 
-    def _choose(self, living: Sequence[int]) -> Sequence[int]:
-        return [peer for peer in living if peer != self._mail.rank]
+    return Gossip(peers, sources, seed, choose, mutual=False)

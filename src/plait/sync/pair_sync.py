@@ -4,36 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from plait.cluster.mail import Mail
-from plait.cluster.presence import Presence
-from plait.sync.averaging import GROUP_WAYS, Meetings, Tally
+from plait.sync.averaging import GROUP_WAYS, AmongPeers, Peers
 from plait.sync.connectivity import pairs
 from plait.sync.group_mean import GroupMean
-from plait.sync.vector import Source, Vector
+from plait.sync.vector import Source
 
 
-class PairSync:
+class PairSync(AmongPeers):
     """Averages with the partner that a random matching of each round gives; all take equally many steps."""
 
     tolerant = False
 
-    def __init__(
-        self,
-        store: dist.Store,
-        prefix: str,
-        mail: Mail,
-        presence: Presence,
-        sources: Sequence[Source],
-        seed: int,
-    ) -> None:
-        self.tally = Tally()
-        self._mail = mail
-        self._presence = presence
-        self._vector = Vector(*sources)
-        self._mean = GroupMean(mail, presence, GROUP_WAYS)
-        self._meetings = Meetings(store, prefix, mail, presence)
+    def __init__(self, peers: Peers, sources: Sequence[Source], seed: int) -> None:
+        super().__init__(peers, sources)
+        self._mean = GroupMean(peers.mail, peers.presence, GROUP_WAYS)
         self._seed = seed
         self._round = 0
 
@@ -49,17 +33,3 @@ class PairSync:
         self.tally.groups += 1
         self.tally.members += 1 if partner is None else 2
         self.tally.bytes_sent = self._mail.bytes_sent
-
-    def settle(self) -> tuple[int, ...]:
-        """The mean over all workers, whom it returns."""
-        members = self._meetings.meet(self._vector)
-        self.tally.distances.append(self._meetings.distance)
-        return members
-
-    def living(self) -> tuple[int, ...]:
-        """Who is there, as far as this worker knows."""
-        return self._presence.living()
-
-    def close(self) -> None:
-        self._presence.close()
-        self._mail.close()

@@ -5,21 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from plait.cluster.mail import Mail
-from plait.cluster.presence import Presence
-from plait.sync.averaging import GROUP_WAYS, Meetings, Tally
+from plait.sync.averaging import GROUP_WAYS, AmongPeers, Peers
 from plait.sync.group_mean import GroupMean
 from plait.sync.rounds import Rounds, Rules
-from plait.sync.vector import Source, Vector
+from plait.sync.vector import Source
 
 # How fast the measured time of a step follows a change.
 NEWEST = 0.3
 SMALL_BYTES = 1 << 19
 
 
-class PartialReduce:
+class PartialReduce(AmongPeers):
     """Averages the tensors of `sources` in groups that form from whoever is ready.
 
     Workers that may be in one group share `prefix` in the store; stages of a pipeline have one each.
@@ -27,23 +23,11 @@ class PartialReduce:
 
     tolerant = True
 
-    def __init__(
-        self,
-        store: dist.Store,
-        prefix: str,
-        mail: Mail,
-        presence: Presence,
-        sources: Sequence[Source],
-        rules: Rules | None = None,
-    ) -> None:
-        self.tally = Tally()
+    def __init__(self, peers: Peers, sources: Sequence[Source], rules: Rules | None = None) -> None:
+        super().__init__(peers, sources)
         self.groups: list[tuple[int, ...]] = []
-        self._mail = mail
-        self._presence = presence
-        self._vector = Vector(*sources)
-        self._rounds = Rounds(store, f"{prefix}/partial", mail, presence, rules)
-        self._mean = GroupMean(mail, presence, GROUP_WAYS)
-        self._meetings = Meetings(store, prefix, mail, presence)
+        self._rounds = Rounds(peers.store, f"{peers.prefix}/partial", peers.mail, peers.presence, rules)
+        self._mean = GroupMean(peers.mail, peers.presence, GROUP_WAYS)
         self._left = time.monotonic()
         self._step_s = 0.0
 
@@ -70,17 +54,7 @@ class PartialReduce:
         self._left = time.monotonic()
 
     def settle(self) -> tuple[int, ...]:
-        """The mean over all living workers, whom it returns."""
-        members = self._meetings.meet(self._vector)
+        members = super().settle()
         self._rounds.refresh()
-        self.tally.distances.append(self._meetings.distance)
         self._left = time.monotonic()
         return members
-
-    def living(self) -> tuple[int, ...]:
-        """Who is there, as far as this worker knows."""
-        return self._presence.living()
-
-    def close(self) -> None:
-        self._presence.close()
-        self._mail.close()
