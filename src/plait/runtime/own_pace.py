@@ -7,19 +7,16 @@ that ends or is stopped is left out, and the lowest rank that is there keeps the
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from plait.cluster.worker import Worker
-from plait.core.events import Event, EventLog
 from plait.runtime import events, loading
 from plait.runtime.averagings import make_averaging, sources_of
 from plait.runtime.build import Parts
@@ -27,9 +24,9 @@ from plait.runtime.claims import Claim, Claims
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.folder import RunFolder
-from plait.runtime.sampling import GlobalBatch, batches, mix
+from plait.runtime.sampling import GlobalBatch, mix
 from plait.runtime.settings import TrainSettings
-from plait.runtime.trainer import Trainer
+from plait.runtime.stretch_trainer import StretchTrainer
 from plait.sync.averaging import Tally
 from plait.sync.options import EQUAL_STEPS, read_options
 
@@ -39,7 +36,7 @@ PREFIX = "plait/run"
 log = logging.getLogger(__name__)
 
 
-class OwnPaceTrainer(Trainer):
+class OwnPaceTrainer(StretchTrainer):
     """Trains `parts` beside the other workers, averaging weights; `hosts` names the host of each rank."""
 
     def __init__(
@@ -51,7 +48,6 @@ class OwnPaceTrainer(Trainer):
         self._members = tuple(range(worker.world_size))
         self._segment = 0
         self._evaluations = 0
-        self._events = EventLog(folder.events(worker.rank), worker.rank) if worker.rank else None
         self._pace = _Pace()
         self._counted = 0
         self._unrecorded: tuple[int, int, torch.Tensor, float] | None = None
@@ -62,12 +58,8 @@ class OwnPaceTrainer(Trainer):
     def _average_buffers(self) -> None:
         """Settling has done it."""
 
-    def run(self, resume: bool) -> dict[str, Any]:
-        result = super().run(resume)
+    def _close(self) -> None:
         self._averaging.close()
-        if self._events is not None:
-            self._events.close()
-        return result
 
     def begin(self, steps: int) -> None:
         """Get ready to go on, and link up with the other workers."""
@@ -83,37 +75,9 @@ class OwnPaceTrainer(Trainer):
             # All are linked by now. Collectives, and a group's end, would wait for workers that are gone.
             dist.destroy_process_group()
 
-    def train(self) -> str:
-        """Take segments until the last step, a request to stop, or the end of patience."""
-        reason = "early-stop" if self.patience.is_over() else "finished"
-        while reason == "finished" and self.step < self.steps:
-            stopped = self._take_segment(min(self.steps, self._next_meeting()))
-            if self.step >= self.steps:
-                break
-            self._evaluate_or_save()
-            if self.patience.is_over():
-                reason = "early-stop"
-            elif stopped:
-                reason = "stopped"
-        return reason
-
-    def _next_meeting(self) -> int:
-        """The next step after which something is due."""
-        periods = [self.settings.checkpoint.every_steps, self.settings.evaluate.every_steps]
-        return min(self.step + each - self.step % each for each in periods if each)
-
-    def _take_segment(self, end: int) -> bool:
-        """Work until step `end`, then settle; whether someone wanted to stop before it."""
-        data, workers = self.settings.data, self.worker.world_size
-        order = batches(
-            self.position,
-            len(self.parts.train_set),
-            data.batch_size,
-            seed=self.settings.seed,
-            shuffle=data.shuffle,
-            keep_last=data.last_batch == "keep",
-        )
-        steps = list(itertools.islice(order, end - self.step))
+    def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
+        """Work on these steps, then settle."""
+        workers = self.worker.world_size
         fixed = self.worker.rank if self.settings.sync.kind in EQUAL_STEPS else None
         claims = Claims(self.worker.store, f"{PREFIX}/claims/{self._segment}", steps, workers, fixed)
         self._counted = 0
@@ -224,12 +188,6 @@ class OwnPaceTrainer(Trainer):
     def _note_pace(self, force: bool = False) -> None:
         if force or self._pace.is_due():
             self._note(self._pace.event(self._averaging.tally))
-
-    def _note(self, event: Event) -> None:
-        if self._events is None:
-            self.recorder.note(event)
-        else:
-            self._events.record(event)
 
 
 class _Pace:

@@ -7,7 +7,6 @@ only where a stretch ends. Checkpoints hold the whole model by name, so a run ma
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ from plait.cluster.clock import clock_offset
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import JobError
-from plait.core.events import EventLog
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
 from plait.planner.schedules import operations
@@ -34,11 +32,11 @@ from plait.runtime.evaluate import in_order, mean_of_all, sums_of
 from plait.runtime.folder import RunFolder
 from plait.runtime.notes import Notes
 from plait.runtime.optim import build_optimizer
-from plait.runtime.sampling import GlobalBatch, Position, batches
+from plait.runtime.sampling import GlobalBatch, Position
 from plait.runtime.settings import PipelineSettings, TrainSettings
 from plait.runtime.spans import operations_event
 from plait.runtime.stretch import Microbatch, StretchWork, cut_step, loaded_by
-from plait.runtime.trainer import Trainer
+from plait.runtime.stretch_trainer import StretchTrainer
 
 
 def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
@@ -86,7 +84,7 @@ def _with_choices(arrangement: Arrangement, choices: PipelineSettings) -> Arrang
     )
 
 
-class PipelineTrainer(Trainer):
+class PipelineTrainer(StretchTrainer):
     """Trains `parts` as a pipeline on this worker and its peers; `hosts` names the host of each rank."""
 
     def __init__(
@@ -103,18 +101,13 @@ class PipelineTrainer(Trainer):
         self._hosts = hosts
         self._timeout_s = timeout_s
         self._gathered: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        self._events = EventLog(folder.events(worker.rank), worker.rank) if worker.rank else None
 
     def _make_engine(self) -> None:
         return None
 
-    def run(self, resume: bool) -> dict[str, Any]:
-        result = super().run(resume)
+    def _close(self) -> None:
         self._pipeline.close()
         self._channels.close()
-        if self._events is not None:
-            self._events.close()
-        return result
 
     def begin(self, steps: int) -> None:
         """Get ready to go on: cut the model, with the state it has now, into its stages."""
@@ -157,37 +150,8 @@ class PipelineTrainer(Trainer):
         held = {name for layer in traced.layers for name in (*layer.parameters, *layer.buffers)}
         _let_go(parts, self._pipeline, held)
 
-    def train(self) -> str:
-        """Take stretches of steps until the last step, a request to stop, or the end of patience."""
-        reason = "early-stop" if self.patience.is_over() else "finished"
-        while reason == "finished" and self.step < self.steps:
-            stopped = self._take_stretch(min(self.steps, self._next_drain()))
-            if self.step == self.steps:
-                break
-            self._evaluate_or_save()
-            if self.patience.is_over():
-                reason = "early-stop"
-            elif stopped:
-                reason = "stopped"
-        return reason
-
-    def _next_drain(self) -> int:
-        """The next step after which the pipeline has to be empty."""
-        periods = [self.settings.checkpoint.every_steps, self.settings.evaluate.every_steps]
-        return min(self.step + each - self.step % each for each in periods if each)
-
-    def _take_stretch(self, end: int) -> bool:
-        """Take steps up to `end`; whether someone wanted to stop before it."""
-        data = self.settings.data
-        order = batches(
-            self.position,
-            len(self.parts.train_set),
-            data.batch_size,
-            seed=self.settings.seed,
-            shuffle=data.shuffle,
-            keep_last=data.last_batch == "keep",
-        )
-        steps = list(itertools.islice(order, end - self.step))
+    def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
+        """Take the steps through the pipeline; it is empty at their end."""
         pieces = [cut_step(self.step + i, b, self._arrangement.microbatches) for i, b in enumerate(steps)]
         together = [m for piece in pieces for m in piece]
         slack = 2 * self._arrangement.most_in_flight() * self._arrangement.pipelines
@@ -293,10 +257,12 @@ class PipelineTrainer(Trainer):
         return mean_of_all(self.parts, sums, self.worker.world_size)
 
     def _save(self, metrics: dict[str, float]) -> None:
-        self._average_buffers()
-        self._gathered = self._pipeline.gather_state()
         super()._save(metrics)
         self._gathered = ({}, {})
+
+    def _gather_state(self) -> None:
+        super()._gather_state()
+        self._gathered = self._pipeline.gather_state()
 
     def _state(self) -> checkpoints.Checkpoint:
         """What all workers hold together, where they have just brought it here; else the start's."""
@@ -312,10 +278,8 @@ class PipelineTrainer(Trainer):
         """Write down when each operation of the stretch began and ended."""
         event = operations_event(self.step, self._pipeline.spans)
         self._pipeline.spans.clear()
-        if self._events is None:
-            self.recorder.note(event)
-        else:
-            self._events.record(event)
+        self._note(event)
+        if self._events is not None:
             self._events.flush()
 
 

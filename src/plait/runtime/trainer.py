@@ -23,7 +23,7 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience, gain
 from plait.runtime.record import Recorder
-from plait.runtime.sampling import Position, batches, mix
+from plait.runtime.sampling import GlobalBatch, Position, batches, mix
 from plait.runtime.settings import TrainSettings
 
 
@@ -102,19 +102,23 @@ class Trainer:
         if self.step % self.settings.checkpoint.every_steps == 0 or self._is_best(metrics):
             self._save(metrics)
 
-    def _batches(self) -> Iterator[loading.Batch]:
-        data, parts = self.settings.data, self.parts
-        order = batches(
+    def _order(self) -> Iterator[GlobalBatch]:
+        """The batches to come, by their samples."""
+        data = self.settings.data
+        return batches(
             self.position,
-            len(parts.train_set),
+            len(self.parts.train_set),
             data.batch_size,
             seed=self.settings.seed,
             shuffle=data.shuffle,
             keep_last=data.last_batch == "keep",
         )
+
+    def _batches(self) -> Iterator[loading.Batch]:
+        data, parts = self.settings.data, self.parts
         return loading.load(
             parts.train_set,
-            order,
+            self._order(),
             seed=self.settings.seed,
             rank=self.worker.rank,
             world_size=self.worker.world_size,
@@ -147,7 +151,7 @@ class Trainer:
         is_best = self._is_best(metrics)
         if is_best:
             self.best = {"step": self.step, **metrics}
-        self._average_buffers()
+        self._gather_state()
         if not self._writes():
             return
         started = time.perf_counter()
@@ -159,6 +163,10 @@ class Trainer:
     def _writes(self) -> bool:
         """Whether this worker is the one that writes checkpoints."""
         return self.worker.rank == 0
+
+    def _gather_state(self) -> None:
+        """Let whoever writes a checkpoint have all of it; all workers call it together."""
+        self._average_buffers()
 
     def _state(self) -> checkpoints.Checkpoint:
         parts = self.parts
