@@ -135,8 +135,7 @@ def test_a_gradient_that_is_what_came_from_the_peer_is_not_written_over() -> Non
 def test_two_buffers_take_deeper_stages_than_their_batch() -> None:
     """A deeper warm-up needs a larger batch between two updates: every microbatch is one batch behind."""
     case = Case("cnn", TWO, Schedule.TWO_BUFFERED, microbatches=2, steps=24, depths={0: 12})
-    answers = run_ranks(2, train_many, (case,))
-    assert all(numpy.isfinite(value).all() for value in answers[0][0][0].values())
+    assert_same(case, tolerance=1e-13)
 
 
 def test_workers_that_hold_several_stages_equal_plain_training() -> None:

@@ -6,11 +6,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
-from plait.planner.operations import Backward, Forward, Layout, Op, Update
+from plait.planner.operations import Backward, Forward, Layout, Op, Operations, Update
 from plait.planner.plan import Plan
 from plait.planner.schedules import batch_of_two_buffers, operations
 
@@ -96,7 +97,16 @@ def one_batch(arrangement: Arrangement, worker: int, microbatches: int) -> tuple
     layout = arrangement.layouts[arrangement.pipeline_of(worker)]
     if microbatches == 0:
         return tuple(Update(stage, 1) for stage in arrangement.stages_of(worker))
-    return operations(arrangement.schedule, layout, microbatches, arrangement.depths)[worker]
+    depths = tuple(sorted(arrangement.depths.items()))
+    return _operations(arrangement.schedule, layout, microbatches, depths)[worker]
+
+
+@lru_cache(maxsize=16)
+def _operations(
+    schedule: Schedule, layout: Layout, microbatches: int, depths: tuple[tuple[int, int], ...]
+) -> Operations:
+    """The lists of a batch; every step asks for them, and batches are of few sizes."""
+    return operations(schedule, layout, microbatches, dict(depths))
 
 
 def microbatches_per_update(arrangement: Arrangement, stage: int) -> int:
