@@ -37,7 +37,8 @@ def cost(graph: Graph, plan: list[tuple[Set, Set, int]], level: Level, below: in
     worst = 0.0
     for number, (start, end, m) in enumerate(plan):
         parameters = graph.parameter_bytes(end - start)
-        sync = 4 * (m - 1) * parameters / (level.bytes_per_s * m)
+        sync = 4 * (m - 1) * parameters / ((level.sum_bytes_per_s or level.bytes_per_s) * m)
+        sync += level.sum_latency_s * (m - 1) / m if parameters else 0
         if number == 0:
             worst = max(worst, (seconds(start, end) + sync / below) / m)
             continue

@@ -14,6 +14,7 @@ from plait.graph.intervals import cover_ideals
 from plait.planner import (
     Device,
     Level,
+    Machines,
     MemorySettings,
     PlanError,
     Schedule,
@@ -265,11 +266,11 @@ def test_many_unlike_devices_are_planned_with_a_bound():
     assert plan.lower_bound_s <= plan.bottleneck_s
 
 
-@given(graphs(layers=7), st.integers(1, 4), st.integers(1, 30), st.integers(1, 6))
+@given(graphs(layers=7), st.integers(1, 4), st.integers(1, 30), st.integers(1, 6), st.integers(0, 3))
 @settings(max_examples=80)
-def test_the_lower_bound_is_never_above_the_best_plan(graph, count, rate, intervals):
-    level = Level(count, float(rate))
-    best = make_plan(graph, machines(count, float(rate))).bottleneck_s
+def test_the_lower_bound_is_never_above_the_best_plan(graph, count, rate, intervals, latency):
+    level = Level(count, float(rate), 31.0 - rate, float(latency))
+    best = make_plan(graph, Machines((level,))).bottleneck_s
     bound = lower_bound(cover_ideals(graph, intervals), (level,), 1.5 * best)
     assert bound <= best * (1 + 1e-6)
 

@@ -27,7 +27,13 @@ PIPEDREAM = {
     "resnet101": (0.116555, 0.041819, 0.052715),
 }
 CLUSTERS = (machines(4, 1e9), machines(16, 1.25e9), machines((4, 4), (10e9, 1.25e9)))
-levels = st.builds(Level, st.integers(1, 4), st.integers(1, 40).map(float))
+levels = st.builds(
+    Level,
+    st.integers(1, 4),
+    st.integers(1, 40).map(float),
+    st.none() | st.integers(1, 40).map(float),
+    st.integers(0, 3).map(float),
+)
 
 
 def profile(name: str) -> Graph:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +16,13 @@ from plait.core.errors import InputError
 from plait.core.units import parse_bytes, show_bytes, show_seconds
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from plait.graph.graph import Graph
-    from plait.planner import Machines, Plan, Schedule
+    from plait.planner import Device, Machines, Plan, Schedule
     from plait.profiler.profile import Profile
+    from plait.runtime.launch import Placement
+    from plait.runtime.settings import TrainSettings
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the job (repeatable).")]
@@ -30,8 +37,10 @@ def profile(
         int | None, typer.Option(min=1, help="Samples in a microbatch. [default: the job's batch]")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measured steps; their median counts.")] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the measured worker.")] = 1,
-    links: Annotated[bool, typer.Option(help="Measure the links between the job's workers too.")] = True,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each measured worker.")] = 1,
+    links: Annotated[
+        bool, typer.Option(help="Measure on all of the job's workers at once, with their links and sums.")
+    ] = True,
     graph: Annotated[Path | None, typer.Option(help="Write PipeDream's graph.txt here too.")] = None,
     set_: SetOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
@@ -44,13 +53,10 @@ def profile(
     from plait.config import read_job
 
     asked = read_job(job, set_ or [])
-    placement = asked.placement()
-    found = _measure(asked.settings(), batch, threads, repeats, quiet or json_)
-    if links and sum(host.slots for host in placement.hosts) > 1:
-        from plait.runtime.profiling import profile_links
-
-        with tempfile.TemporaryDirectory() as logs:
-            found = found.with_links(profile_links(placement, Path(logs)))
+    placement = replace(asked.placement(), threads=threads)
+    together = links and sum(host.slots for host in placement.hosts) > 1
+    measure = _measure_together if together else _measure_alone
+    found = measure(asked.settings(), placement, batch, repeats, quiet or json_)
     from plait.profiler.profile import save_profile
 
     target = output or Path(f"{asked.name}.profile.json")
@@ -65,7 +71,29 @@ def profile(
         _show_profile(found, target, graph)
 
 
-def _measure(settings: Any, batch: int | None, threads: int, repeats: int, quiet: bool) -> Profile:
+def _measure_together(
+    settings: TrainSettings, placement: Placement, batch: int | None, repeats: int, quiet: bool
+) -> Profile:
+    """Measured on all of the job's workers at once, as `parallel.plan: auto` does."""
+    from rich.console import Console
+
+    from plait.runtime.profiling import profile_together
+
+    console = Console(stderr=True)
+    size = batch or settings.data.batch_size
+    with tempfile.TemporaryDirectory() as logs, _spinner(console, quiet):
+        return profile_together(settings, placement, size, Path(logs), repeats)
+
+
+def _spinner(console: Console, quiet: bool) -> AbstractContextManager[object]:
+    if quiet or not console.is_terminal:
+        return contextlib.nullcontext()
+    return console.status("measuring on all workers at once")
+
+
+def _measure_alone(
+    settings: TrainSettings, placement: Placement, batch: int | None, repeats: int, quiet: bool
+) -> Profile:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -77,7 +105,7 @@ def _measure(settings: Any, batch: int | None, threads: int, repeats: int, quiet
         return profile_job(
             settings,
             batch,
-            threads=threads,
+            threads=placement.threads,
             repeats=repeats,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -100,6 +128,9 @@ def _profile_summary(found: Profile, target: Path) -> dict[str, Any]:
             {"source": k.source, "target": k.target, "bytes_per_s": k.bytes_per_s, "latency_s": k.latency_s}
             for k in found.links
         ],
+        "sums": [
+            {"workers": s.workers, "bytes_per_s": s.bytes_per_s, "latency_s": s.latency_s} for s in found.sums
+        ],
     }
 
 
@@ -118,6 +149,9 @@ def _show_profile(found: Profile, target: Path, graph: Path | None) -> None:
         low, *_, high = sorted(link.bytes_per_s for link in found.links)
         worst = show_seconds(max(link.latency_s for link in found.links))
         print(f"links: {show_bytes(low)}/s to {show_bytes(high)}/s, latency up to {worst}")
+    for each in found.sums:
+        latency = show_seconds(each.latency_s)
+        print(f"sums of {each.workers} workers: {show_bytes(each.bytes_per_s)}/s, latency {latency}")
     if graph is not None:
         print(f"wrote {graph} (PipeDream's format)")
     rates = "" if found.links else " --bandwidth 1e9"
@@ -219,16 +253,17 @@ def _machines(
     memories: str | None,
     measured: Profile | None,
 ) -> Machines:
-    from plait.planner import Device, machines
+    from plait.planner import machines, measured_machines
 
     counts = tuple(_number(part, "--devices", int, "4 or 4x4") for part in devices.split("x"))
-    latency = 0.0
+    each = _each_device(speeds, memories)
+    limit = float(parse_bytes(memory, "--memory")) if memory is not None else None
+    if bandwidth is None and measured is not None and measured.links:
+        return measured_machines(counts, measured.links, measured.sums, limit, each)
     if bandwidth is not None:
         rates = tuple(
             _number(part, "--bandwidth", float, "1e9 or 10e9,1.25e9") for part in bandwidth.split(",")
         )
-    elif measured is not None and measured.links:
-        rates, latency = _measured_rates(measured, len(counts))
     elif counts == (1,):
         rates = (1e9,)
     else:
@@ -236,31 +271,14 @@ def _machines(
             "--bandwidth: missing, and no links were measured; "
             "expected bytes/s of each level, innermost first, such as 1e9 or 10e9,1.25e9"
         )
-    each: tuple[Device, ...] = ()
-    if speeds is not None or memories is not None:
-        paces = [_number(s, "--speeds", float, "1,1,0.5") for s in speeds.split(",")] if speeds else []
-        sizes = [float(parse_bytes(m, "--memories")) for m in memories.split(",")] if memories else []
-        each = _devices(paces, sizes)
-    limit = float(parse_bytes(memory, "--memory")) if memory is not None else None
-    return machines(counts, rates, limit, each, latency)
+    return machines(counts, rates, limit, each)
 
 
-def _measured_rates(measured: Profile, levels: int) -> tuple[tuple[float, ...], float]:
-    """The slowest link within and between hosts, for as many levels as are asked for."""
-    inside = [link.bytes_per_s for link in measured.links if link.same_host]
-    between = [link.bytes_per_s for link in measured.links if not link.same_host]
-    slowest = [min(rates) for rates in (inside, between) if rates]
-    latency = max(link.latency_s for link in measured.links)
-    if levels > len(slowest):
-        raise InputError(
-            f"--bandwidth: missing for {levels} levels; the profile measured links of {len(slowest)} only"
-        )
-    return (tuple(slowest[:levels]) if levels > 1 else (min(slowest),)), latency
-
-
-def _devices(paces: list[float], sizes: list[float]) -> tuple[Any, ...]:
+def _each_device(speeds: str | None, memories: str | None) -> tuple[Device, ...]:
     from plait.planner import Device
 
+    paces = [_number(s, "--speeds", float, "1,1,0.5") for s in speeds.split(",")] if speeds else []
+    sizes = [float(parse_bytes(m, "--memories")) for m in memories.split(",")] if memories else []
     if paces and sizes and len(paces) != len(sizes):
         raise InputError(
             f"--speeds and --memories: found {len(paces)} and {len(sizes)} devices; expected as many"

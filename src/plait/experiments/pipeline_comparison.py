@@ -27,7 +27,7 @@ from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_models import job
 from plait.experiments.pipeline_sides import FixedWork
 from plait.experiments.world import in_world
-from plait.planner import Plan, Schedule, Settings, machines, make_plan, model_parallel_plan
+from plait.planner import Plan, Schedule, Settings, make_plan, measured_machines, model_parallel_plan
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import build
@@ -130,12 +130,10 @@ class _World:
 
     def sides(self) -> dict[str, tuple[Steps, str]]:
         """Each side's function that takes one stretch of minibatches, and its plan in words."""
-        links = self.profile.links
-        bytes_per_s = min(link.bytes_per_s for link in links)
-        cluster = machines(self.size, bytes_per_s, latency_s=max(link.latency_s for link in links))
+        cluster = measured_machines((self.size,), self.profile.links, self.profile.sums)
         graph = self.profile.graph
         pieces = PIECES * self.size
-        stash = make_plan(graph, cluster, Settings(Schedule.STASH, pieces, agree_s=self.profile.agree_s))
+        stash = make_plan(graph, cluster, Settings(Schedule.STASH, pieces))
         gpipe = make_plan(graph, cluster, Settings(Schedule.GPIPE, pieces, straight=True))
         chain = model_parallel_plan(graph, cluster, Settings(Schedule.NONE, pieces))
         return {

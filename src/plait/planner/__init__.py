@@ -5,7 +5,7 @@ Nothing here runs a model. A plan is data: print it, save it, compare it.
 
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
-from plait.planner.machines import Device, Level, Machines, machines
+from plait.planner.machines import Device, Level, Machines, machines, measured_machines
 from plait.planner.make import Settings
 from plait.planner.memory import MemorySettings
 from plait.planner.plan import Plan, Stage, load_plan, save_plan, summary
@@ -30,6 +30,7 @@ __all__ = [
     "load_plan",
     "machines",
     "make_plan",
+    "measured_machines",
     "model_parallel_plan",
     "predict",
     "render_plan",

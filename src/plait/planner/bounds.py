@@ -5,7 +5,7 @@ one interval, several perhaps in the same. For a stage from a cut in interval a 
 nodes outside a and inside b lie in it for certain, so T(a, b) and P(a, b), summed over them, are no more
 than the stage's true seconds and parameter bytes, and O(a), O(b), the minimum cuts, no more than its
 traffic. If the plan's bottleneck is at most z then, with m the replicas of the stage, N the devices and
-S = 4P/B:
+S = 4P/B + L (L the latency of a sum, where P > 0):
 
   (1) T(a, b) + S(a, b)(1 - 1/m) <= m z  and  2 O/B <= m z  at its entry and exit, since each term of the
       true cost only grows from these;
@@ -76,7 +76,7 @@ def _relax(cover: Cover, levels: tuple[Level, ...]) -> _Relaxed:
     # Two cuts may lie in one interval; only the empty ideal and the whole graph are single.
     possible[0, 0] = possible[-1, -1] = False
     compute = np.where(possible, (outside * seconds) @ inside.T, np.inf)
-    sync = 4 * (outside * _amounts(graph, "parameter_bytes")) @ inside.T / levels[-1].bytes_per_s
+    sync = levels[-1].sync_s((outside * _amounts(graph, "parameter_bytes")) @ inside.T)
     sync[0] /= levels[-2].count if len(levels) > 1 else 1
     crossing = np.array([0.0, *(cut.crossing_bytes for cut in cover.cuts), 0.0])
     traffic = 2 * np.maximum(crossing[:, None], crossing[None, :]) / levels[-1].bytes_per_s

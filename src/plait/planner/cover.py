@@ -1,7 +1,7 @@
 """One level of the planner's problem: cover a range of ideals with stages on few enough devices.
 
 A stage from ideal k to ideal j on m replicas takes max((T + S(1 - 1/m))/m, X/m) seconds a microbatch,
-where T is its compute seconds, S = 4P/B the seconds to synchronise its parameters once, and X = 2O/B the
+where T is its compute seconds, S (`Level.sync_s`) the seconds to synchronise its parameters, and X = 2O/B the
 larger traffic at its entry and exit. The first stage of a range has X = 0 and S divided by the machine
 count of the level below (PipeDream's recurrence, which the brute force in the tests writes out).
 

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
 
+from plait.graph.ideals import Floats
 from plait.planner.errors import PlanError
+
+if TYPE_CHECKING:  # planning needs no torch
+    from plait.profiler.links import Link, Sum
 
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the cluster: `count` units joined by links of `bytes_per_s`."""
+    """One level of the cluster: `count` units joined by links of `bytes_per_s`.
+
+    Replicas sum their gradients at `sum_bytes_per_s`, and each sum takes up to `sum_latency_s` whatever it
+    holds; where that is None, sums are as fast as the links.
+    """
 
     count: int
     bytes_per_s: float
+    sum_bytes_per_s: float | None = None
+    sum_latency_s: float = 0.0
+
+    @overload
+    def sync_s(self, parameter_bytes: float) -> float: ...
+    @overload
+    def sync_s(self, parameter_bytes: Floats) -> Floats: ...
+    def sync_s(self, parameter_bytes: Any) -> Any:
+        """Seconds in which very many units sum their gradients; m of them take 1 - 1/m of it.
+
+        Each unit sends and receives all but its own share of the bytes twice, as in PipeDream's count.
+        """
+        transfer = 4 * parameter_bytes / (self.sum_bytes_per_s or self.bytes_per_s)
+        return transfer + self.sum_latency_s * (parameter_bytes > 0)
 
 
 @dataclass(frozen=True)
@@ -45,9 +69,14 @@ class Machines:
         """Devices in all."""
         return math.prod(level.count for level in self.levels)
 
-    @property
-    def slowest_bytes_per_s(self) -> float:
-        return min(level.bytes_per_s for level in self.levels)
+    def flat(self, count: int | None = None) -> Level:
+        """All devices (or `count` units) as one level, as fast as the slowest."""
+        return Level(
+            count or self.count,
+            min(level.bytes_per_s for level in self.levels),
+            min(level.sum_bytes_per_s or level.bytes_per_s for level in self.levels),
+            max(level.sum_latency_s for level in self.levels),
+        )
 
     @property
     def mixed(self) -> bool:
@@ -87,6 +116,44 @@ def machines(
     return Machines(levels, memory_bytes, devices, latency_s)
 
 
+def measured_machines(
+    counts: tuple[int, ...],
+    links: Sequence[Link],
+    sums: Sequence[Sum],
+    memory_bytes: float | None = None,
+    devices: tuple[Device, ...] = (),
+) -> Machines:
+    """Machines with one or two levels as fast as what was measured within and between hosts.
+
+    Every level goes by its slowest link and sum, and one level alone by the slowest of all.
+    """
+    near = _measured(counts[0], [x for x in links if x.same_host], [x for x in sums if x.same_host])
+    far = _measured(counts[-1], [x for x in links if not x.same_host], [x for x in sums if not x.same_host])
+    if len(counts) == 1:
+        levels: tuple[Level | None, ...] = (_measured(counts[0], links, sums),)
+    else:
+        levels = (near, far)
+    found = tuple(level for level in levels if level is not None)
+    if len(counts) > 2 or len(found) < len(counts):
+        kinds = sum(level is not None for level in (near, far))
+        raise PlanError(
+            f"found {len(counts)} levels ({'x'.join(map(str, counts))}), but links of {kinds} were measured; "
+            f"expected a bandwidth for each level, the innermost first"
+        )
+    return Machines(found, memory_bytes, devices, max(link.latency_s for link in links))
+
+
+def _measured(count: int, links: Sequence[Link], sums: Sequence[Sum]) -> Level | None:
+    if not links:
+        return None
+    return Level(
+        count,
+        min(link.bytes_per_s for link in links),
+        min((each.bytes_per_s for each in sums), default=None),
+        max((each.latency_s for each in sums), default=0.0),
+    )
+
+
 def _check(value: Machines) -> None:
     if not value.levels:
         raise PlanError("found no level of devices; expected at least one, such as 4 devices at 1e9 bytes/s")
@@ -96,6 +163,11 @@ def _check(value: Machines) -> None:
         if not (level.bytes_per_s > 0 and math.isfinite(level.bytes_per_s)):
             raise PlanError(
                 f"level {number}: found a bandwidth of {level.bytes_per_s:g} bytes/s, expected more than 0"
+            )
+        if not ((level.sum_bytes_per_s or 1.0) > 0 and level.sum_latency_s >= 0):
+            raise PlanError(
+                f"level {number}: found sums at {level.sum_bytes_per_s} bytes/s with a latency of "
+                f"{level.sum_latency_s:g} s, expected more than 0 and 0 or more"
             )
     if value.memory_bytes is not None and not value.memory_bytes > 0:
         raise PlanError(f"found a memory of {value.memory_bytes:g} bytes per device, expected more than 0")

@@ -15,7 +15,7 @@ from plait.planner.bounds import lower_bound
 from plait.planner.cover import Problem, nearly_best
 from plait.planner.depth import Depth, Schedule
 from plait.planner.errors import PlanError
-from plait.planner.machines import Level, Machines
+from plait.planner.machines import Machines
 from plait.planner.memory import MemorySettings, stage_memory
 from plait.planner.mixed import Placed, kinds_of, solve_mixed
 from plait.planner.solver import Block, Limits, Ranges, level_problem, ranges_of, solve
@@ -38,8 +38,7 @@ class Settings:
     `microbatches` None lets the planner choose; `pipelines` is how many run side by side; `straight`
     forbids replicas within a pipeline; `chunks` is how many stages each worker of an interleaved pipeline
     holds. `hide_messages` lets stages of stash and flush keep more microbatches in flight than 1F1B does,
-    where that makes the step shorter and fits; under stash their weights are then older. `agree_s` is what
-    replicas take to agree beside the time of their bytes.
+    where that makes the step shorter and fits; under stash their weights are then older.
     """
 
     schedule: Schedule = Schedule.STASH
@@ -49,7 +48,6 @@ class Settings:
     memory: MemorySettings = field(default_factory=MemorySettings)
     chunks: int = 2
     hide_messages: bool = False
-    agree_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,8 @@ def straight_partition(ideals: Ideals, machines: Machines) -> tuple[Placed, ...]
     """One device a stage, balanced, whatever memory it takes: how model parallelism would cut the graph."""
     depth = Depth(Schedule.NONE, machines.count)
     ranges = ranges_of(ideals, stage_memory(ideals, Schedule.NONE, MemorySettings()), depth)
-    level = Level(machines.count, machines.slowest_bytes_per_s)
     keep = list(range(len(ideals)))
-    problem = level_problem(ranges, ranges.compute_s, keep, level, 1, Limits(straight=True))
+    problem = level_problem(ranges, ranges.compute_s, keep, machines.flat(), 1, Limits(straight=True))
     choices = nearly_best(problem, math.inf, float(ideals.compute_s[-1]) / machines.count)
     assert choices is not None
     return tuple(Placed(c.start, c.end, (s,)) for s, c in enumerate(choices))
@@ -168,7 +165,7 @@ class _Search:
         if machines.mixed or interleaved:
             # Unlike devices, and workers that hold several stages, are planned as one level.
             count = machines.count * (settings.chunks if interleaved else 1)
-            levels = (Level(count, machines.slowest_bytes_per_s),)
+            levels = (machines.flat(count),)
         self.levels = levels
         # What unlike devices hold is checked stage by stage, what interleaved stages add up to at the end.
         unlimited = machines.mixed or interleaved
@@ -235,7 +232,7 @@ class _Search:
         # Inner levels see the memory limit only from the safe side; without it biting, nothing was lost.
         exact = not (limited and nested) or solution == solve(ranges, self.levels, self._unlimited())
         if solution is None and nested:
-            self.levels = (Level(self.machines.count, self.machines.slowest_bytes_per_s),)
+            self.levels = (self.machines.flat(),)
             solution, exact = solve(ranges, self.levels, self.limits), False
         if solution is None:
             raise self._too_small(ranges)
@@ -247,8 +244,7 @@ class _Search:
 
     def _flat_problem(self, ranges: Ranges) -> Problem:
         keep = list(range(len(ranges.crossing_bytes)))
-        level = Level(self.machines.count, self.machines.slowest_bytes_per_s)
-        return level_problem(ranges, ranges.compute_s, keep, level, 1, self.limits)
+        return level_problem(ranges, ranges.compute_s, keep, self.machines.flat(), 1, self.limits)
 
     def _too_small(self, ranges: Ranges) -> PlanError:
         """Says how much memory the best plan for little memory would need."""
@@ -258,7 +254,7 @@ class _Search:
         else:
             limit = self.limits.memory_bytes
         who = "the largest device" if self.machines.mixed else "every device"
-        flat = (Level(self.machines.count, self.machines.slowest_bytes_per_s),)
+        flat = (self.machines.flat(),)
         low, high = limit, limit
         while solve(ranges, flat, replace(self.limits, memory_bytes=high)) is None:
             low, high = high, 2 * high

@@ -196,7 +196,7 @@ def _build_stage(
         forward_s=forward,
         backward_s=backward,
         cost_s=((forward + backward + each) / slowest + agree) / len(placed.devices),
-        update_s=agree + (settings.agree_s if len(placed.devices) > 1 else 0.0) + write / slowest,
+        update_s=agree + write / slowest,
         parameter_bytes=parameters,
         buffer_bytes=math.fsum(node.buffer_bytes for node in nodes),
         activation_bytes=math.fsum(node.activation_bytes or node.output_bytes for node in nodes),
@@ -224,7 +224,7 @@ def _agree_s(machines: Machines, devices: Sequence[int], parameter_bytes: float)
         units = len({device // unit for device in devices})
         unit *= level.count
         replicas = math.ceil(units / len({device // unit for device in devices}))
-        seconds += 4 * (replicas - 1) * parameter_bytes / (level.bytes_per_s * replicas) / shared
+        seconds += level.sync_s(parameter_bytes) * (1 - 1 / replicas) / shared
         shared = replicas
     return seconds
 

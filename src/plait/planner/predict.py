@@ -121,7 +121,7 @@ def data_parallel_s(graph: Graph, machines: Machines) -> float:
     seconds = graph.compute_s() / min(machines.device(i).speed for i in range(machines.count))
     below = 1
     for level in machines.levels:
-        sync = 4 * (level.count - 1) * graph.parameter_bytes() / (level.bytes_per_s * level.count) / below
+        sync = level.sync_s(graph.parameter_bytes()) * (1 - 1 / level.count) / below
         seconds = (seconds + sync) / level.count
         below = level.count
     return seconds

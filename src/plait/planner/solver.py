@@ -109,7 +109,7 @@ def level_problem(
     crossing = 2 * ranges.crossing_bytes[keep] / level.bytes_per_s
     traffic = np.maximum(crossing[:, None], crossing[None, :])
     traffic[0] = 0
-    sync = 4 * ranges.parameter_bytes[pairs] / level.bytes_per_s
+    sync = level.sync_s(ranges.parameter_bytes[pairs])
     sync[0] /= below
     return Problem(
         tuple(keep),
@@ -203,7 +203,7 @@ def _all_ranges(
     devices = math.prod(each.count for each in levels)
     crossing = 2 * ranges.crossing_bytes / level.bytes_per_s
     traffic = np.maximum(crossing[:, None], crossing[None, :])
-    sync = 4 * ranges.parameter_bytes / level.bytes_per_s
+    sync = level.sync_s(ranges.parameter_bytes)
     best = np.full((count + 1, *compute_s.shape), np.inf)
     last = np.empty((count, *compute_s.shape))
     for m in range(1, count + 1):

@@ -1,4 +1,4 @@
-"""Links: how fast tensors travel between each pair of workers."""
+"""Links: how fast tensors travel between each pair of workers, and how fast many of them sum."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ class Link:
     bytes_per_s: float
     latency_s: float
     same_host: bool
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How `workers` workers sum: n bytes take (1 - 1/workers)(latency_s + 4 n / bytes_per_s) seconds."""
+
+    workers: int
+    bytes_per_s: float
+    latency_s: float
+    same_host: bool
+
+
+def sum_of_times(workers: int, same_host: bool, few: tuple[int, float], many: tuple[int, float]) -> Sum:
+    """The sum that took so many seconds for a `few` bytes and for `many`, each as (bytes, seconds)."""
+    share = 1 - 1 / workers
+    more_bytes, more_s = many[0] - few[0], many[1] - few[1]
+    # Where the clock cannot tell the two apart, all of the time counts for the bytes.
+    rate = 4 * share * (more_bytes / more_s if more_bytes > 0 and more_s > 0 else many[0] / many[1])
+    return Sum(workers, rate, max(0.0, few[1] / share - 4 * few[0] / rate), same_host)
 
 
 def measure_links(

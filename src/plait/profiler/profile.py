@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 from plait.core import artefact
 from plait.core.errors import InputError
 from plait.graph.graph import Edge, Graph, Node
-from plait.profiler.links import Link
+from plait.profiler.links import Link, Sum
 from plait.profiler.memory import Weights, weigh
 from plait.profiler.timing import Clock, LayeredModel, Loss, StepTimes, Timed, time_layers, time_whole
 from plait.profiler.trace import Inputs, trace
 from plait.profiler.traced import TracedModel
 
-KIND, VERSION = "profile", 1
+KIND, VERSION = "profile", 2
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class SharedParameter:
 class Profile:
     """What was measured, on what. `step` is the unmodified model's whole step, measured in between.
 
-    `agree_s` is what workers take to sum the model's gradients beyond the time that `links` would need for
-    their bytes; 0 where nobody measured it.
+    `sums` is how fast the workers sum gradients, where several were measured together.
     """
 
     model: str
@@ -63,15 +62,15 @@ class Profile:
     spreads: tuple[LayerSpread, ...]
     shared: tuple[SharedParameter, ...] = ()
     links: tuple[Link, ...] = ()
-    agree_s: float = 0.0
+    sums: tuple[Sum, ...] = ()
 
     @property
     def coverage(self) -> float:
         """The sum over the layers as a share of the whole step."""
         return self.graph.compute_s() / self.step.seconds
 
-    def with_links(self, links: tuple[Link, ...]) -> Profile:
-        return replace(self, links=links)
+    def with_links(self, links: tuple[Link, ...], sums: tuple[Sum, ...] = ()) -> Profile:
+        return replace(self, links=links, sums=sums)
 
 
 def save_profile(profile: Profile, path: Path) -> None:

@@ -18,9 +18,10 @@ from plait.planner import (
     load_plan,
     machines,
     make_plan,
+    measured_machines,
     model_parallel_plan,
 )
-from plait.profiler.links import Link
+from plait.profiler.profile import Profile
 from plait.runtime import build
 from plait.runtime.launch import Placement
 from plait.runtime.profiling import profile_together
@@ -72,24 +73,23 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan
     build.check(settings)
     with tempfile.TemporaryDirectory() as logs:
         profile = profile_together(settings, placement, max(1, batch // microbatches), Path(logs))
-    cluster = _machines(placement, profile.links)
+    cluster = _machines(placement, profile)
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
     schedule = Schedule(wish.schedule or "stash")
-    asked = Settings(schedule, microbatches, memory=memory, agree_s=profile.agree_s)
+    asked = Settings(schedule, microbatches, memory=memory)
     if wish.plan == "model-parallel":
         return model_parallel_plan(profile.graph, cluster, asked)
     return make_plan(profile.graph, cluster, asked)
 
 
-def _machines(placement: Placement, links: tuple[Link, ...]) -> Machines:
+def _machines(placement: Placement, profile: Profile) -> Machines:
     """Hosts with as many workers each are two levels; others are one, as fast as its slowest link."""
     slots = [host.slots for host in placement.hosts]
-    inside = [link.bytes_per_s for link in links if link.same_host]
-    between = [link.bytes_per_s for link in links if not link.same_host]
-    latency = max((link.latency_s for link in links), default=0.0)
-    if len(set(slots)) == 1 and inside and between:
-        return machines((slots[0], len(slots)), (min(inside), min(between)), latency_s=latency)
-    return machines(sum(slots), min([*inside, *between], default=1e9), latency_s=latency)
+    if not profile.links:
+        return machines(sum(slots), 1e9)
+    two_levels = len(slots) > 1 and len(set(slots)) == 1 and slots[0] > 1
+    counts = (slots[0], len(slots)) if two_levels else (sum(slots),)
+    return measured_machines(counts, profile.links, profile.sums)
 
 
 def _optimizer_copies(optimizer: OptimizerSettings) -> float:

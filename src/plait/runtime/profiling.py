@@ -18,7 +18,7 @@ from plait.cluster.worker import Worker
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.graph.graph import Graph
-from plait.profiler.links import Link, measure_links
+from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
@@ -27,8 +27,8 @@ from plait.runtime.launch import Placement
 from plait.runtime.loading import SeededSamples, to_device
 from plait.runtime.optim import build_optimizer
 from plait.runtime.settings import OptimizerSettings, TrainSettings
+from plait.runtime.sums import measure_sums
 from plait.stages.versions import WeightVersions
-from plait.sync.all_reduce import AllReduce
 from plait.workloads.losses import build_loss
 
 
@@ -136,13 +136,15 @@ def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> 
     return model, inputs if isinstance(inputs, dict) else (inputs,), target
 
 
-def profile_together(settings: TrainSettings, placement: Placement, batch_size: int, logs: Path) -> Profile:
-    """The job measured on all of its workers at once, with the links between them.
+def profile_together(
+    settings: TrainSettings, placement: Placement, batch_size: int, logs: Path, repeats: int = 5
+) -> Profile:
+    """The job measured on all of its workers at once, with the links between them and their sums.
 
     Neighbours share memory and caches, so layers take longer beside busy workers than alone; and what is
     measured where the job will run has its threads, its libraries and its processors.
     """
-    order = {"settings": encode(settings), "batch_size": batch_size}
+    order = {"settings": encode(settings), "batch_size": batch_size, "repeats": repeats}
     entry = "plait.runtime.profiling:profile_worker"
     launch = placement.launch(entry, order, logs, preload=("torch._dynamo",))
     results = Supervisor(launch, Unwatched()).run()
@@ -153,11 +155,14 @@ def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     """Be one worker of a profile; every rank gets the same answer."""
     worker.join("gloo")
     settings = decode(TrainSettings, order["settings"], "settings")
-    return {"profile": encode(profile_here(worker, settings, order["batch_size"]))}
+    return {"profile": encode(profile_here(worker, settings, order["batch_size"], order["repeats"]))}
 
 
-def profile_here(worker: Worker, settings: TrainSettings, batch_size: int) -> Profile:
-    """The mean of what all workers measured at once, with links; all call it together, in a gloo group."""
+def profile_here(worker: Worker, settings: TrainSettings, batch_size: int, repeats: int = 5) -> Profile:
+    """The mean of what all workers measured at once, with links and sums.
+
+    All workers call it together, in a gloo group.
+    """
 
     def start_together(done: int, _total: int) -> None:
         if done == 1:  # traced and weighed; the timed steps follow
@@ -167,34 +172,23 @@ def profile_here(worker: Worker, settings: TrainSettings, batch_size: int) -> Pr
         settings,
         batch_size,
         threads=None,
+        repeats=repeats,
         on_progress=start_together,
         local_rank=worker.local_rank,
     )
     found = replace(found, graph=_mean_of_workers(found.graph))
     if worker.world_size == 1:
         return found
-    found = found.with_links(measure_links(host=worker.host))
-    return replace(found, agree_s=_agree_s(settings, found, worker.world_size))
+    model = build.build_model(settings.model, settings.seed)
+    links = measure_links(_two_of_each_host(worker), host=worker.host)
+    return found.with_links(links, measure_sums(model, worker.host, settings.topology))
 
 
-def _agree_s(settings: TrainSettings, found: Profile, workers: int, repeats: int = 7) -> float:
-    """Seconds of summing the model's gradients over all workers, less what the links take for their bytes."""
-    parameters = [p for p in build.build_model(settings.model, 0).parameters() if p.requires_grad]
-    sync = AllReduce(parameters)
-    samples = []
-    for _ in range(repeats):
-        sync.begin()
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.barrier()
-        started = time.perf_counter()
-        sync.agree(torch.zeros(0, dtype=torch.float64))
-        samples.append(time.perf_counter() - started)
-    slowest = min(link.bytes_per_s for link in found.links)
-    bytes_s = 4 * (workers - 1) / workers * found.graph.parameter_bytes() / slowest
-    mean = torch.tensor(statistics.median(samples), dtype=torch.float64)
-    dist.all_reduce(mean)
-    return max(0.0, float(mean) / workers - bytes_s)
+def _two_of_each_host(worker: Worker) -> list[int]:
+    """Ranks whose links stand for all: the workers of a host are alike, and all pairs would take long."""
+    hosts: list[str] = [""] * worker.world_size
+    dist.all_gather_object(hosts, worker.host)
+    return [rank for rank, host in enumerate(hosts) if hosts[:rank].count(host) < 2]
 
 
 def _mean_of_workers(graph: Graph) -> Graph:
@@ -205,17 +199,3 @@ def _mean_of_workers(graph: Graph) -> Graph:
     means = (times / dist.get_world_size()).tolist()
     nodes = (replace(n, **dict(zip(columns, row))) for n, row in zip(graph.nodes, means))
     return Graph(tuple(nodes), graph.edges)
-
-
-def profile_links(placement: Placement, logs: Path) -> tuple[Link, ...]:
-    """Bandwidth and latency between each pair of the placement's workers, which are started for it."""
-    launch = placement.launch("plait.runtime.profiling:links_worker", {}, logs)
-    results = Supervisor(launch, Unwatched()).run()
-    return tuple(decode(Link, link, "link") for link in results[0]["links"])
-
-
-def links_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
-    """Be one worker of a measurement of links; every rank gets the same answer."""
-    worker.join("gloo")
-    links = measure_links(host=worker.host)
-    return {"links": [encode(link) for link in links]}

@@ -1,0 +1,115 @@
+"""How fast the workers of a job sum gradients: the very sums that its replicas will make, timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from plait.profiler.links import Sum, sum_of_times
+from plait.sync.all_reduce import AllReduce
+from plait.sync.choice import settle
+from plait.sync.reducer import Members
+from plait.sync.wish import TopologyWish
+
+FEW_BYTES, LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20, 16 << 20
+DEADLINE_S = 120.0
+
+
+def measure_sums(
+    model: nn.Module, host: str, topology: TopologyWish | None = None, repeats: int = 5
+) -> tuple[Sum, ...]:
+    """How fast workers sum gradients like the model's within hosts and between them, equal on every rank.
+
+    All ranks of the default group call it together, at least two. Hosts with as many workers each are
+    measured inside, all at once, and between their first workers; others as one set of workers.
+    """
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host)
+    probes = [[Parameter(torch.zeros(FEW_BYTES // 4))], _like(model)]
+    found: list[Sum] = []
+    for groups in groups_of(hosts):
+        times = _time(groups, hosts, probes, topology, repeats)
+        few, many = (sum(p.numel() * p.element_size() for p in probe) for probe in probes)
+        same_host = len({hosts[rank] for rank in groups[0]}) == 1
+        found.append(sum_of_times(len(groups[0]), same_host, (few, times[0]), (many, times[1])))
+    return tuple(found)
+
+
+def groups_of(hosts: Sequence[str]) -> list[list[list[int]]]:
+    """The sets of ranks that sum at once, one list for each level that is measured."""
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    inside = list(ranks.values())
+    if len(inside) == 1 or len({len(own) for own in inside}) > 1:
+        return [[list(range(len(hosts)))]]
+    between = [[own[0] for own in inside]]
+    return [inside, between] if len(inside[0]) > 1 else [between]
+
+
+def _like(model: nn.Module) -> list[Parameter]:
+    """Parameters as many and as large as the model's, the small ones first, but not too many bytes."""
+    chosen: list[Parameter] = []
+    size = 0
+    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=torch.numel):
+        size += parameter.numel() * parameter.element_size()
+        if size > MOST_BYTES:
+            break
+        chosen.append(Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype)))
+    held = sum(p.numel() * p.element_size() for p in chosen)
+    if held < LEAST_BYTES:
+        rest = (LEAST_BYTES if size <= MOST_BYTES else MOST_BYTES) - held
+        chosen.append(Parameter(torch.zeros(rest // 4)))
+    return chosen
+
+
+def _time(
+    groups: Sequence[Sequence[int]],
+    hosts: Sequence[str],
+    probes: Sequence[Sequence[Parameter]],
+    topology: TopologyWish | None,
+    repeats: int,
+) -> list[float]:
+    """Seconds of each probe's sum in the slowest of `groups`, which sum at once; all ranks call it."""
+    rank = dist.get_rank()
+    deadline = timedelta(seconds=DEADLINE_S)
+    made = [(dist.new_group(list(ranks), timeout=deadline), ranks) for ranks in groups]
+    seconds = torch.zeros(len(probes), dtype=torch.float64)
+    for group, ranks in made:
+        if rank in ranks:
+            near = tuple(hosts[each] for each in ranks)
+            members = Members(rank, tuple(ranks), near, group, DEADLINE_S)
+            for index, probe in enumerate(probes):
+                seconds[index] = _time_one(probe, members, topology, repeats)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    for group, ranks in made:
+        if rank in ranks:
+            dist.destroy_process_group(group)
+    return [float(each) for each in seconds]
+
+
+def _time_one(
+    probe: Sequence[Parameter], members: Members, topology: TopologyWish | None, repeats: int
+) -> float:
+    sync = AllReduce(list(probe), members.group, members)
+    if topology is not None:
+        sync.switch(settle(topology, members, sync.gradient_bytes)[0])
+    samples = []
+    for _ in range(repeats + 1):
+        sync.begin()
+        for parameter in probe:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.barrier(group=members.group)
+        started = time.perf_counter()
+        sync.agree(torch.zeros(0, dtype=torch.float64))
+        samples.append(time.perf_counter() - started)
+    sync.close()
+    # The first one connects the workers.
+    return statistics.median(samples[1:])
