@@ -39,8 +39,16 @@ def main() -> None:
     talk = Talk()
     status = serve(order, talk)
     sys.stderr.flush()
+    _end_fork_server()
     # The elastic agent and the store leave threads behind that would hold up an ordinary exit.
     os._exit(status)
+
+
+def _end_fork_server() -> None:
+    """End the server that workers are forked from: after a refusal it would import on, holding our output open."""
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if server is not None:
+        os.kill(server, signal.SIGKILL)
 
 
 class Talk:
