@@ -62,7 +62,7 @@ def train_rank(
     size = dist.get_world_size()
     parts = build.build(settings, torch.device("cpu"))
     worker: Any = TestWorker(rank, size, stop_file)
-    trainer = PipelineTrainer(worker, settings, parts, RunFolder(folder), hosts or ["here"] * size, 20.0)
+    trainer = PipelineTrainer(worker, settings, parts, RunFolder(folder), hosts or ["here"] * size)
     return trainer.run(resume)
 
 

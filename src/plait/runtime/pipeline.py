@@ -64,6 +64,8 @@ class Parts:
     deadline_s: float = 300.0
     hosts: tuple[str, ...] = ()
     topology: TopologyWish | None = None
+    # Around each forward and backward, where a worker is made slower on purpose.
+    slowed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Pipeline:
         self.spans: list[Span] = []
         # Who takes the spans away while a long run goes on, and the first worker's clock less this one's.
         self.on_spans: Callable[[], None] | None = None
+        # What follows each update, before anything else uses the new weights.
+        self.after_update: Callable[[], None] | None = None
         self.clock_offset_s = 0.0
         self._channels = channels
         self._parts = parts
@@ -181,6 +185,16 @@ class Pipeline:
 
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """On rank 0 the whole model's and optimizer's state by name; all workers call it together."""
+        own = self.state()
+        gathered: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
+        dist.gather_object(own, gathered)
+        for part, state in gathered or ():
+            own[0].update(part)
+            own[1].update(state)
+        return own
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The model's and optimizer's state, by name, of which this worker is the first holder."""
         model: dict[str, Tensor] = {}
         for stage, module in self.modules.items():
             if self.arrangement.holders(stage)[0] == self.rank:
@@ -188,13 +202,7 @@ class Pipeline:
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         found = optimizer_state(self.optimizer, names)
         first = {name for name in self.parameters if self._holders[name][0] == self.rank}
-        own = (model, {path: v.cpu() for path, v in found.items() if path.rpartition("/")[0] in first})
-        gathered: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
-        dist.gather_object(own, gathered)
-        for part, state in gathered or ():
-            own[0].update(part)
-            own[1].update(state)
-        return own
+        return model, {path: v.cpu() for path, v in found.items() if path.rpartition("/")[0] in first}
 
     def _carry_out(self, op: Op, work: Work) -> None:
         match op:
@@ -206,7 +214,8 @@ class Pipeline:
                 start = time.time()
                 held = self._held[op.stage]
                 flight = held.flights.pop(op.microbatch)
-                held.runner.backward_weight(flight)
+                with self._parts.slowed():
+                    held.runner.backward_weight(flight)
                 flight.land()
                 self._note(op, start)
 
@@ -218,7 +227,8 @@ class Pipeline:
         held = self._held[op.stage]
         flight = self._begin(op, work)
         start = time.time()
-        held.runner.forward(flight)
+        with self._parts.slowed():
+            held.runner.forward(flight)
         held.flights[op.microbatch] = flight
         if flight.loss is not None:
             self.losses[op.microbatch] = flight.loss.detach()
@@ -285,7 +295,8 @@ class Pipeline:
         flight = held.flights[op.microbatch]
         grads, messages = self._receive_backward(op, held)
         start = time.time()
-        held.runner.backward(flight, grads)
+        with self._parts.slowed():
+            held.runner.backward(flight, grads)
         if messages:
             held.runner.own_gradients(flight, messages)
         # What is left of a split backward may still read the gradients.
@@ -353,6 +364,8 @@ class Pipeline:
             self._agreement.clip(self._parts.clip_norm, self._parts.device)
         self._write(updates, following)
         self._agreement.clear()
+        if self.after_update is not None:
+            self.after_update()
         for update in updates:
             self._note(update, start)
 

@@ -14,24 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.cluster.channels import connect
-from plait.cluster.clock import clock_offset
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import JobError
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
 from plait.planner.schedules import operations
-from plait.profiler.trace import trace
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime import loading
-from plait.runtime import pipeline as pipelines
 from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
 from plait.runtime.build import Parts
 from plait.runtime.evaluate import in_order, mean_of_all, sums_of
 from plait.runtime.folder import RunFolder
 from plait.runtime.notes import Notes
-from plait.runtime.optim import build_optimizer
+from plait.runtime.open_pipeline import open_pipeline, trace_parts
 from plait.runtime.sampling import GlobalBatch, Position
 from plait.runtime.settings import PipelineSettings, TrainSettings
 from plait.runtime.spans import operations_event
@@ -94,12 +90,10 @@ class PipelineTrainer(StretchTrainer):
         parts: Parts,
         folder: RunFolder,
         hosts: Sequence[str],
-        timeout_s: float,
     ) -> None:
         super().__init__(worker, settings, parts, folder)
         self._arrangement = check_pipeline(settings, worker.world_size)
         self._hosts = hosts
-        self._timeout_s = timeout_s
         self._gathered: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
     def _make_engine(self) -> None:
@@ -112,43 +106,12 @@ class PipelineTrainer(StretchTrainer):
     def begin(self, steps: int) -> None:
         """Get ready to go on: cut the model, with the state it has now, into its stages."""
         super().begin(steps)
-        parts, arrangement = self.parts, self._arrangement
-        few = [(0, i) for i in range(min(4, len(parts.train_set)))]
-        content = loading.SeededSamples(parts.train_set, self.settings.seed).__getitems__(few)
-        inputs, _ = loading.to_device(content, parts.device, parts.dtype)
-        with parts.autocast():
-            traced = trace(parts.model, inputs if isinstance(inputs, (tuple, dict)) else (inputs,))
-        window = 2 * arrangement.most_in_flight() + 2
-        self._channels = connect(
-            self.worker.rank,
-            self._hosts,
-            arrangement.workers,
-            deadline_s=self._timeout_s,
-            window=window,
-            device=parts.device,
+        self._tied = _further_names(self.parts.model)
+        traced = trace_parts(self.settings, self.parts)
+        self._channels, self._pipeline = open_pipeline(
+            self.worker, self.settings, self.parts, traced, self._arrangement, self._hosts
         )
-        self._pipeline = pipelines.Pipeline(
-            self.worker.rank,
-            arrangement,
-            traced,
-            self._channels,
-            pipelines.Parts(
-                parts.loss,
-                lambda parameters: build_optimizer(self.settings.optimizer, parameters),
-                parts.device,
-                parts.autocast,
-                self.settings.clip_norm,
-                self._timeout_s,
-                tuple(self._hosts),
-                self.settings.topology,
-            ),
-        )
-        self._pipeline.clock_offset_s = clock_offset(self.worker.rank, self._hosts)
         self._pipeline.on_spans = self._record_operations
-        self._pipeline.take_optimizer_state(parts.optimizer)
-        self._tied = _further_names(parts.model)
-        held = {name for layer in traced.layers for name in (*layer.parameters, *layer.buffers)}
-        _let_go(parts, self._pipeline, held)
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Take the steps through the pipeline; it is empty at their end."""
@@ -292,13 +255,3 @@ def _further_names(model: torch.nn.Module) -> dict[str, str]:
             further[name] = first[id(parameter)]
         first.setdefault(id(parameter), name)
     return further
-
-
-def _let_go(parts: Parts, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
-    """Free the memory of what only other workers hold; their names stay."""
-    kept = {id(t) for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
-    named = [*parts.model.named_parameters(), *parts.model.named_buffers()]
-    for name, tensor in named:
-        if id(tensor) not in kept and name in everywhere:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    parts.optimizer.state.clear()

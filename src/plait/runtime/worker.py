@@ -51,7 +51,7 @@ def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: 
     dist.all_gather_object(hosts, worker.host)
     if settings.pipeline is None:
         return _with_sync(worker, settings, parts, folder, hosts)
-    return PipelineTrainer(worker, settings, parts, folder, hosts, worker.timeout_s)
+    return PipelineTrainer(worker, settings, parts, folder, hosts)
 
 
 def _with_sync(

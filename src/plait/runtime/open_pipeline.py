@@ -1,0 +1,82 @@
+"""Opening a pipeline: the job's model, traced and cut, and the channels between those who hold its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plait.cluster.channels import Channels, connect
+from plait.cluster.clock import clock_offset
+from plait.cluster.worker import Worker
+from plait.profiler.trace import TracedModel, trace
+from plait.runtime import loading
+from plait.runtime import pipeline as pipelines
+from plait.runtime.arrangement import Arrangement
+from plait.runtime.build import Parts
+from plait.runtime.optim import build_optimizer
+from plait.runtime.settings import TrainSettings
+from plait.runtime.slow import SlowDown
+
+
+def trace_parts(settings: TrainSettings, parts: Parts) -> TracedModel:
+    """The model as layers, found with the first few samples."""
+    few = [(0, i) for i in range(min(4, len(parts.train_set)))]
+    content = loading.SeededSamples(parts.train_set, settings.seed).__getitems__(few)
+    inputs, _ = loading.to_device(content, parts.device, parts.dtype)
+    with parts.autocast():
+        return trace(parts.model, inputs if isinstance(inputs, (tuple, dict)) else (inputs,))
+
+
+def open_pipeline(
+    worker: Worker,
+    settings: TrainSettings,
+    parts: Parts,
+    traced: TracedModel,
+    arrangement: Arrangement,
+    hosts: Sequence[str],
+) -> tuple[Channels, pipelines.Pipeline]:
+    """This worker's part of `arrangement`, with the state that `parts` have; all workers call it together.
+
+    The workers of the world may be in several arrangements of their own. `parts` keep what this one holds.
+    """
+    channels = connect(
+        worker.rank,
+        hosts,
+        arrangement.workers,
+        deadline_s=worker.timeout_s,
+        window=2 * arrangement.most_in_flight() + 2,
+        device=parts.device,
+    )
+    pipeline = pipelines.Pipeline(
+        worker.rank,
+        arrangement,
+        traced,
+        channels,
+        pipelines.Parts(
+            parts.loss,
+            lambda parameters: build_optimizer(settings.optimizer, parameters),
+            parts.device,
+            parts.autocast,
+            settings.clip_norm,
+            worker.timeout_s,
+            tuple(hosts),
+            settings.topology,
+            SlowDown(settings.slow, worker.rank, settings.seed).slowed,
+        ),
+    )
+    pipeline.clock_offset_s = clock_offset(worker.rank, hosts)
+    pipeline.take_optimizer_state(parts.optimizer)
+    held = {name for layer in traced.layers for name in (*layer.parameters, *layer.buffers)}
+    _let_go(parts, pipeline, held)
+    return channels, pipeline
+
+
+def _let_go(parts: Parts, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
+    """Free the memory of what only other workers hold; their names stay."""
+    kept = {id(t) for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
+    named = [*parts.model.named_parameters(), *parts.model.named_buffers()]
+    for name, tensor in named:
+        if id(tensor) not in kept and name in everywhere:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    parts.optimizer.state.clear()
