@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from plait.cli import app
 from plait.config import make_job
 from plait.core.errors import JobError
 
@@ -23,23 +23,25 @@ JOB: dict[str, Any] = {
 }
 
 
-def plait(*arguments: str, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "plait", *arguments, "--json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+def plait(*arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
-def test_profile_plan_train_and_evaluate_follow_each_other(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(json.dumps(JOB))
-    plait("profile", "job.yaml", "--batch", "16", "--no-links", "--repeats", "1", folder=tmp_path)
+def test_profile_plan_train_and_evaluate_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(json.dumps(JOB))
+    plait("profile", "job.yaml", "--batch", "16", "--no-links", "--repeats", "1")
     options = ("--devices", "2", "--bandwidth", "1e9", "--straight", "--microbatches", "4")
-    plan = plait("plan", "digits.profile.json", *options, folder=tmp_path)
+    plan = plait("plan", "digits.profile.json", *options)
     assert len(plan["stages"]) == 2
-    result = plait("train", "job.yaml", "--plan", plan["plan"], folder=tmp_path)
+    result = plait("train", "job.yaml", "--plan", plan["plan"])
     assert (result["reason"], result["workers"], result["step"]) == ("finished", 2, 30)
-    judged = plait("evaluate", result["run"], folder=tmp_path)
+    judged = plait("evaluate", result["run"])
     assert judged["metrics"]["accuracy"] == result["test"]["accuracy"] > 0.5
 
 

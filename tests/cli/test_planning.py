@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,31 +33,17 @@ def plait(*words: str) -> str:
     return result.stdout
 
 
-def test_a_job_is_profiled_planned_drawn_and_written_as_code(tmp_path: Path):
-    (tmp_path / "job.yaml").write_text(JOB)
-    command = [sys.executable, "-m", "plait"]
-    profiled = subprocess.run(
-        [*command, "profile", "job.yaml", "--batch", "8", "--repeats", "2", "--graph", "g.txt"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert profiled.returncode == 0, profiled.stderr
-    assert "wrote t.profile.json; next: plait plan t.profile.json --devices 2" in profiled.stdout
+def test_a_job_is_profiled_planned_drawn_and_written_as_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB)
+    profiled = plait("profile", "job.yaml", "--batch", "8", "--repeats", "2", "--graph", "g.txt")
+    assert "wrote t.profile.json; next: plait plan t.profile.json --devices 2" in profiled
     profile = load_profile(tmp_path / "t.profile.json")
     assert (profile.batch, profile.dtype, profile.threads) == (8, "float32", 1)
     assert {(link.source, link.target) for link in profile.links} == {(0, 1), (1, 0)}
     assert len(pipedream.read(tmp_path / "g.txt").graph().nodes) == len(profile.graph.nodes)
 
-    planned = subprocess.run(
-        [*command, "plan", "t.profile.json", "--timeline", "t.png", "--to-code", "code", "--job", "job.yaml"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert planned.returncode == 0, planned.stderr
+    plait("plan", "t.profile.json", "--timeline", "t.png", "--to-code", "code", "--job", "job.yaml")
     plan = load_plan(tmp_path / "t.plan.json")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "code").glob("stage_*.py"))) == len(plan.stages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -114,9 +115,15 @@ def make_optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
 
 
+_traces: dict[str, TracedModel] = {}
+
+
 def traced_model(case: Case, model: nn.Module) -> TracedModel:
-    inputs, _ = MODELS[case.model][1](4, 0)
-    return trace(model, inputs)
+    """The model's trace; it names parameters by path, so models of one kind share what takes longest."""
+    if case.model not in _traces:
+        inputs, _ = MODELS[case.model][1](4, 0)
+        _traces[case.model] = trace(build(case), inputs)
+    return dataclasses.replace(_traces[case.model], model=model)
 
 
 def sizes(case: Case) -> list[int]:

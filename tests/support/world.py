@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-# torch's optimizers load torch._dynamo, which takes longer than torch: once for all ranks.
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "support.world"])
+# Imported once for all ranks: torch._dynamo, which torch's optimizers load, takes longer than torch itself.
+_context.set_forkserver_preload(
+    ["torch.distributed", "torch._dynamo", "plait.runtime.worker", "support.world", "support.pipelines"]
+)
 
 
 class WorldError(AssertionError):

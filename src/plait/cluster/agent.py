@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _end_fork_server() -> None:
-    """End the server that workers are forked from: after a refusal it would import on, holding our output open."""
+    """End the server that workers are forked from; after a refusal it would import on and hold our output."""
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if server is not None:
         os.kill(server, signal.SIGKILL)
