@@ -3,7 +3,12 @@
 Every worker takes minibatches of one size, as in PipeDream's tables: data parallelism sums gradients after
 one minibatch of each worker; stash updates after each minibatch (each round of them, where stages are
 replicated); gpipe and model parallelism after four minibatches a worker. Plans are the planner's own, from
-a profile that all workers took at once. All sides of a model run in one world, in turn, one thread a worker.
+a profile that all workers took at once. All sides of a model run in one world, in turn, one thread a worker,
+for about as long each, but model parallelism, which more workers make no faster, for a few minibatches.
+
+On a machine without the job file's dependencies, for several numbers of workers at once:
+
+    python -m plait.experiments.pipeline_comparison 4 8 16
 """
 
 from __future__ import annotations
@@ -11,9 +16,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -42,19 +50,39 @@ from plait.sync.all_reduce import AllReduce
 from plait.workloads.losses import build_loss
 
 MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
-# Minibatches a worker has in each batch of gpipe, and in each stretch that is timed.
-PIECES, STRETCH = 4, 8
-Steps = Callable[[], None]
+# Minibatches a worker has in each batch of gpipe, and model parallelism in each stretch that is timed.
+PIECES, FEW = 4, 8
+# What a stretch of data parallelism should last, and the least and most steps that it has.
+STRETCH_S, LEAST, MOST = 0.6, 4, 32
+
+
+@dataclass(frozen=True)
+class Side:
+    """A way to train: `steps` takes one stretch of so many `minibatches`, those of all workers together."""
+
+    plan: str
+    minibatches: int
+    steps: Callable[[], None]
+    close: Callable[[], None] = lambda: None
 
 
 def run(
-    workers: int = 2, models: Sequence[str] = tuple(MINIBATCH), repeats: int = 3
+    workers: int | Sequence[int] = 2,
+    models: Sequence[str] = tuple(MINIBATCH),
+    repeats: int = 3,
+    on_rows: Callable[[list[Row]], None] = lambda rows: None,
 ) -> tuple[list[Row], list[Claim]]:
-    """Throughput of every way to train each model on so many workers of this machine."""
+    """Throughput of every way to train each model on so many workers of this machine.
+
+    `on_rows` sees the rows of each model as they come.
+    """
     rows: list[Row] = []
-    for model in models:
-        asked = {"model": model, "repeats": repeats}
-        rows += in_world(workers, "pipeline_comparison:worker", asked, preload=("torch._dynamo",))["rows"]
+    for count in [workers] if isinstance(workers, int) else workers:
+        for model in models:
+            asked = {"model": model, "repeats": repeats}
+            world = in_world(count, "pipeline_comparison:worker", asked, preload=("torch._dynamo",))
+            rows += world["rows"]
+            on_rows(world["rows"])
     return rows, claims_of(rows)
 
 
@@ -84,21 +112,21 @@ def worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     worker.join("gloo")
     minibatch = MINIBATCH[asked["model"]]
     settings = job(asked["model"], minibatch)
-    world = _World(worker, settings, minibatch)
-    sides = world.sides()
+    sides = _World(worker, settings, minibatch).sides()
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(asked["repeats"] + 1):
-        for name, (steps, _) in sides.items():
+        for name, side in sides.items():
             dist.barrier()
             started = time.perf_counter()
-            steps()
+            side.steps()
             dist.barrier()
             if round_:
-                samples = STRETCH * worker.world_size * minibatch
-                rates[name].append(samples / (time.perf_counter() - started))
+                rates[name].append(side.minibatches * minibatch / (time.perf_counter() - started))
+    for side in sides.values():
+        side.close()
     case = f"{asked['model']}, {worker.world_size} workers"
     base = statistics.median(rates["data parallel"])
-    return {"rows": [_row(case, name, sides[name][1], rates[name], base) for name in sides]}
+    return {"rows": [_row(case, name, side.plan, rates[name], base) for name, side in sides.items()]}
 
 
 def _row(case: str, side: str, plan: str, rates: Sequence[float], base: float) -> Row:
@@ -127,31 +155,34 @@ class _World:
         groups = [range(i * minibatch, (i + 1) * minibatch) for i in range(PIECES)]
         self.content = [data.__getitems__([(0, i) for i in group]) for group in groups]
         self.profile = profile_here(worker, settings, minibatch)
+        # All workers come to the same number: the profile is their mean.
+        self.steps = min(MOST, max(LEAST, round(STRETCH_S / self.profile.graph.compute_s())))
 
-    def sides(self) -> dict[str, tuple[Steps, str]]:
-        """Each side's function that takes one stretch of minibatches, and its plan in words."""
+    def sides(self) -> dict[str, Side]:
+        """Every way to train, by its name."""
         cluster = measured_machines((self.size,), self.profile.links, self.profile.sums)
         graph = self.profile.graph
         pieces = PIECES * self.size
         stash = make_plan(graph, cluster, Settings(Schedule.STASH, pieces))
         gpipe = make_plan(graph, cluster, Settings(Schedule.GPIPE, pieces, straight=True))
-        chain = model_parallel_plan(graph, cluster, Settings(Schedule.NONE, pieces))
+        chain = model_parallel_plan(graph, cluster, Settings(Schedule.NONE, FEW))
         return {
-            "data parallel": (self._data_parallel(), f"{self.size} replicas"),
-            "torch DDP": (self._torch_data_parallel(), f"{self.size} replicas"),
-            "model parallel": (self._pipeline(chain), _words(chain)),
-            "gpipe": (self._pipeline(gpipe), _words(gpipe)),
-            "stash": (self._pipeline(stash), _words(stash)),
+            "data parallel": self._data_parallel(),
+            "torch DDP": self._torch_data_parallel(),
+            "model parallel": self._pipeline(chain, FEW),
+            "gpipe": self._pipeline(gpipe, math.ceil(self.steps / PIECES) * pieces),
+            # It fills and drains once a stretch, which in training it does not.
+            "stash": self._pipeline(stash, 2 * self.steps * self.size),
         }
 
-    def _data_parallel(self) -> Steps:
+    def _data_parallel(self) -> Side:
         """Our own all-reduce, in buckets beside backward."""
         model = copy.deepcopy(self.model)
         optimizer = self._optimizer(list(model.parameters()))
         sync = AllReduce(list(model.parameters()))
 
         def steps() -> None:
-            for x, y in itertools.islice(itertools.cycle(self.content), STRETCH):
+            for x, y in itertools.islice(itertools.cycle(self.content), self.steps):
                 sync.begin()
                 loss = self.loss(model(x), y) / self.size
                 sync.before_backward(last=True)
@@ -159,21 +190,21 @@ class _World:
                 sync.agree(torch.zeros(0, dtype=torch.float64))
                 optimizer.step()
 
-        return steps
+        return Side(f"{self.size} replicas", self.steps * self.size, steps, sync.close)
 
-    def _torch_data_parallel(self) -> Steps:
+    def _torch_data_parallel(self) -> Side:
         model = nn.parallel.DistributedDataParallel(copy.deepcopy(self.model))
         optimizer = self._optimizer(list(model.parameters()))
 
         def steps() -> None:
-            for x, y in itertools.islice(itertools.cycle(self.content), STRETCH):
+            for x, y in itertools.islice(itertools.cycle(self.content), self.steps):
                 optimizer.zero_grad()
                 self.loss(model(x), y).backward()
                 optimizer.step()
 
-        return steps
+        return Side(f"{self.size} replicas", self.steps * self.size, steps)
 
-    def _pipeline(self, plan: Plan) -> Steps:
+    def _pipeline(self, plan: Plan, total: int) -> Side:
         arrangement, rank = arrange(plan), self.worker.rank
         model = copy.deepcopy(self.model)
         x, _ = self.content[0]
@@ -182,11 +213,10 @@ class _World:
         peers = arrangement.workers if rank in arrangement.workers else ()
         channels = connect(rank, ["here"] * self.size, peers, deadline_s=120, window=window)
         if not peers:
-            return _stand_by(rank, arrangement, traced)
+            return Side(_words(plan), total, _stand_by(rank, arrangement, traced))
         parts = Parts(self.loss, self._optimizer, torch.device("cpu"), contextlib.nullcontext)
         pipeline = Pipeline(rank, arrangement, traced, channels, parts)
-        total = STRETCH * self.size
-        batches = 1 if not plan.schedule.synchronous else total // plan.microbatches
+        batches = total // plan.microbatches if plan.schedule.synchronous else 1
         each = total // batches
         share = 1.0 if plan.schedule is Schedule.STASH else 1 / each
 
@@ -197,7 +227,11 @@ class _World:
             pipeline.losses.clear()
             pipeline.spans.clear()
 
-        return steps
+        def close() -> None:
+            pipeline.close()
+            channels.close()
+
+        return Side(_words(plan), total, steps, close)
 
     def _turned(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(x for x, _ in self.content), tuple(y for _, y in self.content)
@@ -206,7 +240,7 @@ class _World:
         return build_optimizer(self.settings.optimizer, list(parameters))
 
 
-def _stand_by(rank: int, arrangement: Arrangement, traced: TracedModel) -> Steps:
+def _stand_by(rank: int, arrangement: Arrangement, traced: TracedModel) -> Callable[[], None]:
     """What a worker does that the plan has no use for: take part in making the others' groups."""
     Agreement(rank, {}, find_holders(traced, arrangement), timedelta(seconds=120))
     for stage in range(len(arrangement.stages)):
@@ -223,3 +257,19 @@ def _operations(arrangement: Arrangement, rank: int, work: FixedWork) -> Any:
 
 def _words(plan: Plan) -> str:
     return "-".join(str(stage.replicas) for stage in plan.stages)
+
+
+def main(workers: Sequence[str]) -> None:
+    """Print the table, a model at a time; `workers` are numbers of workers as words, two if none."""
+
+    def show(rows: list[Row]) -> None:
+        print("\n".join(markdown(rows).splitlines()[2:]), flush=True)
+
+    print(markdown([]), flush=True)
+    _, claims = run([int(word) for word in workers] or 2, on_rows=show)
+    for claim in claims:
+        print(f"[{'holds' if claim.holds else 'DOES NOT HOLD'}] {claim.claim}: {claim.value:.3g}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
