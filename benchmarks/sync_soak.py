@@ -1,7 +1,8 @@
 """A soak of partial reduce: 2,000 rounds, 8 workers slowed, stopped (SIGSTOP) and killed at random.
 
-Killed workers do not come back; three are left at the end. Says what was done and what holds: no hang, no
-living worker left without averages, the distance to the mean bounded.
+Killed workers do not come back; three are left at the end. Every worker writes down each round it was in;
+from that, and from what was done to whom, follows what holds: no hang, no round lost among the living, all
+who live connected within every ten rounds, and the distance to their mean bounded.
 
     python benchmarks/sync_soak.py [--rounds 2000] [--seed 0]
 """
@@ -9,14 +10,21 @@ living worker left without averages, the distance to the mean bounded.
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
+import math
 import multiprocessing
 import os
 import random
 import signal
+import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,77 +33,96 @@ import torch.distributed as dist
 from plait.cluster.mail import open_mail
 from plait.cluster.presence import Presence
 from plait.sync.averaging import Peers
-from plait.sync.connectivity import components, recent
+from plait.sync.connectivity import components
 from plait.sync.partial_reduce import PartialReduce
-from plait.sync.rounds import Rules, read_round
+from plait.sync.rounds import Rules
 
 WORKERS = 8
 LEASE_S = 1.0
 LEAST_LEFT = 3
 STEP_S = 0.02
+ELEMENTS = 1000
+SHOWN = 50  # elements that are written down to tell the distance from
+# A step keeps 0.9 of a weight and adds noise of 1: so far from the mean is who never averages.
+ALONE = math.sqrt(ELEMENTS / (1 - 0.9**2))
 # What a wait may take: a lease, the grace of a round, and what a busy machine adds.
 LONGEST_S = 10.0
 
 
-def work(rank: int, port: int, rounds: int, seed: int, pipe: Connection) -> None:
+@dataclass(frozen=True)
+class Disturbance:
+    """What was done to a worker, and when, by the wall clock."""
+
+    rank: int
+    what: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Took:
+    """A worker was in a round: when it had its mean, and some of the weights it left with."""
+
+    number: int
+    members: tuple[int, ...]
+    t: float
+    weights: tuple[float, ...]
+
+
+def work(rank: int, port: int, rounds: int, seed: int, folder: str, pipe: Connection) -> None:
     """Step, drift at random and average until so many rounds are over; then settle."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     mail = open_mail(store, "soak", rank, ["here"] * WORKERS, "127.0.0.1", 30.0)
     presence = Presence(store, "soak", rank, range(WORKERS), LEASE_S)
-    weights = [torch.zeros(1000)]
+    weights = [torch.zeros(ELEMENTS)]
     sync = PartialReduce(Peers(store, "soak", mail, presence), [lambda: weights], Rules())
     draws = random.Random(f"{seed}/{rank}")
     noise = torch.Generator().manual_seed(seed * 1000 + rank)
-    longest, alone_in_a_row, most_alone, steps = 0.0, 0, 0, 0
-    while int(store.compare_set("soak/partial/hint", "", "0")) < rounds:
-        slow = draws.choice([1, 1, 1, 2, 4])
-        time.sleep(STEP_S * slow)
-        # A step pulls towards zero, so that without averaging workers would differ by a fixed amount.
-        weights[0].mul_(0.9).add_(torch.randn(1000, generator=noise))
-        started = time.monotonic()
-        sync.after_update()
-        longest = max(longest, time.monotonic() - started)
-        alone_in_a_row = alone_in_a_row + 1 if len(sync.groups[-1]) == 1 else 0
-        most_alone = max(most_alone, alone_in_a_row)
-        steps += 1
+    longest, steps = 0.0, 0
+    with Path(folder, f"{rank}.jsonl").open("w", buffering=1) as log:
+        while int(store.compare_set("soak/partial/hint", "", "0")) < rounds:
+            time.sleep(STEP_S * draws.choice([1, 1, 1, 2, 4]))
+            weights[0].mul_(0.9).add_(torch.randn(ELEMENTS, generator=noise))
+            started = time.monotonic()
+            sync.after_update()
+            longest = max(longest, time.monotonic() - started)
+            shown = [round(w, 3) for w in weights[0][:SHOWN].tolist()]
+            log.write(json.dumps([sync.last.number, sync.last.members, time.time(), shown]) + "\n")
+            steps += 1
+    sync.settle()
+    # Who was stopped while the others settled is back for the second time.
+    time.sleep(2 * LEASE_S)
     members = sync.settle()
-    pipe.send(
-        {
-            "steps": steps,
-            "longest_s": longest,
-            "most_alone": most_alone,
-            "members": members,
-            "distance": sync.tally.distances[-1],
-            "value": float(weights[0].sum()),
-        }
-    )
+    value = float(weights[0].double().sum())
+    pipe.send({"steps": steps, "longest_s": longest, "members": members, "value": value})
     time.sleep(1.0)
     sync.close()
     os._exit(0)
 
 
-def disturb(processes: list[Any], store: dist.TCPStore, rounds: int, seed: int) -> dict[str, int]:
-    """Stop and kill workers at random until the rounds are over; how often which."""
+def disturb(processes: list[Any], store: dist.TCPStore, rounds: int, seed: int) -> list[Disturbance]:
+    """Stop and kill workers at random until the rounds are over; what was done."""
     draws = random.Random(seed)
-    done = {"stops": 0, "kills": 0}
+    done: list[Disturbance] = []
     end = time.monotonic() + 1200
     kill_at = sorted(draws.sample(range(rounds // 10, rounds * 9 // 10), WORKERS - LEAST_LEFT))
     while (number := int(store.compare_set("soak/partial/hint", "", "0"))) < rounds:
         if time.monotonic() > end:
             raise SystemExit(f"hang: {number} of {rounds} rounds after 20 minutes")
-        alive = [p for p in processes if p.is_alive()]
+        rank = draws.choice([rank for rank, process in enumerate(processes) if process.is_alive()])
+        started = time.time()
         if kill_at and number >= kill_at[0]:
             kill_at.pop(0)
-            draws.choice(alive).kill()
-            done["kills"] += 1
+            processes[rank].kill()
+            processes[rank].join()
+            done.append(Disturbance(rank, "kill", started, math.inf))
         elif draws.random() < 0.5:
-            victim = draws.choice(alive)
-            os.kill(victim.pid, signal.SIGSTOP)
+            os.kill(processes[rank].pid, signal.SIGSTOP)
             # Some pauses are shorter than a lease, some longer.
             time.sleep(draws.choice([0.1, 0.5, 1.5 * LEASE_S]))
-            os.kill(victim.pid, signal.SIGCONT)
-            done["stops"] += 1
+            os.kill(processes[rank].pid, signal.SIGCONT)
+            done.append(Disturbance(rank, "stop", started, time.time()))
         time.sleep(draws.uniform(0.1, 0.5))
     return done
 
@@ -110,20 +137,23 @@ def main() -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "plait.sync.partial_reduce"])
     pipes, processes = [], []
-    for rank in range(WORKERS):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(rank, store.port, asked.rounds, asked.seed, theirs))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    started = time.monotonic()
-    done = disturb(processes, store, asked.rounds, asked.seed)
-    found = [_answer(pipe) for pipe in pipes]
-    for process in processes:
-        process.kill()
-        process.join()
-    return report(asked.rounds, done, found, time.monotonic() - started, store)
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(WORKERS):
+            ours, theirs = context.Pipe(duplex=False)
+            told = (rank, store.port, asked.rounds, asked.seed, folder, theirs)
+            process = context.Process(target=work, args=told)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        started = time.monotonic()
+        done = disturb(processes, store, asked.rounds, asked.seed)
+        answers = [_answer(pipe) for pipe in pipes]
+        for process in processes:
+            process.kill()
+            process.join()
+        logs = {rank: _read(Path(folder, f"{rank}.jsonl")) for rank in range(WORKERS)}
+    return report(asked.rounds, done, answers, logs, time.monotonic() - started)
 
 
 def _answer(pipe: Any) -> dict[str, Any] | None:
@@ -133,51 +163,116 @@ def _answer(pipe: Any) -> dict[str, Any] | None:
         return None
 
 
-def report(rounds: int, done: dict[str, int], found: list[Any], seconds: float, store: dist.TCPStore) -> int:
+def _read(path: Path) -> list[Took]:
+    """What a worker wrote down; a killed one may have left half a line."""
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [Took(n, tuple(members), t, tuple(shown)) for n, members, t, shown in map(json.loads, lines)]
+
+
+def report(
+    rounds: int,
+    done: Sequence[Disturbance],
+    answers: Sequence[dict[str, Any] | None],
+    logs: Mapping[int, list[Took]],
+    seconds: float,
+) -> int:
     """Print what was found and what holds; 0 where all does."""
-    living = [answer for answer in found if answer is not None]
+    living = [answer for answer in answers if answer is not None]
     answered = [answer for answer in living if "hang" not in answer]
-    groups = _last_groups(store, rounds)
-    survivors = [rank for rank, answer in enumerate(found) if answer is not None]
+    groups = {took.number: took for log in logs.values() for took in log}
+    void, unheard = rounds - len([n for n in groups if n < rounds]), list(_unheard(groups, logs, done))
+    apart = list(_apart(groups, done))
+    distances = list(_distances(logs, done))
+    stops = sum(d.what == "stop" for d in done)
     holds = {
         "no hang": len(answered) == len(living) and all(a["longest_s"] < LONGEST_S for a in answered),
-        "all the living settled together": len({a["members"] for a in answered}) == 1,
-        "the living agree at the end": len({a["value"] for a in answered}) == 1,
-        "nobody stayed alone for ten rounds": all(a["most_alone"] < 10 for a in answered),
-        "the distance to the mean is bounded": all(a["distance"] < 2 * 1000**0.5 * 2.3 for a in answered),
-        "those who took part within 10 rounds are connected": _are_connected(groups, len(survivors)),
+        "the living settle together and agree": len({(a["members"], a["value"]) for a in answered}) == 1,
+        # Who leads a round may be killed or stopped in it: the others have their mean in the next one.
+        "no round is lost but to a stop or a kill": void <= len(done) and not unheard,
+        "all the living are connected within every 10 rounds": not apart,
+        "nobody is farther from the mean than without averaging": max(distances) < ALONE,
     }
     shown = {
         "rounds": rounds,
         "seconds": round(seconds, 1),
-        **done,
-        "survivors": survivors,
+        "stops": stops,
+        "kills": len(done) - stops,
+        "survivors": [rank for rank, answer in enumerate(answers) if answer is not None],
+        "void_rounds": void,
+        "unheard": unheard[:5],
+        "disconnected_at": apart[:5],
         "longest_wait_s": round(max((a["longest_s"] for a in answered), default=-1), 2),
-        "largest_distance": round(max((a["distance"] for a in answered), default=-1), 2),
-        "mean_group": round(sum(map(len, groups)) / max(len(groups), 1), 2),
+        "distance_median": round(statistics.median(distances), 1),
+        "distance_largest": round(max(distances), 1),
+        "distance_without_averaging": round(ALONE, 1),
+        "mean_group": round(statistics.fmean(len(took.members) for took in groups.values()), 2),
         "holds": holds,
     }
-    print(json.dumps(shown, indent=1))
+    print(json.dumps(shown))
     return 0 if all(holds.values()) else 1
 
 
-def _are_connected(groups: list[tuple[int, ...]], workers: int) -> bool:
-    """Whether at every round the groups of the last ten connect all workers that are in any of them.
+def _touched(done: Sequence[Disturbance], start: float, end: float) -> set[int]:
+    """Who was stopped or dead at some time between `start` and `end`."""
+    return {d.rank for d in done if d.start <= end and d.end >= start}
 
-    Who was stopped for longer than a lease is in none.
+
+def _unheard(
+    groups: Mapping[int, Took], logs: Mapping[int, list[Took]], done: Sequence[Disturbance]
+) -> Iterator[tuple[int, int]]:
+    """Rounds with a worker that was counted in and never heard, though it and the leader were left alone."""
+    own = {rank: {took.number: took.members for took in log} for rank, log in logs.items()}
+    for number, took in groups.items():
+        touched = _touched(done, took.t - 2 * LEASE_S, took.t + LEASE_S)
+        # The first member leads.
+        for rank in set(took.members) - touched if took.members[0] not in touched else ():
+            if own[rank].get(number) != took.members:
+                yield number, rank
+
+
+def _apart(groups: Mapping[int, Took], done: Sequence[Disturbance]) -> Iterator[tuple[int, list[list[int]]]]:
+    """The rounds after which the last ten had not connected all who lived through them, and their parts."""
+    order = [groups[number] for number in sorted(groups)]
+    for last in range(1, len(order) + 1):
+        end = order[last - 1].t
+        dead = {d.rank for d in done if d.what == "kill" and d.start <= end}
+        window = _window(order[:last], WORKERS - len(dead), done)
+        if window is None:
+            continue
+        # Who was stopped for longer than a lease is away, and back when the others have heard of it.
+        begin = window[0].t - LEASE_S
+        away = {d.rank for d in done if d.end - d.start >= LEASE_S and d.start <= end and d.end >= begin}
+        parts = components([took.members for took in window], set(range(WORKERS)) - dead - away)
+        if len(parts) > 1:
+            yield order[last - 1].number, [sorted(part) for part in parts]
+
+
+def _window(order: Sequence[Took], living: int, done: Sequence[Disturbance]) -> list[Took] | None:
+    """The groups of the last ten rounds; None where there have not been so many.
+
+    One whose leader was stopped meanwhile may be known to the others too late to be counted.
     """
-    for end in range(1, len(groups) + 1):
-        window = recent(groups[:end], workers, 10)
-        full = sum(map(len, groups[:end])) >= 10 * workers
-        if full and len(components(window, {rank for group in window for rank in group})) > 1:
-            return False
-    return True
+    places, found = 0, []
+    for took in reversed(order):
+        if took.members[0] not in _touched(done, took.t - 2 * LEASE_S, took.t):
+            places += len(took.members)
+        if places > 10 * living:
+            return found
+        found.insert(0, took)
+    return None
 
 
-def _last_groups(store: dist.TCPStore, rounds: int) -> list[tuple[int, ...]]:
-    """The groups of the last rounds, those that the store still has."""
-    keys = [(n, f"soak/partial/record/{n}") for n in range(max(0, rounds - 200), rounds)]
-    return [read_round(n, store.get(key)).members for n, key in keys if store.check([key])]
+def _distances(logs: Mapping[int, list[Took]], done: Sequence[Disturbance]) -> Iterator[float]:
+    """How far each living worker was from the mean of all, a few times a second."""
+    t, end = max(log[0].t for log in logs.values()), max(log[-1].t for log in logs.values())
+    scale = math.sqrt(ELEMENTS / SHOWN)
+    while t < end:
+        dead = {d.rank for d in done if d.what == "kill" and d.start <= t}
+        living = [log for rank, log in logs.items() if rank not in dead]
+        now = [log[bisect.bisect_right(log, t, key=lambda took: took.t) - 1].weights for log in living]
+        states = torch.tensor(now)
+        yield from (scale * (states - states.mean(0)).norm(dim=1)).tolist()
+        t += 0.25
 
 
 if __name__ == "__main__":

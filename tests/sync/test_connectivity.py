@@ -130,9 +130,11 @@ def test_a_round_closes_when_all_are_in_or_nobody_else_is_about_to_come():
     assert not closes((0, 1), 0.0, {2: 100.05, 3: 103.0})
     assert closes((0, 1), 0.0, {2: 102.0, 3: 103.0})
     assert closes((0, 1), 0.11, {2: 100.05, 3: 103.0})
-    assert not closes((0,), 0.5, {1: 102.0, 2: 102.0, 3: 103.0})
-    assert closes((0,), 1.0, {1: 102.0, 2: 102.0, 3: 103.0})
-    assert not closes((0, 1), 0.2, {2: 102.0, 3: 102.0}, minimum=3)
+    # A first partner is waited for longer, unless everyone is known to be busy for longer still.
+    assert not closes((0,), 0.5, {1: 100.9, 2: 102.0, 3: 103.0})
+    assert closes((0,), 1.0, {1: 100.9, 2: 102.0, 3: 103.0})
+    assert closes((0,), 0.0, {1: 101.1, 2: 102.0, 3: 103.0})
+    assert not closes((0, 1), 0.2, {2: 101.0, 3: 102.0}, minimum=3)
 
 
 def test_a_round_that_would_leave_someone_out_too_long_stays_open():
@@ -141,6 +143,9 @@ def test_a_round_that_would_leave_someone_out_too_long_stays_open():
     assert not may_close(round_, ALL[:4], 5.0, 100.0, 1.0, Rules(every=2))
     wider = dataclasses.replace(round_, members=(0, 1, 2))
     assert may_close(wider, ALL[:4], 0.0, 100.0, 1.0, Rules(every=2))
+    # In a pipeline, those who do not come when they should may wait for us in another stage.
+    assert not may_close(round_, ALL[:4], 5.0, 106.0, 1.0, Rules(every=2, overdue=2.0))
+    assert may_close(round_, ALL[:4], 5.0, 107.5, 1.0, Rules(every=2, overdue=2.0))
     # Those who are gone are not waited for.
     assert may_close(round_, ALL[:2], 0.0, 100.0, 1.0, Rules(every=2))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from plait.sync.averaging import GROUP_WAYS, AmongPeers, Peers
 from plait.sync.group_mean import GroupMean
-from plait.sync.rounds import Rounds, Rules
+from plait.sync.rounds import Round, Rounds, Rules
 from plait.sync.vector import Source
 
 # How fast the measured time of a step follows a change.
@@ -18,14 +18,15 @@ SMALL_BYTES = 1 << 19
 class PartialReduce(AmongPeers):
     """Averages the tensors of `sources` in groups that form from whoever is ready.
 
-    Workers that may be in one group share `prefix` in the store; stages of a pipeline have one each.
+    Workers that may be in one group share `prefix` in the store; stages of a pipeline have one each. `last`
+    is the round that this worker was in last.
     """
 
     tolerant = True
 
     def __init__(self, peers: Peers, sources: Sequence[Source], rules: Rules | None = None) -> None:
         super().__init__(peers, sources)
-        self.groups: list[tuple[int, ...]] = []
+        self.last = Round(-1)
         self._rounds = Rounds(peers.store, f"{peers.prefix}/partial", peers.mail, peers.presence, rules)
         self._mean = GroupMean(peers.mail, peers.presence, GROUP_WAYS)
         self._left = time.monotonic()
@@ -47,7 +48,7 @@ class PartialReduce(AmongPeers):
                 self._mean.average(round_.number, round_.members, flats, round_.behind)
             if len(round_.members) > 1:
                 self._vector.scatter()
-        self.groups.append(round_.members)
+        self.last = round_
         self.tally.groups += 1
         self.tally.members += len(round_.members)
         self.tally.bytes_sent += self._mail.bytes_sent - sent

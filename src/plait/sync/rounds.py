@@ -26,6 +26,7 @@ from plait.sync.connectivity import Group, cut_off, remembered
 UP, DOWN = 1, 13
 LOOK_S = 0.02
 KEPT = 256  # rounds whose records stay in the store
+RECALL = 16  # rounds in a row that may have none
 CLOSED = 1 << 40  # added to the seats of a round that takes no more
 ANSWER_S = 1.0  # for the answer of a round that is closed: its leader may itself have been stopped
 GRACE_S = 0.25  # for the word of someone who took a seat, once it may be the one that is gone
@@ -35,15 +36,18 @@ GRACE_S = 0.25  # for the word of someone who took a seat, once it may be the on
 class Rules:
     """When a round may close.
 
-    `minimum` members at least, unless nobody comes: `patience` times a step is waited for them. Others are
-    waited for only when they are expected within `window` times a step, and no longer than that. Every
-    `every` rounds all have to be connected.
+    `minimum` members at least: they are waited for when they are expected within `patience` times a step, and
+    no longer than that. Others are waited for in the same way within `window` times a step. Every `every`
+    rounds all have to be connected; who has to come for that is waited for until it is `overdue` times a
+    step late. Where a wait may hold up the very worker that is waited for, as in pipelines, that must be
+    finite.
     """
 
     minimum: int = 2
     window: float = 0.1
     patience: float = 1.0
     every: int = 10
+    overdue: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,11 @@ def read_round(number: int, text: bytes) -> Round:
     )
 
 
-def next_round(before: Round | None, number: int, living: int, every: int) -> Round:
+def next_round(before: Round | None, number: int, workers: int, every: int) -> Round:
     """The round that follows, empty, with what it has to know of those before it."""
     if before is None:
         return Round(number)
-    past = remembered([*before.past, before.members], living, every)
+    past = remembered([*before.past, before.members], workers, every)
     return Round(number, expected=before.expected, past=past)
 
 
@@ -97,15 +101,14 @@ def may_close(
     away = set(living) - set(round_.members)
     if not away:
         return True
-    if cut_off(round_.past, round_.members, living, rules.every):
-        return False
-    if len(round_.members) < min(rules.minimum, len(living)):
-        return waited_s >= rules.patience * step_s
-    window_s = rules.window * step_s
-    if waited_s >= window_s:
-        return True
     known = dict(round_.expected)
-    return not any(abs(known.get(rank, now) - now) <= window_s for rank in away)
+    late_s = rules.overdue * step_s
+    for part in cut_off(round_.past, round_.members, living, rules.every):
+        if waited_s < late_s or any(now - known.get(rank, now - waited_s) < late_s for rank in part):
+            return False
+    few = len(round_.members) < min(rules.minimum, len(living))
+    wait_s = (rules.patience if few else rules.window) * step_s
+    return waited_s >= wait_s or not any(abs(known.get(rank, now) - now) <= wait_s for rank in away)
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,8 @@ class Rounds:
     ) -> Round | None:
         """Open the round, wait for others, close it, and hand out the mean; None where others closed it."""
         self._store.set(self._key(number, "leader"), str(self._rank))
-        empty = next_round(self._read(number - 1), number, len(self._living()), self._rules.every)
+        # As much of the past as is needed should all be there again.
+        empty = next_round(self._before(number), number, len(self._presence.members), self._rules.every)
         guests: dict[int, _Guest] = {}
         started = time.monotonic()
         look_s = max(0.002, min(LOOK_S, self._rules.window * step_s / 4))
@@ -303,9 +307,17 @@ class Rounds:
     def _key(self, number: int, name: str) -> str:
         return f"{self._prefix}/{name}/{number}"
 
-    def _read(self, number: int) -> Round | None:
-        key = self._key(number, "record")
-        return read_round(number, self._store.get(key)) if self._store.check([key]) else None
+    def _before(self, number: int) -> Round | None:
+        """The newest round before `number` that is written down; one whose leader was lost never is."""
+        end = time.monotonic() + LOOK_S
+        # The last one may be closed and just about to be.
+        while number and not self._store.check([self._key(number - 1, "record")]) and time.monotonic() < end:
+            self._mail.wait(0.001)
+        for earlier in range(number - 1, max(-1, number - 1 - RECALL), -1):
+            key = self._key(earlier, "record")
+            if self._store.check([key]):
+                return read_round(earlier, self._store.get(key))
+        return None
 
 
 def _taken(message: Message, flats: Sequence[Tensor]) -> Round:
