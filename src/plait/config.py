@@ -24,6 +24,8 @@ from plait.runtime.launch import Display, Placement, Silent, launch
 from plait.sync.options import TOLERANT, read_options
 from plait.sync.wish import AUTO, find_topology, read_wish
 
+# More than there are anywhere.
+MOST_WORKERS = 1 << 20
 # What keys with a form of their own look like, in words.
 FORMS = {
     "name": "letters, digits, '.', '_' and '-', as in a folder's name",
@@ -206,18 +208,16 @@ class Job(Section):
                 "parallel.sync_options: found options, but parallel.sync is auto; name the sync they are for"
             )
         if parallel.sync != "auto":
-            read_options(parallel.sync, parallel.sync_options, workers)
-        if parallel.sync != "all-reduce" and parallel.plan != "data-parallel":
+            # How many pipelines a plan has side by side is known once there is one.
+            most = workers if parallel.plan == "data-parallel" else MOST_WORKERS
+            read_options(parallel.sync, parallel.sync_options, most)
+        if parallel.plan != "data-parallel" and parallel.sync not in ("all-reduce", *TOLERANT):
             raise JobError(
-                f"parallel.sync: found {parallel.sync!r} with parallel.plan {parallel.plan!r}; replicas of a "
-                f"pipeline's stage agree by all-reduce: use sync: all-reduce, or plan: data-parallel"
+                f"parallel.sync: found {parallel.sync!r} with parallel.plan {parallel.plan!r}; pipelines "
+                f"agree by all-reduce or, side by side, by {', '.join(TOLERANT)}"
             )
-        for rank, factor in parallel.slow.items():
-            if not 0 <= rank < workers or factor < 1:
-                raise JobError(
-                    f"parallel.slow: found {rank}: {factor}, expected a worker from 0 to {workers - 1} and "
-                    f"how many times slower it is, at least 1, such as {{1: 4}}"
-                )
+        if parallel.plan == "data-parallel" or workers > 1:
+            _check_slow(parallel.slow, workers)
         if parallel.jitter is not None and not (0 <= parallel.jitter[0] <= 1 and parallel.jitter[1] >= 0):
             raise JobError(
                 f"parallel.jitter: found {parallel.jitter}, expected a probability from 0 to 1 and "
@@ -300,6 +300,15 @@ class Job(Section):
         return yaml.safe_dump(self.model_dump(exclude_unset=True), sort_keys=False)
 
 
+def _check_slow(slow: Mapping[int, float], workers: int) -> None:
+    for rank, factor in slow.items():
+        if not 0 <= rank < workers or factor < 1:
+            raise JobError(
+                f"parallel.slow: found {rank}: {factor}, expected a worker from 0 to {workers - 1} and "
+                f"how many times slower it is, at least 1, such as {{1: 4}}"
+            )
+
+
 def _pair(numbers: Sequence[float] | None) -> tuple[float, float] | None:
     return (numbers[0], numbers[1]) if numbers is not None else None
 
@@ -366,7 +375,9 @@ def _planned(
     )
     if wish.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
-    check_pipeline(settings, sum(host.slots for host in placement.hosts))
+    workers = sum(host.slots for host in placement.hosts)
+    _check_slow(wish.slow, workers)
+    check_pipeline(settings, workers)
     return settings, placement
 
 

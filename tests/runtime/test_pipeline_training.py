@@ -10,44 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.core.codec import encode
 from plait.core.errors import JobError
 from plait.core.events import read
 from plait.planner.depth import Schedule
-from plait.planner.machines import machines
 from plait.planner.operations import Update
-from plait.planner.plan import Plan, Speedups, Stage
 from plait.runtime import build, checkpoint
 from plait.runtime.arrangement import stream
 from plait.runtime.events import Operations
 from plait.runtime.events import Step as StepEvent
 from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
-from plait.runtime.profiling import trace_job
-from plait.runtime.settings import CheckpointSettings, PipelineSettings, TrainSettings
+from plait.runtime.settings import CheckpointSettings, TrainSettings
 from plait.runtime.stretch import Microbatch, StretchWork
 from plait.sync.wish import TopologyWish
+from support.plans import planned
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
-
-
-def planned(
-    replicas: tuple[int, ...], schedule: Schedule, microbatches: int = 4, **changes: Any
-) -> TrainSettings:
-    """A job on the digits, its layers cut into stages of about equal numbers with so many replicas."""
-    settings = digits_job(steps=20, **changes)
-    ids = [layer.id for layer in trace_job(settings).layers]
-    places = [len(ids) * i // len(replicas) for i in range(len(replicas) + 1)]
-    stages, first = [], 0
-    for a, b, count in zip(places, places[1:], replicas, strict=False):
-        devices = tuple(range(first, first + count))
-        stages.append(Stage(tuple(ids[a:b]), count, devices, *[0.0] * 9, 1, 0.0))
-        first += count
-    plan = Plan(
-        tuple(stages), machines(first, 1e9), schedule, microbatches, 1, 0.0, 0.0, 0.0, False, 0.0, 0.0,
-        Speedups(1.0, 1.0, 1.0), 1.0, False, "",
-    )  # fmt: skip
-    return digits_job(steps=20, pipeline=PipelineSettings(encode(plan)), **changes)
 
 
 def train_rank(

@@ -9,6 +9,7 @@ from plait.experiments.bench import Bench, Claim, Row
 
 PARTS = {
     "speed": "the fraction of ideal throughput of each sync, 8 workers, six cases of slow workers",
+    "pipelines": "the same in 2 and 4 pipelines of two stages, with a slow worker in one stage",
     "convergence": "time to a target loss on digits and on text, three seeds, with and without a slow worker",
     "bandwidth": "sums of real gradients over each topology against the backend's own, on one host",
     "shaped": "the same over four hosts, one of them behind a slow link",
@@ -34,6 +35,11 @@ def _measure(part: str) -> tuple[list[Row], list[Claim]]:
 
         rows = speed_rows()
         return rows, speed_claims(rows)
+    if part == "pipelines":
+        from plait.experiments.sync_pipelines import pipeline_claims, pipeline_rows
+
+        rows = pipeline_rows()
+        return rows, pipeline_claims(rows)
     if part == "convergence":
         from plait.experiments.sync_convergence import convergence_claims, convergence_rows
 
@@ -55,6 +61,7 @@ def write_plot(bench: Bench, path: Path) -> None:
     """Fractions of ideal throughput by case, and seconds to the target, a bar for each sync."""
     panels = [
         ("speed", "fraction_of_ideal", "fraction of ideal throughput"),
+        ("pipelines", "fraction_of_ideal", "fraction of ideal throughput, in pipelines"),
         ("convergence", "seconds_to_target", "seconds to the target loss"),
     ]
     drawn = [panel for panel in panels if any(row["part"] == panel[0] for row in bench.rows)]

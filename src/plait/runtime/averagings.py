@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from plait.cluster.mail import Mail, open_mail
 from plait.cluster.presence import Presence
@@ -42,21 +44,28 @@ def make_averaging(
     options: Options,
     seed: int,
     prefix: str = PREFIX,
+    place: int | None = None,
+    overdue: float = math.inf,
 ) -> Averaging:
-    """How this worker averages with the others; all workers make theirs together, each `prefix` once."""
+    """How this worker averages with the others; all make theirs together, each `prefix` once.
+
+    `hosts` names the host of each; `place` is this one's among them, unless given its rank. `overdue` is
+    that of `Rules`.
+    """
+    place = worker.rank if place is None else place
     if isinstance(options, SmaOptions):
         return Sma(sources, options.alpha)
     if isinstance(options, LocalSgdOptions):
         outer_lr = options.outer_lr if options.outer == "nesterov" else None
         return LocalSgd(sources, options.every, outer_lr, options.outer_momentum)
     if isinstance(options, HetPipeOptions):
-        mails = [_open(worker, hosts, f"{prefix}/server{i}") for i in range(options.servers)]
+        mails = [_open(worker, hosts, f"{prefix}/server{i}", place) for i in range(options.servers)]
         return HetPipe(
             mails, sources, staleness=options.staleness, wave=options.wave, deadline_s=worker.timeout_s
         )
-    mail = _open(worker, hosts, prefix)
+    mail = _open(worker, hosts, prefix, place)
     lease_s = getattr(options, "lease_s", LEASE_S)
-    presence = Presence(worker.store, prefix, worker.rank, range(worker.world_size), lease_s)
+    presence = Presence(worker.store, prefix, place, range(len(hosts)), lease_s)
     peers = Peers(worker.store, prefix, mail, presence)
     if isinstance(options, PairSyncOptions):
         return PairSync(peers, sources, seed)
@@ -65,27 +74,32 @@ def make_averaging(
     if isinstance(options, PairAveragingOptions):
         return pair_averaging(peers, sources, seed)
     assert isinstance(options, PartialReduceOptions)
-    rules = Rules(options.minimum, options.window, options.patience, options.every)
+    rules = Rules(options.minimum, options.window, options.patience, options.every, overdue)
     return PartialReduce(peers, sources, rules)
 
 
-def _open(worker: Worker, hosts: Sequence[str], prefix: str) -> Mail:
+def _open(worker: Worker, hosts: Sequence[str], prefix: str, place: int) -> Mail:
     address = address_towards(worker.store.host, worker.store.port)
-    return open_mail(worker.store, prefix, worker.rank, hosts, address, worker.timeout_s)
+    return open_mail(worker.store, prefix, place, hosts, address, worker.timeout_s)
 
 
 def sources_of(parts: Parts, state: bool) -> list[Source]:
     """Weights, running statistics and, with `state`, what the optimizer keeps for each weight."""
-    model, optimizer = parts.model, parts.optimizer
-    weights: list[Tensor] = list(model.parameters())
-    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return sources_from(list(parts.model.parameters()), list(parts.model.buffers()), parts.optimizer, state)
+
+
+def sources_from(
+    weights: list[Parameter], buffers: Sequence[Tensor], optimizer: torch.optim.Optimizer, state: bool
+) -> list[Source]:
+    """The same of some weights, the buffers beside them, and their optimizer."""
+    statistics = [buffer for buffer in buffers if buffer.is_floating_point()]
 
     def kept() -> list[Tensor]:
         return [
             value
-            for parameter in model.parameters()
-            for _, value in sorted(optimizer.state.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            for weight in weights
+            for _, value in sorted(optimizer.state.get(weight, {}).items())
+            if isinstance(value, Tensor) and value.shape == weight.shape
         ]
 
     return [lambda: weights, lambda: statistics, *([kept] if state else [])]

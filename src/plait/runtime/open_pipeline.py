@@ -9,7 +9,8 @@ import torch
 from plait.cluster.channels import Channels, connect
 from plait.cluster.clock import clock_offset
 from plait.cluster.worker import Worker
-from plait.profiler.trace import TracedModel, trace
+from plait.profiler.trace import trace
+from plait.profiler.traced import TracedModel
 from plait.runtime import loading
 from plait.runtime import pipeline as pipelines
 from plait.runtime.arrangement import Arrangement
@@ -80,3 +81,14 @@ def _let_go(parts: Parts, pipeline: pipelines.Pipeline, everywhere: set[str]) ->
         if id(tensor) not in kept and name in everywhere:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     parts.optimizer.state.clear()
+
+
+def further_names(model: torch.nn.Module) -> dict[str, str]:
+    """The further names of tied parameters, with the first."""
+    first: dict[int, str] = {}
+    further: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            further[name] = first[id(parameter)]
+        first.setdefault(id(parameter), name)
+    return further

@@ -24,13 +24,13 @@ from plait.runtime.claims import Claim, Claims
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.folder import RunFolder
+from plait.runtime.pace import Pace
 from plait.runtime.sampling import GlobalBatch, mix
 from plait.runtime.settings import TrainSettings
 from plait.runtime.stretch_trainer import StretchTrainer
-from plait.sync.averaging import Tally
+from plait.sync.averaging import Averaging
 from plait.sync.options import EQUAL_STEPS, read_options
 
-PACE_S = 1.0
 LOOK_S = 0.01
 PREFIX = "plait/run"
 log = logging.getLogger(__name__)
@@ -44,15 +44,25 @@ class OwnPaceTrainer(StretchTrainer):
     ) -> None:
         super().__init__(worker, settings, parts, folder)
         self._hosts = hosts
-        self._options = read_options(settings.sync.kind, settings.sync.options, worker.world_size)
-        self._members = tuple(range(worker.world_size))
+        # Who averages with whom, by places: here every worker has one.
+        self._place, self._places = self._seat()
+        self._options = read_options(settings.sync.kind, settings.sync.options, self._places)
+        self._members = tuple(range(self._places))
         self._segment = 0
         self._evaluations = 0
-        self._pace = _Pace()
+        self._pace = Pace()
         self._counted = 0
         self._unrecorded: tuple[int, int, torch.Tensor, float] | None = None
 
-    def _make_engine(self) -> DataParallel:
+    def _seat(self) -> tuple[int, int]:
+        """This worker's place, of how many."""
+        return self.worker.rank, self.worker.world_size
+
+    def _workers_at(self, place: int) -> tuple[int, ...]:
+        """The workers that are lost with a place; the first of them keeps a record."""
+        return (place,)
+
+    def _make_engine(self) -> DataParallel | None:
         return DataParallel(self.worker, self.settings, self.parts, alone=True)
 
     def _average_buffers(self) -> None:
@@ -64,28 +74,29 @@ class OwnPaceTrainer(StretchTrainer):
     def begin(self, steps: int) -> None:
         """Get ready to go on, and link up with the other workers."""
         super().begin(steps)
-        self._averaging = make_averaging(
-            self.worker,
-            self._hosts,
-            sources_of(self.parts, getattr(self._options, "state", False)),
-            self._options,
-            self.settings.seed,
-        )
-        if self._averaging.tolerant and dist.is_initialized():
-            # All are linked by now. Collectives, and a group's end, would wait for workers that are gone.
-            dist.destroy_process_group()
+        self._averaging = self._open()
+        if self._averaging.tolerant:
+            leave_world(self._links_by_world())
+
+    def _links_by_world(self) -> bool:
+        """Whether the links between some workers go through the world's process group."""
+        return False
+
+    def _open(self) -> Averaging:
+        """Link up with the other workers; all call it together."""
+        sources = sources_of(self.parts, getattr(self._options, "state", False))
+        return make_averaging(self.worker, self._hosts, sources, self._options, self.settings.seed)
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Work on these steps, then settle."""
-        workers = self.worker.world_size
-        fixed = self.worker.rank if self.settings.sync.kind in EQUAL_STEPS else None
-        claims = Claims(self.worker.store, f"{PREFIX}/claims/{self._segment}", steps, workers, fixed)
+        fixed = self._place if self.settings.sync.kind in EQUAL_STEPS else None
+        claims = Claims(self.worker.store, f"{PREFIX}/claims/{self._segment}", steps, self._places, fixed)
         self._counted = 0
         self._work(claims)
-        members = self._averaging.settle()
+        members = self._settle()
         while claims.is_work_left():
             self._work(claims)
-            members = self._averaging.settle()
+            members = self._settle()
         self._segment += 1
         done, after = claims.done()
         self.step += done
@@ -97,16 +108,10 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _work(self, claims: Claims) -> None:
         """Take claims until none is left."""
-        assert self.engine is not None
         for claim, batch in self._load(claims):
             step = self.step + claim.index
-            # Random numbers depend on the seed, the step and the share alone, whoever takes it.
-            loading.seed_all(mix(self.settings.seed, step, claim.place))
             factor = self._lr_factor(step)
-            loss = torch.zeros((), dtype=torch.float64)
-            if batch.count:
-                loss, _ = self.engine.step(batch, factor)
-            self._averaging.after_update()
+            loss = self._update(step, claim.place, batch, factor)
             # Others have taken the claims before this one.
             self._record_step(claim.before)
             self._unrecorded = (step + 1, batch.epoch, loss, self.parts.base_lrs[0] * factor)
@@ -114,6 +119,21 @@ class OwnPaceTrainer(StretchTrainer):
             self._note_pace()
             if self.worker.stop_requested():
                 claims.stop()
+
+    def _update(self, step: int, share: int, batch: loading.Batch, factor: float) -> torch.Tensor:
+        """Update on a share of a step's batch and average with others; the share's loss."""
+        assert self.engine is not None
+        # Random numbers depend on the seed, the step and the share alone, whoever takes it.
+        loading.seed_all(mix(self.settings.seed, step, share))
+        loss = torch.zeros((), dtype=torch.float64)
+        if batch.count:
+            loss, _ = self.engine.step(batch, factor)
+        self._averaging.after_update()
+        return loss
+
+    def _settle(self) -> tuple[int, ...]:
+        """Come to the same state as all who live, whose places it returns."""
+        return self._averaging.settle()
 
     def _record_step(self, samples: int) -> None:
         """Write this worker's last step down; `samples` of the segment were used by then, all workers'."""
@@ -150,11 +170,10 @@ class OwnPaceTrainer(StretchTrainer):
         holds, so that all decide alike.
         """
         self._evaluations += 1
-        key, store, rank = f"{PREFIX}/evaluation/{self._evaluations}", self.worker.store, self.worker.rank
-        if rank in self._members:
-            place, count = self._members.index(rank), len(self._members)
-            sums = sums_over_share(self.parts, self.settings, place, count)
-            store.set(f"{key}/{rank}", json.dumps(sums.tolist()))
+        key, store, place = f"{PREFIX}/evaluation/{self._evaluations}", self.worker.store, self._place
+        if place in self._members:
+            sums = self._sums_over(self._members.index(place), len(self._members))
+            store.set(f"{key}/{place}", json.dumps(sums.tolist()))
         waiting = set(self._members)
         total = torch.zeros(4, dtype=torch.float64)
         while waiting and not store.check([f"{key}/all"]):
@@ -166,62 +185,38 @@ class OwnPaceTrainer(StretchTrainer):
         agreed = store.compare_set(f"{key}/all", "", json.dumps(total.tolist()))
         return means(self.parts, torch.tensor(json.loads(agreed), dtype=torch.float64))
 
+    def _sums_over(self, share: int, shares: int) -> torch.Tensor:
+        """The sums of loss and metric over a share of the test split."""
+        return sums_over_share(self.parts, self.settings, share, shares)
+
     def _writes(self) -> bool:
-        return self.worker.rank == min(self._members)
+        return self._place == min(self._members)
 
     def _note_members(self, members: tuple[int, ...]) -> None:
         """Keep the record where the one that kept it is gone; tell of those that are missing."""
-        lost = sorted(set(self._members) - set(members))
+        lost = sorted(w for place in set(self._members) - set(members) for w in self._workers_at(place))
         self._members = members
         if lost and self._writes():
             if self._events is not None:
                 self.recorder.take_over(self._events)
             self.recorder.warn(
                 f"worker {', '.join(map(str, lost))} is gone or silent since step {self.step}; "
-                f"{len(members)} of {self.worker.world_size} workers go on"
+                f"{sum(len(self._workers_at(m)) for m in members)} of {self.worker.world_size} workers go on"
             )
             for worker in lost:
                 self._note(events.WorkerLost(worker, self.step))
         distance = self._averaging.tally.distances[-1] if self._averaging.tally.distances else 0.0
-        self._note(events.Settled(self.step, members, distance))
+        self._note(events.Settled(self.step, tuple(self._workers_at(m)[0] for m in members), distance))
 
     def _note_pace(self, force: bool = False) -> None:
         if force or self._pace.is_due():
             self._note(self._pace.event(self._averaging.tally))
 
 
-class _Pace:
-    """How fast this worker goes, between two events."""
+def leave_world(needed: bool) -> None:
+    """End the process group once all are linked, unless some links `needed` it.
 
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self._step = self._updates = self._samples = 0
-        self._before = Tally()
-
-    def count(self, step: int, samples: int) -> None:
-        self._step = step
-        self._updates += 1
-        self._samples += samples
-
-    def is_due(self) -> bool:
-        return time.monotonic() - self._since >= PACE_S
-
-    def event(self, tally: Tally) -> events.Pace:
-        """What was counted since the event before."""
-        now = time.monotonic()
-        seconds, before = now - self._since, self._before
-        groups = tally.groups - before.groups
-        event = events.Pace(
-            step=self._step,
-            updates=self._updates,
-            samples=self._samples,
-            seconds=round(seconds, 6),
-            samples_per_s=round(self._samples / max(seconds, 1e-9), 1),
-            wait_share=round((tally.waited_s - before.waited_s) / max(seconds, 1e-9), 4),
-            groups=groups,
-            group_size=round((tally.members - before.members) / groups, 3) if groups else None,
-            bytes_sent=tally.bytes_sent - before.bytes_sent,
-        )
-        self._since, self._updates, self._samples = now, 0, 0
-        self._before = Tally(tally.groups, tally.members, tally.waited_s, tally.bytes_sent)
-        return event
+    Collectives, and a group's end, would wait for workers that are gone.
+    """
+    if dist.is_initialized() and not needed:
+        dist.destroy_process_group()

@@ -24,10 +24,11 @@ from plait.runtime import checkpoint as checkpoints
 from plait.runtime import loading
 from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
 from plait.runtime.build import Parts
+from plait.runtime.columns import check_columns
 from plait.runtime.evaluate import in_order, mean_of_all, sums_of
 from plait.runtime.folder import RunFolder
 from plait.runtime.notes import Notes
-from plait.runtime.open_pipeline import open_pipeline, trace_parts
+from plait.runtime.open_pipeline import further_names, open_pipeline, trace_parts
 from plait.runtime.sampling import GlobalBatch, Position
 from plait.runtime.settings import PipelineSettings, TrainSettings
 from plait.runtime.spans import operations_event
@@ -65,6 +66,8 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
             f"expected stash"
         )
     arrangement = _with_choices(arrange(plan), settings.pipeline)
+    if settings.sync.kind != "all-reduce":
+        check_columns(settings, arrangement)
     # Refuses depths that would have a stage wait for ever.
     many = max(plan.microbatches, 4 * workers)
     operations(plan.schedule, arrangement.layout, many, arrangement.depths)
@@ -106,7 +109,7 @@ class PipelineTrainer(StretchTrainer):
     def begin(self, steps: int) -> None:
         """Get ready to go on: cut the model, with the state it has now, into its stages."""
         super().begin(steps)
-        self._tied = _further_names(self.parts.model)
+        self._tied = further_names(self.parts.model)
         traced = trace_parts(self.settings, self.parts)
         self._channels, self._pipeline = open_pipeline(
             self.worker, self.settings, self.parts, traced, self._arrangement, self._hosts
@@ -244,14 +247,3 @@ class PipelineTrainer(StretchTrainer):
         self._note(event)
         if self._events is not None:
             self._events.flush()
-
-
-def _further_names(model: torch.nn.Module) -> dict[str, str]:
-    """The further names of tied parameters, with the first."""
-    first: dict[int, str] = {}
-    further: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            further[name] = first[id(parameter)]
-        first.setdefault(id(parameter), name)
-    return further

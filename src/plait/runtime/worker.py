@@ -15,11 +15,14 @@ from plait.core.logs import show_logs
 from plait.runtime import build
 from plait.runtime.auto_sync import choose_sync
 from plait.runtime.build import Parts
+from plait.runtime.column_trainer import FollowerTrainer, HeadTrainer
+from plait.runtime.columns import columns_of
 from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
-from plait.runtime.pipeline_trainer import PipelineTrainer
+from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
 from plait.runtime.settings import SyncSettings, TrainSettings
 from plait.runtime.trainer import Trainer
+from plait.sync.options import TOLERANT
 
 
 def check_order(order: dict[str, Any]) -> None:
@@ -38,7 +41,8 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         worker.join(_agree_on_backend(worker, build.choose_backend(device)))
     trainer = make_trainer(worker, settings, build.build(settings, device), RunFolder(Path(order["folder"])))
     result = trainer.run(resume=order["resume"])
-    if dist.is_initialized():
+    # Where others may be gone, its end could wait for them.
+    if dist.is_initialized() and settings.sync.kind not in TOLERANT:
         dist.destroy_process_group()
     return result
 
@@ -51,7 +55,12 @@ def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: 
     dist.all_gather_object(hosts, worker.host)
     if settings.pipeline is None:
         return _with_sync(worker, settings, parts, folder, hosts)
-    return PipelineTrainer(worker, settings, parts, folder, hosts)
+    if settings.sync.kind == "all-reduce":
+        return PipelineTrainer(worker, settings, parts, folder, hosts)
+    arrangement = check_pipeline(settings, worker.world_size)
+    heads = [column.layout.worker(0, 0) for column in columns_of(arrangement)]
+    trainer = HeadTrainer if worker.rank in heads else FollowerTrainer
+    return trainer(worker, settings, parts, folder, hosts, arrangement)
 
 
 def _with_sync(

@@ -1,0 +1,185 @@
+"""One worker's part of its column: what the head orders, carried out on its stage."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.cluster.worker import Worker
+from plait.planner.operations import Update
+from plait.runtime.arrangement import Arrangement, one_batch
+from plait.runtime.averagings import PREFIX, make_averaging, sources_from
+from plait.runtime.build import Parts
+from plait.runtime.columns import check_ties, columns_of
+from plait.runtime.evaluate import sums_of
+from plait.runtime.open_pipeline import open_pipeline, trace_parts
+from plait.runtime.sampling import mix
+from plait.runtime.settings import TrainSettings
+from plait.sync.averaging import Averaging
+from plait.sync.options import read_options
+
+# Far from the numbers of the routes between stages.
+ORDERS, ANSWERS = 1 << 16, (1 << 16) + 1
+# A partner that is late by so many steps may itself wait for this column in another stage.
+OVERDUE = 1.0
+State = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+@dataclass
+class ColumnWork:
+    """Microbatches of one column: how many samples each holds, and from which numbers random ones follow."""
+
+    sizes: Sequence[int]
+    seeds: tuple[int, ...]
+    contents: Iterator[Any]
+
+    def content(self, microbatch: int) -> tuple[Any, Any]:
+        inputs, target = next(self.contents)
+        return inputs, target
+
+    def weight(self, microbatch: int) -> float:
+        return self.sizes[microbatch] / sum(self.sizes)
+
+    def seed(self, microbatch: int, stage: int) -> int:
+        return mix(*self.seeds, microbatch, stage)
+
+    def prepare_update(self, update: Update) -> float:
+        return 1.0
+
+
+class Column:
+    """This worker's part of its column; all workers of the world make one together.
+
+    The head calls `tell` before each thing that the whole column does; the others find it in `next_order`.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        parts: Parts,
+        arrangement: Arrangement,
+        hosts: Sequence[str],
+        prefix: str = PREFIX,
+    ) -> None:
+        columns = columns_of(arrangement)
+        self.number = next(i for i, column in enumerate(columns) if worker.rank in column.workers)
+        self.arrangement = columns[self.number]
+        self.head = self.arrangement.layout.worker(0, 0)
+        self._last = self.arrangement.layout.worker(self.arrangement.last, 0)
+        self._rank, self._settings, self._parts = worker.rank, settings, parts
+        self._orders = self._answers = 0
+        self._heard = Counter[int]()
+        self._loss = 0.0
+        traced = trace_parts(settings, parts)
+        check_ties(traced, self.arrangement)
+        self._channels, self.pipeline = open_pipeline(
+            worker, settings, parts, traced, self.arrangement, hosts
+        )
+        stages = self.arrangement.stages_of(worker.rank)
+        # Those who hold the same in the other columns.
+        self.peers = tuple(column.layout.worker(stages[0], 0) for column in columns)
+        near = [hosts[peer] for peer in self.peers]
+        self.averaging = self._open_averaging(worker, near, f"{prefix}/stage{stages[0]}")
+        self.pipeline.after_update = self._after_update
+
+    def _open_averaging(self, worker: Worker, hosts: Sequence[str], prefix: str) -> Averaging:
+        settings, pipeline = self._settings, self.pipeline
+        options = read_options(settings.sync.kind, settings.sync.options, len(hosts))
+        # A stage without weights averages a number, so that its workers meet like all others.
+        weights = list(pipeline.parameters.values()) or [torch.nn.Parameter(torch.zeros(1))]
+        buffers = [buffer for module in pipeline.modules.values() for buffer in module.buffers()]
+        sources = sources_from(weights, buffers, pipeline.optimizer, getattr(options, "state", False))
+        return make_averaging(worker, hosts, sources, options, settings.seed, prefix, self.number, OVERDUE)
+
+    def tell(self, kind: str, **numbers: Any) -> None:
+        """Let the others of the column do something with this worker, their head."""
+        self._orders += 1
+        note = json.dumps({"kind": kind, **numbers})
+        for follower in self._followers:
+            self._channels.send(follower, ORDERS, self._orders, [], f"the order to {kind}", note)
+
+    def next_order(self) -> dict[str, Any]:
+        """What the head wants of the column next; raises where the head is gone."""
+        self._orders += 1
+        what = "the next order of the pipeline's first worker"
+        message = self._channels.receive(self.head, ORDERS, self._orders, what)
+        order: dict[str, Any] = json.loads(message.content.note)
+        message.release()
+        return order
+
+    def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:
+        """Update on `count` samples and average; the loss, on the head, which alone has the `contents`."""
+        pieces = min(self.arrangement.microbatches, count)
+        sizes = [count * (i + 1) // pieces - count * i // pieces for i in range(pieces)]
+        for group, base in zip(self.pipeline.optimizer.param_groups, self._parts.base_lrs):
+            group["lr"] = base * lr
+        work = ColumnWork(sizes, (self._settings.seed, step, share), iter(contents))
+        self.pipeline.run(one_batch(self.arrangement, self._rank, pieces), work)
+        if self._rank == self.head != self._last:
+            self._loss = float(self._hear(self._last, "a batch's loss")[0][0])
+        return self._loss
+
+    def _after_update(self) -> None:
+        """Send what others of the column wait for, then come to agree with those of the other columns."""
+        if self._rank == self._last:
+            self._loss = sum(float(loss) for loss in self.pipeline.losses.values())
+            self.pipeline.losses.clear()
+            if self._rank != self.head:
+                self._answer([torch.tensor([self._loss], dtype=torch.float64)])
+        self.averaging.after_update()
+
+    def evaluate(self, counts: Sequence[int], contents: Iterable[Any] = ()) -> Tensor:
+        """The sums over pieces of the test split with so many samples; on the head, which has them."""
+        sums = torch.zeros(4, dtype=torch.float64)
+
+        def measure(output: Any, target: Any, microbatch: int) -> None:
+            sums.add_(sums_of(self._parts, output, target, counts[microbatch]))
+
+        self.pipeline.evaluate(len(counts), ColumnWork(counts, (0,), iter(contents)), measure)
+        if self._rank == self._last != self.head:
+            self._answer([sums])
+        elif self._rank == self.head != self._last:
+            sums = self._hear(self._last, "the sums of an evaluation")[0][0]
+        return sums
+
+    def gather_state(self) -> State:
+        """The model's and the optimizer's state by name; of the whole model on the head."""
+        model, optimizer = self.pipeline.state()
+        if self._rank != self.head:
+            note = json.dumps([list(model), list(optimizer)])
+            self._answer([*model.values(), *optimizer.values()], note)
+            return model, optimizer
+        for follower in self._followers:
+            tensors, note = self._hear(follower, "the state of its stage")
+            names, paths = json.loads(note)
+            model |= dict(zip(names, tensors))
+            optimizer |= dict(zip(paths, tensors[len(names) :]))
+        return model, optimizer
+
+    def close(self) -> None:
+        """End the links to the other workers."""
+        self.averaging.close()
+        self._channels.close()
+
+    @property
+    def _followers(self) -> tuple[int, ...]:
+        return tuple(w for w in self.arrangement.workers if w != self.head)
+
+    def _answer(self, tensors: Sequence[Tensor], note: str = "") -> None:
+        self._answers += 1
+        self._channels.send(self.head, ANSWERS, self._answers, tensors, "an answer", note)
+
+    def _hear(self, peer: int, what: str) -> tuple[list[Tensor], str]:
+        self._heard[peer] += 1
+        message = self._channels.receive(peer, ANSWERS, self._heard[peer], what)
+        found = [t.clone() for t in message.content.tensors if t is not None]
+        note = message.content.note
+        message.release()
+        return found, note

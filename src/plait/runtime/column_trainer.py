@@ -1,0 +1,180 @@
+"""Trainers of pipelines side by side: heads take work at their own pace, the others follow their head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.cluster.worker import Worker
+from plait.core.events import EventLog
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime import events, loading
+from plait.runtime.arrangement import Arrangement
+from plait.runtime.build import Parts
+from plait.runtime.column import Column
+from plait.runtime.columns import columns_of
+from plait.runtime.evaluate import in_order
+from plait.runtime.folder import RunFolder
+from plait.runtime.open_pipeline import further_names
+from plait.runtime.own_pace import OwnPaceTrainer, leave_world
+from plait.runtime.pace import Pace
+from plait.runtime.sampling import share
+from plait.runtime.settings import TrainSettings
+from plait.runtime.spans import operations_event
+from plait.runtime.trainer import Trainer
+from plait.sync.averaging import Averaging
+
+
+class HeadTrainer(OwnPaceTrainer):
+    """Trains a pipeline of workers, of which this is the first, beside other pipelines."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        parts: Parts,
+        folder: RunFolder,
+        hosts: Sequence[str],
+        arrangement: Arrangement,
+    ) -> None:
+        self._whole = arrangement
+        self._columns = [column.workers for column in columns_of(arrangement)]
+        super().__init__(worker, settings, parts, folder, hosts)
+        self._tied = further_names(parts.model)
+        self._gathered: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+
+    def _seat(self) -> tuple[int, int]:
+        places = [place for place, workers in enumerate(self._columns) if self.worker.rank in workers]
+        return places[0], len(self._columns)
+
+    def _workers_at(self, place: int) -> tuple[int, ...]:
+        return self._columns[place]
+
+    def _make_engine(self) -> None:
+        return None
+
+    def _open(self) -> Averaging:
+        self._column = Column(self.worker, self.settings, self.parts, self._whole, self._hosts)
+        return self._column.averaging
+
+    def _links_by_world(self) -> bool:
+        return len(set(self._hosts)) > 1
+
+    def _close(self) -> None:
+        self._column.tell("end")
+        self._column.close()
+
+    def _update(self, step: int, share: int, batch: loading.Batch, factor: float) -> Tensor:
+        if not batch.count:
+            return torch.zeros((), dtype=torch.float64)
+        self._column.tell("update", step=step, share=share, count=batch.count, lr=factor)
+        pieces = loading.cut(batch.content, batch.count, self._column.arrangement.microbatches)
+        loss = self._column.update(step, share, batch.count, factor, self._on_device(c for c, _ in pieces))
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def _on_device(self, contents: Iterator[Any]) -> Iterator[Any]:
+        return (loading.to_device(content, self.parts.device, self.parts.dtype) for content in contents)
+
+    def _settle(self) -> tuple[int, ...]:
+        self._column.tell("settle", step=self.step)
+        self._note(operations_event(self.step, self._column.pipeline.spans))
+        self._column.pipeline.spans.clear()
+        return self._averaging.settle()
+
+    def _sums_over(self, share_: int, shares: int) -> Tensor:
+        settings, tests = self.settings, self.parts.test_set
+        size = settings.evaluate.batch_size or settings.data.batch_size
+        batches = [b for b in in_order(len(tests), size) if share(b.samples, share_, shares)]
+        counts = [len(share(batch.samples, share_, shares)) for batch in batches]
+        found = loading.load(
+            tests,
+            iter(batches),
+            seed=settings.seed,
+            rank=share_,
+            world_size=shares,
+            loaders=settings.data.loaders,
+            pin=self.parts.device.type == "cuda",
+        )
+        self._column.tell("evaluate", counts=counts)
+        return self._column.evaluate(counts, self._on_device(batch.content for batch in found))
+
+    def _gather_state(self) -> None:
+        if self._writes():
+            self._column.tell("gather")
+            self._gathered = self._column.gather_state()
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        super()._save(metrics)
+        self._gathered = ({}, {})
+
+    def _state(self) -> checkpoints.Checkpoint:
+        state = super()._state()
+        model, optimizer = self._gathered
+        if not model:
+            return state
+        whole = {**state.model, **model}
+        whole |= {name: whole[first] for name, first in self._tied.items()}
+        return replace(state, model=whole, optimizer=optimizer)
+
+
+class FollowerTrainer(Trainer):
+    """Does what the head of this worker's pipeline orders, until it orders the end."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        parts: Parts,
+        folder: RunFolder,
+        hosts: Sequence[str],
+        arrangement: Arrangement,
+    ) -> None:
+        super().__init__(worker, settings, parts, folder)
+        self._whole = arrangement
+        self._hosts = hosts
+        self._events = EventLog(folder.events(worker.rank), worker.rank)
+        self._pace = Pace()
+
+    def _make_engine(self) -> None:
+        return None
+
+    def run(self, resume: bool) -> dict[str, Any]:
+        """Follow the head to the end of the run; the record is kept elsewhere."""
+        if resume:
+            self._restore()
+        self._agree_on_start()
+        column = Column(self.worker, self.settings, self.parts, self._whole, self._hosts)
+        leave_world(needed=len(set(self._hosts)) > 1)
+        while (order := column.next_order())["kind"] != "end":
+            self._carry_out(column, order)
+        column.close()
+        self._events.close()
+        return {}
+
+    def _carry_out(self, column: Column, order: dict[str, Any]) -> None:
+        match order["kind"]:
+            case "update":
+                column.update(order["step"], order["share"], order["count"], order["lr"])
+                self._pace.count(order["step"] + 1, order["count"])
+                if self._pace.is_due():
+                    self._events.record(self._pace.event(column.averaging.tally))
+            case "settle":
+                self._settle(column, order["step"])
+            case "evaluate":
+                column.evaluate(order["counts"])
+            case "gather":
+                column.gather_state()
+
+    def _settle(self, column: Column, step: int) -> None:
+        self._events.record(operations_event(step, column.pipeline.spans))
+        column.pipeline.spans.clear()
+        members = column.averaging.settle()
+        tally = column.averaging.tally
+        self._events.record(self._pace.event(tally))
+        peers = tuple(column.peers[place] for place in members)
+        self._events.record(events.Settled(step, peers, tally.distances[-1]))
+        self._events.flush()

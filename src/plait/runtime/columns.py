@@ -1,0 +1,74 @@
+"""Pipelines side by side that agree by averaging: each is a column of workers with its own work to take.
+
+Every stage has one worker in each column, and these average among themselves, whatever the other stages do.
+The worker of a column's first stage is its head: it takes work and tells the others of its column. What a
+column does for one update is sent before anyone waits for another column, so waits have an end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.core.errors import JobError
+from plait.planner.operations import Layout
+from plait.profiler.traced import TracedModel
+from plait.runtime.agreement import find_holders
+from plait.runtime.arrangement import Arrangement
+from plait.runtime.settings import TrainSettings
+from plait.sync.options import TOLERANT, read_options
+
+
+def columns_of(arrangement: Arrangement) -> tuple[Arrangement, ...]:
+    """Each column as an arrangement of its own: the i-th worker of every stage is in the i-th."""
+    holders = [tuple(w for each in arrangement.layouts for w in each.stages[s]) for s in _stages(arrangement)]
+    counts = [len(workers) for workers in holders]
+    if len(set(counts)) > 1 or counts[0] < 2:
+        raise JobError(
+            f"parallel.plan: found stages with {counts} workers; pipelines side by side need as many in "
+            f"every stage, two or more: plan with --pipelines, or use sync: all-reduce"
+        )
+    each = max(1, arrangement.microbatches // counts[0])
+    columns = [Layout(tuple((workers[i],) for workers in holders)) for i in range(counts[0])]
+    for layout in columns:
+        if min(layout.workers) != layout.worker(0, 0):
+            raise JobError(
+                f"parallel.plan: found a pipeline of workers {layout.workers} whose first stage is on worker "
+                f"{layout.worker(0, 0)}; expected the lowest of them there"
+            )
+    return tuple(replace(arrangement, layouts=(layout,), microbatches=each) for layout in columns)
+
+
+def _stages(arrangement: Arrangement) -> range:
+    return range(len(arrangement.stages))
+
+
+def check_columns(settings: TrainSettings, arrangement: Arrangement) -> None:
+    """Refuse what pipelines that agree by averaging cannot do."""
+    kind = settings.sync.kind
+    if kind not in TOLERANT:
+        raise JobError(
+            f"parallel.sync: found {kind!r} with a pipeline; pipelines agree by all-reduce or, side by side, "
+            f"by {', '.join(TOLERANT)}"
+        )
+    if not arrangement.schedule.synchronous:
+        raise JobError(
+            f"parallel.schedule: found {arrangement.schedule.value} with sync {kind}; pipelines side by side "
+            f"average between two batches: use flush, gpipe, zero-bubble or none"
+        )
+    if settings.clip_norm is not None:
+        raise JobError(
+            f"clip_norm: needs the whole model's gradient at once, which a pipeline under {kind} never has; "
+            f"leave it out, or use sync: all-reduce"
+        )
+    read_options(kind, settings.sync.options, len(columns_of(arrangement)))
+
+
+def check_ties(traced: TracedModel, arrangement: Arrangement) -> None:
+    """Refuse parameters that two stages share: their averages would go apart."""
+    for name, workers in find_holders(traced, arrangement).items():
+        if len(workers) > 1:
+            raise JobError(
+                f"parallel.sync: parameter {name!r} is tied between stages on workers {workers}, which "
+                f"average apart from each other; cut the model so that one stage holds it, or use "
+                f"sync: all-reduce"
+            )

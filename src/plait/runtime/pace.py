@@ -1,0 +1,48 @@
+"""How fast one worker goes where workers average weights, as an event about once a second."""
+
+from __future__ import annotations
+
+import time
+
+from plait.runtime import events
+from plait.sync.averaging import Tally
+
+PACE_S = 1.0
+
+
+class Pace:
+    """Counts this worker's updates between two events."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._step = self._updates = self._samples = 0
+        self._before = Tally()
+
+    def count(self, step: int, samples: int) -> None:
+        """This worker has updated on so many samples of a step."""
+        self._step = step
+        self._updates += 1
+        self._samples += samples
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._since >= PACE_S
+
+    def event(self, tally: Tally) -> events.Pace:
+        """What was counted since the event before, here and by the averaging."""
+        now = time.monotonic()
+        seconds, before = now - self._since, self._before
+        groups = tally.groups - before.groups
+        event = events.Pace(
+            step=self._step,
+            updates=self._updates,
+            samples=self._samples,
+            seconds=round(seconds, 6),
+            samples_per_s=round(self._samples / max(seconds, 1e-9), 1),
+            wait_share=round((tally.waited_s - before.waited_s) / max(seconds, 1e-9), 4),
+            groups=groups,
+            group_size=round((tally.members - before.members) / groups, 3) if groups else None,
+            bytes_sent=tally.bytes_sent - before.bytes_sent,
+        )
+        self._since, self._updates, self._samples = now, 0, 0
+        self._before = Tally(tally.groups, tally.members, tally.waited_s, tally.bytes_sent)
+        return event

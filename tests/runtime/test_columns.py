@@ -1,0 +1,159 @@
+"""Pipelines side by side whose stages average apart from each other, at each pipeline's own pace."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.cluster.channels import PeerError
+from plait.core.codec import decode, encode
+from plait.core.errors import JobError
+from plait.core.events import read
+from plait.planner.depth import Schedule
+from plait.planner.plan import Plan
+from plait.runtime import build, checkpoint, events
+from plait.runtime.column import Column
+from plait.runtime.columns import columns_of
+from plait.runtime.folder import RunFolder
+from plait.runtime.pipeline_trainer import check_pipeline
+from plait.runtime.settings import (
+    EvaluateSettings,
+    OptimizerSettings,
+    SlowSettings,
+    SyncSettings,
+    TrainSettings,
+)
+from plait.runtime.worker import make_trainer
+from support.averaging import job_store
+from support.plans import planned
+from support.syncs import StoreWorker
+from support.training import digits_job, largest_difference, train_here
+from support.world import run_ranks
+
+PLAIN = OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9})
+
+
+def side_by_side(sync: str = "partial-reduce", options: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """Two stages of two workers each."""
+    values = {"schedule": Schedule.FLUSH, "optimizer": PLAIN, **changes}
+    return replace(planned((2, 2), **values), sync=SyncSettings(sync, options or {}))
+
+
+def train_rank(rank: int, port: int, settings: TrainSettings, folder: Path, resume: bool = False) -> Any:
+    torch.set_num_threads(1)
+    worker: Any = StoreWorker(rank, dist.get_world_size(), port, None)
+    parts = build.build(settings, torch.device("cpu"))
+    return make_trainer(worker, settings, parts, RunFolder(folder)).run(resume)
+
+
+def train(settings: TrainSettings, folder: Path, resume: bool = False, **more: Any) -> list[Any]:
+    with job_store() as port:
+        return run_ranks(4, train_rank, port, settings, folder, resume, **more)
+
+
+def final_weights(folder: Path) -> dict[str, Any]:
+    return checkpoint.load(checkpoint.list_checkpoints(folder / "checkpoints")[0]).model
+
+
+def recorded(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
+    return [r.event for r in read(RunFolder(folder).events(rank)) if isinstance(r.event, kind)]
+
+
+def test_where_all_average_after_every_update_two_pipelines_equal_one_process(tmp_path: Path):
+    everyone = {"minimum": 2, "patience": 1000.0, "every": 1}
+    settings = side_by_side(options=everyone, evaluate=EvaluateSettings(every_steps=10))
+    result = train(settings, tmp_path / "pipelines")[0]
+    plain, weights = train_here(digits_job(steps=20, optimizer=PLAIN), tmp_path / "plain")
+    assert largest_difference(final_weights(tmp_path / "pipelines"), weights) < 1e-10
+    assert result["test"] == pytest.approx(plain["test"], rel=1e-9)
+    assert 0.0 < result["train_loss"] < 2.3
+    _, resumed = train_here(digits_job(steps=20, optimizer=PLAIN), tmp_path / "pipelines", resume=True)
+    assert largest_difference(resumed, weights) < 1e-10
+    # Each stage settled by itself, with the workers that hold it.
+    assert [e.members for e in recorded(tmp_path / "pipelines", 0, events.Settled)] == [(0, 1), (0, 1)]
+    assert [e.members for e in recorded(tmp_path / "pipelines", 3, events.Settled)] == [(2, 3), (2, 3)]
+
+
+def samples_of(folder: Path, rank: int) -> int:
+    return sum(e.samples for e in recorded(folder, rank, events.Pace))
+
+
+def test_a_slow_worker_holds_up_its_own_pipeline_only(tmp_path: Path):
+    settings = side_by_side(slow=SlowSettings({2: 100.0}), precision="float32")
+    result = train(settings, tmp_path)[0]
+    assert (result["reason"], result["step"]) == ("finished", 20)
+    slow, fast = samples_of(tmp_path, 0), samples_of(tmp_path, 1)
+    assert slow + fast == 20 * 64
+    assert fast > 4 * slow
+    assert [samples_of(tmp_path, rank) for rank in (2, 3)] == [slow, fast]
+
+
+def test_pipelines_agree_by_gossip_too(tmp_path: Path):
+    result = train(side_by_side("ad-psgd", precision="float32"), tmp_path)[0]
+    assert result["reason"] == "finished"
+    assert result["test"]["accuracy"] > 0.4
+    assert samples_of(tmp_path, 0) + samples_of(tmp_path, 1) == 20 * 64
+
+
+def lose_a_worker(rank: int, port: int, victim: int, settings: TrainSettings, folder: Path) -> Any:
+    """The run of one rank; the victim is killed before its fifth update, others say why they end."""
+    if rank == victim:
+        update, count = Column.update, iter(range(5))
+
+        def update_or_end(column: Column, *given: Any) -> float:
+            if next(count) == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return update(column, *given)
+
+        Column.update = update_or_end  # type: ignore[method-assign]
+    try:
+        return train_rank(rank, port, settings, folder)
+    except PeerError as failure:
+        return str(failure)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_pipeline_that_loses_a_worker_ends_and_the_other_goes_on(victim: int, tmp_path: Path):
+    """Worker 0 is the first of pipeline 0, and keeps the record; worker 3 is the second of pipeline 1."""
+    settings = side_by_side(options={"lease_s": 0.5}, precision="float32")
+    with job_store() as port:
+        found = run_ranks(4, lose_a_worker, port, victim, settings, tmp_path, may_die=(victim,))
+    broken, whole = ((0, 2), 1) if victim == 0 else ((1, 3), 0)
+    (mate,) = set(broken) - {victim}
+    assert f"worker {victim} is gone" in found[mate]
+    assert (found[whole]["reason"], found[whole]["step"]) == ("finished", 20)
+    assert found[whole]["test"]["accuracy"] > 0.4
+    assert [e.worker for e in recorded(tmp_path, whole, events.WorkerLost)] == list(broken)
+    assert len(checkpoint.list_checkpoints(tmp_path / "checkpoints")) == 1
+
+
+def test_what_pipelines_side_by_side_cannot_do_is_refused_in_words():
+    with pytest.raises(JobError, match="parallel.schedule: found stash with sync partial-reduce"):
+        check_pipeline(side_by_side(schedule=Schedule.STASH), 4)
+    with pytest.raises(JobError, match="parallel.sync: found 'sma' with a pipeline"):
+        check_pipeline(side_by_side("sma"), 4)
+    with pytest.raises(JobError, match="sync_options.minimum: found 3, expected 2 to 2"):
+        check_pipeline(side_by_side(options={"minimum": 3}), 4)
+    with pytest.raises(JobError, match="clip_norm"):
+        check_pipeline(side_by_side(clip_norm=1.0), 4)
+    uneven = replace(planned((2, 1), Schedule.FLUSH), sync=SyncSettings("ad-psgd"))
+    with pytest.raises(JobError, match=r"found stages with \[2, 1\] workers"):
+        check_pipeline(uneven, 3)
+
+
+def test_the_workers_of_a_plan_with_pipelines_are_its_columns():
+    settings = planned((4, 4), Schedule.FLUSH, microbatches=8)
+    assert settings.pipeline is not None
+    plan = replace(decode(Plan, settings.pipeline.plan, "plan"), pipelines=2)
+    dealt = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
+    for each in (settings, dealt):
+        columns = columns_of(check_pipeline(each, 8))
+        assert [column.workers for column in columns] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+        assert {column.microbatches for column in columns} == {2}
