@@ -233,6 +233,7 @@ class Pipeline:
         if flight.loss is not None:
             self.losses[op.microbatch] = flight.loss.detach()
         self._send_forward(op, flight)
+        flight.let_go_of_outputs()
         self._note(op, start)
 
     def _begin(self, op: Forward, work: Work) -> Flight:
@@ -374,8 +375,9 @@ class Pipeline:
         if versions is None:
             self.optimizer.step()
             return
-        # Where no forward follows at once, the last one's version may still be asked for.
-        needed_from = following.version if isinstance(following, Forward) else versions.newest
+        # Where no forward follows at once, the last one's version may still be asked for; at the end never.
+        after = versions.newest + (following is None)
+        needed_from = following.version if isinstance(following, Forward) else after
         versions.update(self.optimizer.step, needed_from)
 
     def evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:

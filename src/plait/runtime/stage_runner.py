@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.cluster.messages import Message
 from plait.runtime.loading import seed_all
@@ -25,8 +26,9 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 class Flight:
     """A microbatch between its forward and its backward in one stage.
 
-    `inputs` are leaves of autograd, `outputs` still have their graph, by the names of values. `messages`
-    lend the memory of the inputs and are given back when the flight is over.
+    `inputs` are leaves of autograd, `outputs` still have their graph, by the names of values; once they are
+    sent, `edges` are their places in the graph. `messages` lend the memory of the inputs and are given back
+    when the flight is over.
     """
 
     inputs: dict[str, Tensor]
@@ -35,14 +37,20 @@ class Flight:
     target: Any = None
     weight: float = 1.0
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    edges: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     jobs: list[Job] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
 
+    def let_go_of_outputs(self) -> None:
+        """Keep the outputs' places in the graph, from which backward starts, but not their memory."""
+        self.edges = {name: get_gradient_edge(t) for name, t in self.outputs.items() if t.requires_grad}
+        self.outputs = {}
+
     def land(self) -> None:
         """Give the memory of what was received back to the senders."""
         self.inputs.clear()
-        self.outputs.clear()
+        self.edges.clear()
         for message in self.messages:
             message.release()
 
@@ -88,13 +96,9 @@ class StageRunner:
         if flight.loss is not None:
             flight.loss.backward()
         else:
-            pairs = [
-                (flight.outputs[name], grad)
-                for name, grad in grads.items()
-                if flight.outputs[name].requires_grad
-            ]
+            pairs = [(flight.edges[name], grad) for name, grad in grads.items() if name in flight.edges]
             if pairs:
-                torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         if not self.split:
             self._release(flight)
 
@@ -145,6 +149,7 @@ class StageRunner:
             self.versions.put(flight.version)
         kept = [buffer.clone() for buffer in self._written or ()]
         self._run(flight)
+        flight.let_go_of_outputs()
         for buffer, before in zip(self._written or (), kept):
             # The graph holds the buffer, though it does not read it: this write is none to autograd.
             buffer.data.copy_(before)
