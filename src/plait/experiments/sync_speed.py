@@ -22,6 +22,8 @@ from plait.experiments.world import in_world
 from plait.runtime.averagings import make_averaging
 from plait.sync.all_reduce import AllReduce
 from plait.sync.options import EQUAL_STEPS, read_options
+from plait.sync.reducer import whole_world
+from plait.sync.topology import make_topology
 
 STEP_S = 0.1
 GOAL = 0.88
@@ -34,6 +36,11 @@ class Case:
     slow: dict[int, float]
     jitter: tuple[float, float] = (0.0, 0.0)
 
+    def slowest_s(self, workers: int) -> float:
+        """About how long a step takes that waits for all."""
+        stumbles = 1 - (1 - self.jitter[0]) ** workers
+        return STEP_S * max(self.slow.values(), default=1.0) + stumbles * self.jitter[1]
+
 
 CASES = {
     "homogeneous": Case({}),
@@ -45,6 +52,7 @@ CASES = {
 }
 SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "all-reduce": ("all-reduce", {}),
+    "all-reduce, star": ("all-reduce", {"topology": "star"}),
     "partial-reduce": ("partial-reduce", {}),
     "ad-psgd": ("ad-psgd", {}),
     "pair-sync": ("pair-sync", {}),
@@ -92,14 +100,14 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float) -> Row:
     kind, given = SYNCS[sync]
     step = _sleeping_step(worker.rank, CASES[case], model)
     if kind == "all-reduce":
-        together, finish = _with_all_reduce(model), None
+        together, finish = _with_all_reduce(worker, model, given.get("topology"))
     else:
         together, finish = _with_averaging(worker, model, kind, given, f"bench/{case}/{sync}")
     dist.barrier()
-    count = round(seconds / STEP_S) if kind == "all-reduce" or kind in EQUAL_STEPS else None
+    equal = kind == "all-reduce" or kind in EQUAL_STEPS
+    count = max(10, round(seconds / CASES[case].slowest_s(worker.world_size))) if equal else None
     work = _work(step, together, seconds, count)
-    if finish is not None:
-        finish()
+    finish()
     found: list[Any] = [None] * worker.world_size
     dist.all_gather_object(found, (work.steps, work.slept_s, work.elapsed_s))
     rates = [steps / elapsed for steps, _, elapsed in found]
@@ -131,9 +139,14 @@ def _sleeping_step(rank: int, case: Case, model: nn.Module) -> Callable[[], floa
     return step
 
 
-def _with_all_reduce(model: nn.Module) -> Callable[[Callable[[], float]], float]:
+def _with_all_reduce(
+    worker: Worker, model: nn.Module, topology: str | None
+) -> tuple[Callable[[Callable[[], float]], float], Callable[[], None]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = AllReduce(list(model.parameters()))
+    members = whole_world(worker.host, worker.timeout_s)
+    sync = AllReduce(list(model.parameters()), members=members)
+    if topology is not None:
+        sync.switch(make_topology(topology, members.hosts))
 
     def together(step: Callable[[], float]) -> float:
         sync.begin()
@@ -143,7 +156,7 @@ def _with_all_reduce(model: nn.Module) -> Callable[[Callable[[], float]], float]
         optimizer.step()
         return slept
 
-    return together
+    return together, sync.close
 
 
 def _with_averaging(
