@@ -20,7 +20,13 @@ def add_ranks(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
     dist.all_reduce(x)
     print(f"out of {worker.rank}")
     print(f"err of {worker.rank}", file=sys.stderr)
-    return {"sum": x.item(), "host": worker.host, "pid": os.getpid(), "port": worker.store.port}
+    return {
+        "sum": x.item(),
+        "host": worker.host,
+        "pid": os.getpid(),
+        "threads": os.environ["OMP_NUM_THREADS"],
+        "port": worker.store.port,
+    }
 
 
 def fail(worker: Any, settings: dict[str, Any]) -> None:

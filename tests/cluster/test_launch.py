@@ -27,8 +27,10 @@ def _nothing_is_left_behind():
 
 def test_workers_return_their_results_and_their_output_carries_host_and_rank(tmp_path: Path):
     memory = Memory()
-    results = launch_entry("add_ranks", tmp_path, memory)
+    results = launch_entry("add_ranks", tmp_path, memory, threads=3)
     assert [results[rank]["sum"] for rank in (0, 1)] == [1.0, 1.0]
+    # Some libraries heed only what the environment says while they are loaded.
+    assert [results[rank]["threads"] for rank in (0, 1)] == ["3", "3"]
     assert [worker.pid for worker in memory.workers] == [results[rank]["pid"] for rank in (0, 1)]
     for rank in (0, 1):
         assert f"[localhost {rank}] out of {rank}" in memory.lines

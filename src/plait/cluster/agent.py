@@ -30,6 +30,9 @@ def main() -> None:
     places = [order["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:0] = places
     os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
+    order["threads"] = order["threads"] or max(1, len(os.sched_getaffinity(0)) // order["slots"])
+    os.environ["OMP_NUM_THREADS"] = str(order["threads"])
     # Workers are forked from a server that imports torch and more while this process imports torch.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([order["entry"].partition(":")[0], *order["preload"]])

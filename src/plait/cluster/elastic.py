@@ -132,8 +132,7 @@ def _start(function: Any, *args: Any) -> None:
 
 def _run_workers(order: dict[str, Any], talk: Talk, folder: str, address: str, port: int) -> int:
     nic = order["nic"] or interface_of(address_of(None, order["host"], order["hosts"] == 1))
-    threads = order["threads"] or max(1, len(os.sched_getaffinity(0)) // order["slots"])
-    place = Place(order["host"], address, port, nic, folder, threads, order["timeout_s"])
+    place = Place(order["host"], address, port, nic, folder, order["threads"], order["timeout_s"])
     tolerance = Tolerance(talk, order["host"], folder) if order["tolerate_loss"] else None
     agent = HostAgent(
         talk,
