@@ -211,6 +211,11 @@ class Job(Section):
             # How many pipelines a plan has side by side is known once there is one.
             most = workers if parallel.plan == "data-parallel" else MOST_WORKERS
             read_options(parallel.sync, parallel.sync_options, most)
+        if parallel.sync_options.get("average") == "gradients" and self.precision == "fp16":
+            raise JobError(
+                "parallel.sync_options.average: found 'gradients' with precision fp16, which scales them "
+                "differently on each worker; use bf16 or float32, or average: weights"
+            )
         if parallel.plan != "data-parallel" and parallel.sync not in ("all-reduce", *TOLERANT):
             raise JobError(
                 f"parallel.sync: found {parallel.sync!r} with parallel.plan {parallel.plan!r}; pipelines "

@@ -82,12 +82,12 @@ def _draw(rows: Sequence[Row], panels: Sequence[tuple[str, str, str]], path: Pat
         cases = list(dict.fromkeys(_case_of(row) for row in own))
         for i, sync in enumerate(syncs):
             values = {_case_of(row): float(row[column] or 0) for row in own if row["sync"] == sync}
-            places = [c + 0.8 * (i - len(syncs) / 2) / len(syncs) for c in range(len(cases))]
+            places = [c + 0.8 * (i - (len(syncs) - 1) / 2) / len(syncs) for c in range(len(cases))]
             heights = [values.get(case, 0.0) for case in cases]
             axis.bar(places, heights, width=0.8 / len(syncs), label=sync)
         axis.set_xticks(range(len(cases)), cases)
         axis.set_ylabel(label)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -83,15 +83,20 @@ def _open(worker: Worker, hosts: Sequence[str], prefix: str, place: int) -> Mail
     return open_mail(worker.store, prefix, place, hosts, address, worker.timeout_s)
 
 
-def sources_of(parts: Parts, state: bool) -> list[Source]:
-    """Weights, running statistics and, with `state`, what the optimizer keeps for each weight."""
-    return sources_from(list(parts.model.parameters()), list(parts.model.buffers()), parts.optimizer, state)
+def averages_gradients(options: Options) -> bool:
+    """Whether workers average before their updates, gradients among the rest, instead of after them."""
+    return isinstance(options, PartialReduceOptions) and options.average == "gradients"
+
+
+def sources_of(parts: Parts, options: Options) -> list[Source]:
+    """What workers with the whole model average; see `sources_from`."""
+    return sources_from(list(parts.model.parameters()), list(parts.model.buffers()), parts.optimizer, options)
 
 
 def sources_from(
-    weights: list[Parameter], buffers: Sequence[Tensor], optimizer: torch.optim.Optimizer, state: bool
+    weights: list[Parameter], buffers: Sequence[Tensor], optimizer: torch.optim.Optimizer, options: Options
 ) -> list[Source]:
-    """The same of some weights, the buffers beside them, and their optimizer."""
+    """Weights, running statistics and, as `options` ask, the optimizer's state and the gradients."""
     statistics = [buffer for buffer in buffers if buffer.is_floating_point()]
 
     def kept() -> list[Tensor]:
@@ -102,4 +107,12 @@ def sources_from(
             if isinstance(value, Tensor) and value.shape == weight.shape
         ]
 
-    return [lambda: weights, lambda: statistics, *([kept] if state else [])]
+    def gradients() -> list[Tensor]:
+        return [weight.grad for weight in weights if weight.grad is not None]
+
+    return [
+        lambda: weights,
+        lambda: statistics,
+        *([kept] if getattr(options, "state", False) else []),
+        *([gradients] if averages_gradients(options) else []),
+    ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.cluster.worker import Worker
 from plait.planner.operations import Update
 from plait.runtime.arrangement import Arrangement, one_batch
-from plait.runtime.averagings import PREFIX, make_averaging, sources_from
+from plait.runtime.averagings import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.runtime.build import Parts
 from plait.runtime.columns import check_ties, columns_of
 from plait.runtime.evaluate import sums_of
@@ -87,7 +87,6 @@ class Column:
         self.peers = tuple(column.layout.worker(stages[0], 0) for column in columns)
         near = [hosts[peer] for peer in self.peers]
         self.averaging = self._open_averaging(worker, near, f"{prefix}/stage{stages[0]}")
-        self.pipeline.after_update = self._after_update
 
     def _open_averaging(self, worker: Worker, hosts: Sequence[str], prefix: str) -> Averaging:
         settings, pipeline = self._settings, self.pipeline
@@ -95,7 +94,11 @@ class Column:
         # A stage without weights averages a number, so that its workers meet like all others.
         weights = list(pipeline.parameters.values()) or [torch.nn.Parameter(torch.zeros(1))]
         buffers = [buffer for module in pipeline.modules.values() for buffer in module.buffers()]
-        sources = sources_from(weights, buffers, pipeline.optimizer, getattr(options, "state", False))
+        sources = sources_from(weights, buffers, pipeline.optimizer, options)
+        if averages_gradients(options):
+            pipeline.before_update = self._agree
+        else:
+            pipeline.after_update = self._agree
         return make_averaging(worker, hosts, sources, options, settings.seed, prefix, self.number, OVERDUE)
 
     def tell(self, kind: str, **numbers: Any) -> None:
@@ -126,7 +129,7 @@ class Column:
             self._loss = float(self._hear(self._last, "a batch's loss")[0][0])
         return self._loss
 
-    def _after_update(self) -> None:
+    def _agree(self) -> None:
         """Send what others of the column wait for, then come to agree with those of the other columns."""
         if self._rank == self._last:
             self._loss = sum(float(loss) for loss in self.pipeline.losses.values())

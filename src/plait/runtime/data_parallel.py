@@ -8,6 +8,7 @@ DistributedDataParallel; `average_buffers` gives all workers the mean of their r
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class DataParallel:
         self.chosen = self._start_topology()
         self._slow = SlowDown(settings.slow, worker.rank, settings.seed)
         self._wish = _Wish(parts.device)
+        # What comes between the gradients of a worker alone and its update.
+        self.before_update: Callable[[], None] | None = None
 
     def _start_topology(self) -> TopologyChosen | None:
         """Sum as the settings ask; what was measured for it, if anything was."""
@@ -73,6 +76,8 @@ class DataParallel:
             notes = self._sync.agree(torch.stack([loss, wish]))
             loss, stop = notes[0], self._wish.before()
             self._wish.note(notes[1:])
+        if self.before_update is not None:
+            self.before_update()
         self._update()
         return loss, stop
 

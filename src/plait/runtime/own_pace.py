@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from plait.cluster.worker import Worker
 from plait.runtime import events, loading
-from plait.runtime.averagings import make_averaging, sources_of
+from plait.runtime.averagings import averages_gradients, make_averaging, sources_of
 from plait.runtime.build import Parts
 from plait.runtime.claims import Claim, Claims
 from plait.runtime.data_parallel import DataParallel
@@ -73,10 +73,11 @@ class OwnPaceTrainer(StretchTrainer):
 
     def begin(self, steps: int) -> None:
         """Get ready to go on, and link up with the other workers."""
-        super().begin(steps)
+        # Before the clock starts, as where gradients are summed.
         self._averaging = self._open()
         if self._averaging.tolerant:
             leave_world(self._links_by_world())
+        super().begin(steps)
 
     def _links_by_world(self) -> bool:
         """Whether the links between some workers go through the world's process group."""
@@ -84,8 +85,11 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _open(self) -> Averaging:
         """Link up with the other workers; all call it together."""
-        sources = sources_of(self.parts, getattr(self._options, "state", False))
-        return make_averaging(self.worker, self._hosts, sources, self._options, self.settings.seed)
+        sources = sources_of(self.parts, self._options)
+        made = make_averaging(self.worker, self._hosts, sources, self._options, self.settings.seed)
+        if averages_gradients(self._options) and self.engine is not None:
+            self.engine.before_update = made.after_update
+        return made
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Work on these steps, then settle."""
@@ -128,7 +132,8 @@ class OwnPaceTrainer(StretchTrainer):
         loss = torch.zeros((), dtype=torch.float64)
         if batch.count:
             loss, _ = self.engine.step(batch, factor)
-        self._averaging.after_update()
+        if not averages_gradients(self._options):
+            self._averaging.after_update()
         return loss
 
     def _settle(self) -> tuple[int, ...]:

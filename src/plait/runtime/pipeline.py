@@ -103,7 +103,8 @@ class Pipeline:
         self.spans: list[Span] = []
         # Who takes the spans away while a long run goes on, and the first worker's clock less this one's.
         self.on_spans: Callable[[], None] | None = None
-        # What follows each update, before anything else uses the new weights.
+        # What comes before each update, and what follows it before anything else uses the new weights.
+        self.before_update: Callable[[], None] | None = None
         self.after_update: Callable[[], None] | None = None
         self.clock_offset_s = 0.0
         self._channels = channels
@@ -363,6 +364,8 @@ class Pipeline:
             ) from failure
         if self._parts.clip_norm is not None:
             self._agreement.clip(self._parts.clip_norm, self._parts.device)
+        if self.before_update is not None:
+            self.before_update()
         self._write(updates, following)
         self._agreement.clear()
         if self.after_update is not None:

@@ -25,9 +25,11 @@ class AllReduceOptions:
 class PartialReduceOptions:
     """Groups of at least `minimum` workers that are ready; see `plait.sync.rounds.Rules`.
 
-    With `state`, the optimizer's state is averaged as well as weights and buffers.
+    With `state`, the optimizer's state is averaged as well as weights and buffers. With `average: gradients`
+    a group agrees before the update, on gradients beside all of that, so that the optimizer sees the mean.
     """
 
+    average: Literal["weights", "gradients"] = "weights"
     minimum: int = 2
     window: float = 0.1
     patience: float = 1.0

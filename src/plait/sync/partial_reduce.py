@@ -33,6 +33,9 @@ class PartialReduce(AmongPeers):
         self._step_s = 0.0
 
     def after_update(self) -> None:
+        self.average()
+
+    def average(self) -> None:
         """Average with whoever is ready; returns when that is done, or nobody came."""
         arrived = time.monotonic()
         took = arrived - self._left
