@@ -33,6 +33,8 @@ def main() -> None:
     # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
     order["threads"] = order["threads"] or max(1, len(os.sched_getaffinity(0)) // order["slots"])
     os.environ["OMP_NUM_THREADS"] = str(order["threads"])
+    # What a step frees the next one asks for again: giving pages back in between took 4% of the time.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # Workers are forked from a server that imports torch and more while this process imports torch.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([order["entry"].partition(":")[0], *order["preload"]])
