@@ -32,6 +32,7 @@ def one_process(settings: TrainSettings, folder: Path) -> dict[str, Any]:
         ("sma", {"alpha": 1.0}),
         ("local-sgd", {"every": 1, "outer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.0}),
         ("hetpipe", {"staleness": 0, "servers": 3}),
+        ("hetpipe", {"staleness": 0, "servers": 1, "dedicated": True}),
     ],
 )
 def test_the_mean_of_all_after_every_step_equals_one_process(

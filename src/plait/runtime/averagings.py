@@ -61,7 +61,12 @@ def make_averaging(
     if isinstance(options, HetPipeOptions):
         mails = [_open(worker, hosts, f"{prefix}/server{i}", place) for i in range(options.servers)]
         return HetPipe(
-            mails, sources, staleness=options.staleness, wave=options.wave, deadline_s=worker.timeout_s
+            mails,
+            sources,
+            staleness=options.staleness,
+            wave=options.wave,
+            deadline_s=worker.timeout_s,
+            dedicated=options.dedicated,
         )
     mail = _open(worker, hosts, prefix, place)
     lease_s = getattr(options, "lease_s", LEASE_S)

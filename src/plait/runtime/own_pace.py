@@ -29,7 +29,8 @@ from plait.runtime.sampling import GlobalBatch, mix
 from plait.runtime.settings import TrainSettings
 from plait.runtime.stretch_trainer import StretchTrainer
 from plait.sync.averaging import Averaging
-from plait.sync.options import EQUAL_STEPS, read_options
+from plait.sync.hetpipe import serving
+from plait.sync.options import EQUAL_STEPS, HetPipeOptions, Options, read_options
 
 LOOK_S = 0.01
 PREFIX = "plait/run"
@@ -48,6 +49,9 @@ class OwnPaceTrainer(StretchTrainer):
         self._place, self._places = self._seat()
         self._options = read_options(settings.sync.kind, settings.sync.options, self._places)
         self._members = tuple(range(self._places))
+        # Places whose workers serve the others take no work; the others share it.
+        self._idle = _dedicated(self._options, self._places)
+        self._shares = self._places - len(self._idle)
         self._segment = 0
         self._evaluations = 0
         self._pace = Pace()
@@ -94,7 +98,7 @@ class OwnPaceTrainer(StretchTrainer):
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Work on these steps, then settle."""
         fixed = self._place if self.settings.sync.kind in EQUAL_STEPS else None
-        claims = Claims(self.worker.store, f"{PREFIX}/claims/{self._segment}", steps, self._places, fixed)
+        claims = Claims(self.worker.store, f"{PREFIX}/claims/{self._segment}", steps, self._shares, fixed)
         self._counted = 0
         self._work(claims)
         members = self._settle()
@@ -112,7 +116,7 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _work(self, claims: Claims) -> None:
         """Take claims until none is left."""
-        for claim, batch in self._load(claims):
+        for claim, batch in self._load(claims) if self._place not in self._idle else ():
             step = self.step + claim.index
             factor = self._lr_factor(step)
             loss = self._update(step, claim.place, batch, factor)
@@ -216,6 +220,12 @@ class OwnPaceTrainer(StretchTrainer):
     def _note_pace(self, force: bool = False) -> None:
         if force or self._pace.is_due():
             self._note(self._pace.event(self._averaging.tally))
+
+
+def _dedicated(options: Options, places: int) -> range:
+    if isinstance(options, HetPipeOptions) and options.dedicated:
+        return serving(places, options.servers, dedicated=True)
+    return range(0)
 
 
 def leave_world(needed: bool) -> None:

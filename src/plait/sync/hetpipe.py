@@ -1,14 +1,15 @@
 """HetPipe's parameter server: workers push what a wave changed and pull, at most D waves ahead of others.
 
-The first few workers each serve a part of the weights in a thread beside their own work; parts are equal by
-bytes. Every server has links of its own, so that it may answer while its worker computes.
+A few workers each serve a part of the weights; parts are equal by bytes. They serve in a thread beside their
+own work, or, dedicated, do nothing else. Every server has links of its own, so that it may answer while its
+worker computes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -31,13 +32,21 @@ def may_go_on(clocks: dict[int, int], done: set[int], worker: int, staleness: in
     return not behind or clocks[worker] - min(behind) <= staleness
 
 
-class Server:
-    """One part of the weights, and how far each worker is."""
+def serving(workers: int, servers: int, dedicated: bool) -> range:
+    """The ranks that serve: the first, beside their work, or the last, which then have no other."""
+    return range(workers - servers, workers) if dedicated else range(servers)
 
-    def __init__(self, mail: Mail, flats: Sequence[Tensor], workers: int, staleness: int) -> None:
+
+class Server:
+    """One part of the weights, and how far each worker is; `idle` ones push nothing but the last time."""
+
+    def __init__(
+        self, mail: Mail, flats: Sequence[Tensor], workers: int, staleness: int, idle: Collection[int] = ()
+    ) -> None:
         self._mail = mail
         self._flats = [flat.clone() for flat in flats]
-        self._workers = workers
+        self._idle = frozenset(idle)
+        self._share = 1.0 / (workers - len(self._idle))
         self._staleness = staleness
         self._changed = threading.Condition()
         self._clocks = dict.fromkeys(range(workers), 0)
@@ -54,7 +63,7 @@ class Server:
             self._push(rank, changes, last)
             self._waiting[rank] = (0, last)
             end = time.monotonic() + deadline_s
-            while not may_go_on(self._clocks, self._done, rank, self._staleness, last):
+            while not self._may_go_on(rank, last):
                 if not self._changed.wait(min(1.0, end - time.monotonic())) and time.monotonic() > end:
                     raise PeerError(
                         f"Timed out waiting: worker {rank} waited {deadline_s:g} s for the others"
@@ -79,9 +88,13 @@ class Server:
                         message.release()
                 self._answer()
 
+    def _may_go_on(self, worker: int, last: bool) -> bool:
+        done = self._done if last else self._done | self._idle
+        return may_go_on(self._clocks, done, worker, self._staleness, last)
+
     def _push(self, worker: int, changes: Sequence[Tensor], last: bool) -> None:
         for flat, change in zip(self._flats, changes):
-            flat.add_(change, alpha=1.0 / self._workers)
+            flat.add_(change, alpha=self._share)
         self._clocks[worker] += 1
         if last:
             self._done.add(worker)
@@ -90,9 +103,7 @@ class Server:
     def _answer(self) -> None:
         """Send the weights to whoever may go on."""
         for worker, (number, last) in list(self._waiting.items()):
-            if worker != self._mail.rank and may_go_on(
-                self._clocks, self._done, worker, self._staleness, last
-            ):
+            if worker != self._mail.rank and self._may_go_on(worker, last):
                 self._mail.send(worker, PULL, number, self._flats)
                 self._leave(worker, last)
         self._mail.flush(0.1)
@@ -106,7 +117,10 @@ class Server:
 
 
 class HetPipe:
-    """Pushes the change of each wave of `wave` updates to the servers and goes on from what they hold."""
+    """Pushes the change of each wave of `wave` updates to the servers and goes on from what they hold.
+
+    There are as many servers as `mails`: the first workers or, `dedicated`, the last, which only settle.
+    """
 
     tolerant = False
 
@@ -118,6 +132,7 @@ class HetPipe:
         staleness: int,
         wave: int,
         deadline_s: float,
+        dedicated: bool = False,
     ) -> None:
         self.tally = Tally()
         self._mails = list(mails)
@@ -130,9 +145,11 @@ class HetPipe:
         self._parts = [Vector(_only(sources[0], own)) for own in kept]
         self._rest = Vector(*sources[1:])
         self._bases = [[flat.clone() for flat in part.gather()] for part in self._parts]
+        self._servers = serving(self._size, len(mails), dedicated)
         self._server: Server | None = None
-        if self._rank < len(mails):
-            self._server = Server(mails[self._rank], self._bases[self._rank], self._size, staleness)
+        if self._rank in self._servers:
+            own, idle = self._servers.index(self._rank), self._servers if dedicated else ()
+            self._server = Server(mails[own], self._bases[own], self._size, staleness, idle)
         self._since = self._number = 0
 
     def after_update(self) -> None:
@@ -170,23 +187,24 @@ class HetPipe:
                 [flat - base for flat, base in zip(part.gather(), bases)]
                 for part, bases in zip(self._parts, self._bases)
             ]
-            for server, change in enumerate(changes):
+            for server, mail, change in zip(self._servers, self._mails, changes):
                 if server != self._rank:
-                    self._mails[server].send(server, PUSH, self._number, change, "last" if last else "")
-                    self._mails[server].flush(self._deadline_s)
-            for server, change in enumerate(changes):
-                self._take(server, self._pull(server, change, last))
+                    mail.send(server, PUSH, self._number, change, "last" if last else "")
+                    mail.flush(self._deadline_s)
+            for part, change in enumerate(changes):
+                self._take(part, self._pull(part, change, last))
         self._number += 1
         self._since = 0
         self.tally.groups += 1
         self.tally.members += self._size
         self.tally.bytes_sent = sum(mail.bytes_sent for mail in self._mails)
 
-    def _pull(self, server: int, change: Sequence[Tensor], last: bool) -> list[Tensor]:
+    def _pull(self, part: int, change: Sequence[Tensor], last: bool) -> list[Tensor]:
+        server, mail = self._servers[part], self._mails[part]
         if server == self._rank:
             assert self._server is not None
             return self._server.exchange(change, last, self._deadline_s)
-        mail, end = self._mails[server], time.monotonic() + self._deadline_s
+        end = time.monotonic() + self._deadline_s
         while (message := mail.take(server, PULL)) is None:
             if mail.is_gone(server):
                 raise PeerError(f"Connection closed by peer: worker {server}, a parameter server, is gone")
@@ -200,12 +218,12 @@ class HetPipe:
         message.release()
         return found
 
-    def _take(self, server: int, weights: Sequence[Tensor]) -> None:
-        part = self._parts[server]
-        for flat, base, new in zip(part.flats, self._bases[server], weights):
+    def _take(self, part: int, weights: Sequence[Tensor]) -> None:
+        vector = self._parts[part]
+        for flat, base, new in zip(vector.flats, self._bases[part], weights):
             flat.copy_(new)
             base.copy_(new)
-        part.scatter()
+        vector.scatter()
 
 
 def _only(source: Source, indices: Sequence[int]) -> Source:

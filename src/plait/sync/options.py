@@ -107,18 +107,20 @@ class LocalSgdOptions:
 
 @dataclass(frozen=True)
 class HetPipeOptions:
-    """A parameter server on the first `servers` workers; each worker pushes once in `wave` steps.
+    """A parameter server on `servers` workers; each worker pushes once in `wave` steps.
 
-    A worker may be `staleness` waves ahead of the slowest.
+    A worker may be `staleness` waves ahead of the slowest. `dedicated` servers do not train themselves.
     """
 
     servers: int = 1
+    dedicated: bool = False
     staleness: int = 0
     wave: int = 1
 
     def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+        most = workers - 1 if self.dedicated else workers
         return _first_wrong(
-            (1 <= self.servers <= workers, "servers", self.servers, f"1 to {workers}, the workers"),
+            (1 <= self.servers <= most, "servers", self.servers, f"1 to {most}, of {workers} workers"),
             (self.staleness >= 0, "staleness", self.staleness, "a number of waves, at least 0"),
             (self.wave >= 1, "wave", self.wave, "a number of steps, at least 1"),
         )
