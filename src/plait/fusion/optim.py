@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class FusedOptimizer:
         gradients = [p.grad for p, _ in updated if p.grad is not None]
         if self.clip_norm is not None:
             clip_gradients(gradients, self.clip_norm)
-        if self._has_kernel():
+        if self._has_kernel() and not self._in_one_pass():
             self.steps += 1.0 if moving is None else moving
             self._step_by_kernel(updated, gradients, skip)
         else:
@@ -142,6 +143,12 @@ class FusedOptimizer:
         kinds = {p.dtype for p in self.parameters}
         whole = torch.float64 not in kinds if self.steps.is_cuda else kinds.issubset(_WHOLE)
         return self.kind.kernel is not None and whole and not any(self.numbers.get("dampening", ()))
+
+    def _in_one_pass(self) -> bool:
+        """Whether a kernel of ours updates all trials of a parameter at once."""
+        whole = self.steps.is_cuda and all(p.dtype == torch.float32 for p in self.parameters)
+        known = self.kind.one_pass is not None and not self.common.get("amsgrad", False)
+        return whole and known and find_spec("triton") is not None
 
     def _step_by_kernel(self, updated: Updated, gradients: list[Tensor], skip: Tensor | None) -> None:
         """Trial by trial, each in one pass over its memory, by torch's own kernels."""
@@ -179,14 +186,19 @@ class FusedOptimizer:
         return self._slices[1]
 
     def _step_by_vectors(self, updated: Updated, gradients: list[Tensor], moving: Tensor | None) -> None:
-        """All trials at once, the coefficients broadcast over each parameter."""
+        """All trials at once, the coefficients broadcast over each parameter, or in one pass by a kernel."""
         kind = torch.promote_types(self.parameters[0].dtype, torch.float32)
         coefficients = self.kind.coefficients(self.hyperparameters, self.steps.to(torch.float64))
         coefficients = {name: self._hold(name, c, moving).to(kind) for name, c in coefficients.items()}
+        in_one_pass = self._in_one_pass()
         for (parameter, state), gradient in zip(updated, gradients):
+            gradient = _of_active(gradient, moving)
+            if in_one_pass and self.kind.one_pass is not None:
+                self.kind.one_pass(parameter, gradient, state, coefficients, self.common)
+                continue
             shape = (-1,) + (1,) * (parameter.dim() - 1)
             own = {name: c.view(shape) for name, c in coefficients.items()}
-            self.kind.update(parameter, _of_active(gradient, moving), state, own, self.common)
+            self.kind.update(parameter, gradient, state, own, self.common)
 
     def _hold(self, name: str, coefficient: Tensor, active: Tensor | None) -> Tensor:
         """What leaves a trial that stands still as it is."""

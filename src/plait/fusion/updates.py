@@ -37,6 +37,8 @@ class Kind:
     keeping: frozenset[str] = frozenset()
     # Torch's kernel that updates all parameters of one trial in one pass over memory, where there is one.
     kernel: Callable[[Pieces], None] | None = None
+    # As `update`, by a kernel of ours in one pass over the memory of all trials: on a GPU, in float32.
+    one_pass: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,17 @@ def _adam_step(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, commo
     p.sub_(mean / (square.sqrt() * c["root"] + c["eps"]) * c["size"])
 
 
+def _adam_pass(
+    decoupled: bool,
+) -> Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]:
+    def update(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+        from plait.fusion.kernels.update import adam, table  # needs Triton, which a CPU build has not
+
+        adam(p, g, state["exp_avg"], state["exp_avg_sq"], table(c), decoupled)
+
+    return update
+
+
 def _rmsprop_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
     momentum = ["momentum_buffer"] if any(h["momentum"]) else []
     return ["square_avg", *momentum, *(["grad_avg"] if common["centered"] else [])]
@@ -236,6 +249,7 @@ KINDS: Mapping[str, Kind] = {
         {"amsgrad": False},
         keeping=_ADAM_KEEPING,
         kernel=_adam_kernel(torch._fused_adam_),
+        one_pass=_adam_pass(decoupled=False),
     ),
     "adamw": Kind(
         torch.optim.AdamW,
@@ -246,6 +260,7 @@ KINDS: Mapping[str, Kind] = {
         {"amsgrad": False},
         keeping=_ADAM_KEEPING,
         kernel=_adam_kernel(torch._fused_adamw_),
+        one_pass=_adam_pass(decoupled=True),
     ),
     "rmsprop": Kind(
         torch.optim.RMSprop,

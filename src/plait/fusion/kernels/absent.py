@@ -13,9 +13,9 @@ class Config:
         pass
 
 
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    return function or jit
 
 
-def autotune(*args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def autotune(*args: Any, **options: Any) -> Callable[..., Any]:
     return jit

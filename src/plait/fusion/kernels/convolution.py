@@ -1,8 +1,8 @@
-"""Convolutions of all trials in one launch, as matrix products whose rows are gathered on the way in.
+"""Convolutions of all trials in one launch each: which kernels cut these images, and their gradients.
 
 Images lie with their channels innermost, the trials' channels side by side: (batch, height, width, trials,
-channels). A grouped convolution's kernels treat many groups poorly; here each trial is a batch of the
-product.
+channels). A grouped convolution's kernels treat many groups poorly; here each trial is a batch of a matrix
+product. Three ways fetch its rows: as boxes, as patches where an image has few channels, and gathered.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
 
@@ -14,257 +14,50 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import absent as triton
-
-Pad = tuple[int, int]
-
-_PRODUCT_BLOCKS = [
-    (128, 64, 64, 4, 3),
-    (128, 128, 64, 8, 3),
-    (64, 64, 64, 4, 3),
-    (128, 256, 64, 8, 3),
-    (256, 128, 64, 8, 3),
-    (128, 128, 64, 4, 4),
-    (128, 16, 64, 4, 3),
-    (128, 64, 16, 4, 4),
-    (128, 16, 16, 4, 4),
-]
-_WEIGHT_BLOCKS = [
-    (64, 64, 64, 4, 3),
-    (128, 64, 64, 4, 3),
-    (128, 128, 64, 8, 3),
-    (128, 128, 128, 8, 2),
-    (128, 128, 64, 4, 4),
-    (64, 16, 64, 4, 3),
-    (16, 64, 64, 4, 3),
-]
-# Images of few channels get narrow tiles; all others, wide ones.
-_NARROW = 16
-# Programs of a weight gradient below which its rows are shared out among more.
-_PROGRAMS = 132 * 4
+from plait.fusion.kernels import boxes, gather, patches
+from plait.fusion.kernels.images import Pad
 
 
-def _configs(blocks: list[tuple[int, int, int, int, int]], names: tuple[str, str, str]) -> list[Any]:
-    return [
-        triton.Config(dict(zip(names, sizes[:3])), num_warps=sizes[3], num_stages=sizes[4])
-        for sizes in blocks
-    ]
-
-
-def _fits(size: int, block: int) -> bool:
-    return (block == _NARROW) == (size <= _NARROW)
-
-
-def _fitting_products(configs: list[Any], arguments: Any, **_: Any) -> list[Any]:
-    outs, reduced = arguments["outs"], arguments["reduced"]
-    return [c for c in configs if _fits(outs, c.kwargs["BLOCK_N"]) and _fits(reduced, c.kwargs["BLOCK_K"])]
-
-
-def _fitting_weights(configs: list[Any], arguments: Any, **_: Any) -> list[Any]:
-    outs, channels = arguments["outs"], arguments["channels"]
-    fitting = [
-        c for c in configs if _fits(outs, c.kwargs["BLOCK_O"]) and _fits(channels, c.kwargs["BLOCK_C"])
-    ]
-    return fitting or configs[:1]
-
-
-@triton.autotune(
-    _configs(_PRODUCT_BLOCKS, ("BLOCK_M", "BLOCK_N", "BLOCK_K")),
-    key=["rows", "reduced", "outs", "KERNEL_W", "STRIDE", "UP"],
-    prune_configs_by={"early_config_prune": _fitting_products},
-    warmup=3,
-    rep=12,
-)
-@triton.jit
-def _gather_product(
-    a_ptr, b_ptr, bias_ptr, y_ptr, rows, reduced, outs, in_h, in_w, out_h, out_w, sub_h, sub_w,
-    a_row, a_trial, b_trial, b_reduced, b_out, b_tap, y_row, y_trial,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, UP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """y[row, out] = sum over taps and channels of a[gathered row, channel] * b[channel, out].
-
-    Down, a small image is made from a large one; up, the other way round. Up, the places of each phase of the
-    stride meet the same taps and are computed together, so that no product is with a zero.
-    """
-    trial = tl.program_id(1).to(tl.int64)
-    tiles_n = tl.cdiv(outs, BLOCK_N)
-    offs_m = (tl.program_id(0) // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    image = offs_m // (sub_h * sub_w)
-    y_at = (offs_m // sub_w) % sub_h
-    x_at = offs_m % sub_w
-    blocks = tl.cdiv(reduced, BLOCK_K)
-    if UP:
-        phase_y = tl.program_id(2) // STRIDE
-        phase_x = tl.program_id(2) % STRIDE
-        y_at = y_at * STRIDE + phase_y
-        x_at = x_at * STRIDE + phase_x
-        first_y = (phase_y + PAD_H) % STRIDE
-        first_x = (phase_x + PAD_W) % STRIDE
-        taps_y = (KERNEL_H - first_y + STRIDE - 1) // STRIDE
-        taps_x = (KERNEL_W - first_x + STRIDE - 1) // STRIDE
-    else:
-        first_y = 0
-        first_x = 0
-        taps_y = KERNEL_H
-        taps_x = KERNEL_W
-    real = (offs_m < rows) & (y_at < out_h) & (x_at < out_w)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in range(taps_y * taps_x * blocks):
-        number = step // blocks
-        offs_k = (step % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-        if UP:
-            tap_y = first_y + STRIDE * (number // taps_x)
-            tap_x = first_x + STRIDE * (number % taps_x)
-            in_y = (y_at + PAD_H - tap_y) // STRIDE
-            in_x = (x_at + PAD_W - tap_x) // STRIDE
-            # Integer division rounds towards zero, so what lies outside is seen before it.
-            inside = (y_at + PAD_H >= tap_y) & (x_at + PAD_W >= tap_x)
-        else:
-            tap_y = number // taps_x
-            tap_x = number % taps_x
-            in_y = y_at * STRIDE - PAD_H + tap_y
-            in_x = x_at * STRIDE - PAD_W + tap_x
-            inside = (in_y >= 0) & (in_x >= 0)
-        inside = inside & (in_y < in_h) & (in_x < in_w) & real
-        a_at = ((image * in_h + in_y) * in_w + in_x).to(tl.int64) * a_row + trial * a_trial
-        a = tl.load(
-            a_ptr + a_at[:, None] + offs_k[None, :],
-            mask=inside[:, None] & (offs_k < reduced)[None, :],
-            other=0.0,
-        )
-        tap = tap_y * KERNEL_W + tap_x
-        b_at = trial * b_trial + tap * b_tap + offs_k[:, None] * b_reduced + offs_n[None, :] * b_out
-        b = tl.load(b_ptr + b_at, mask=(offs_k < reduced)[:, None] & (offs_n < outs)[None, :], other=0.0)
-        acc = tl.dot(a, b, acc)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + trial * outs + offs_n, mask=offs_n < outs, other=0.0).to(tl.float32)[
-            None, :
-        ]
-    row = (image * out_h + y_at) * out_w + x_at
-    y_to = row.to(tl.int64)[:, None] * y_row + trial * y_trial + offs_n[None, :]
-    tl.store(y_ptr + y_to, acc.to(y_ptr.dtype.element_ty), mask=real[:, None] & (offs_n < outs)[None, :])
-
-
-@triton.autotune(
-    _configs(_WEIGHT_BLOCKS, ("BLOCK_O", "BLOCK_C", "BLOCK_M")),
-    key=["rows", "outs", "channels", "KERNEL_W", "STRIDE"],
-    prune_configs_by={"early_config_prune": _fitting_weights},
-    warmup=3,
-    rep=12,
-)
-@triton.jit
-def _weight_gradient(
-    x_ptr, dy_ptr, dw_ptr, rows, channels, outs, in_h, in_w, out_h, out_w,
-    x_row, x_trial, dy_row, dy_trial, dw_trial,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """dw[out, tap, channel] = sum over rows of dy[row, out] * x[gathered row, channel]."""
-    trial = tl.program_id(1).to(tl.int64)
-    tiles_c = tl.cdiv(channels, BLOCK_C)
-    tap = tl.program_id(0) % (KERNEL_H * KERNEL_W)
-    tile = tl.program_id(0) // (KERNEL_H * KERNEL_W)
-    offs_o = (tile // tiles_c) * BLOCK_O + tl.arange(0, BLOCK_O)
-    offs_c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
-    acc = tl.zeros((BLOCK_O, BLOCK_C), dtype=tl.float32)
-    for start in range(tl.program_id(2) * BLOCK_M, rows, tl.num_programs(2) * BLOCK_M):
-        offs_m = start + tl.arange(0, BLOCK_M)
-        image = offs_m // (out_h * out_w)
-        in_y = ((offs_m // out_w) % out_h) * STRIDE - PAD_H + tap // KERNEL_W
-        in_x = (offs_m % out_w) * STRIDE - PAD_W + tap % KERNEL_W
-        inside = (in_y >= 0) & (in_x >= 0) & (in_y < in_h) & (in_x < in_w) & (offs_m < rows)
-        x_at = ((image * in_h + in_y) * in_w + in_x).to(tl.int64) * x_row + trial * x_trial
-        x = tl.load(
-            x_ptr + x_at[:, None] + offs_c[None, :],
-            mask=inside[:, None] & (offs_c < channels)[None, :],
-            other=0.0,
-        )
-        dy_at = offs_m.to(tl.int64)[:, None] * dy_row + trial * dy_trial + offs_o[None, :]
-        dy = tl.load(dy_ptr + dy_at, mask=(offs_m < rows)[:, None] & (offs_o < outs)[None, :], other=0.0)
-        acc = tl.dot(tl.trans(dy), x, acc)
-    taps = KERNEL_H * KERNEL_W
-    part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) * dw_trial
-    to = part + trial * dw_trial + (offs_o[:, None] * taps + tap) * channels + offs_c[None, :]
-    tl.store(dw_ptr + to, acc, mask=(offs_o < outs)[:, None] & (offs_c < channels)[None, :])
-
-
-def _down(large: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad) -> Tensor:
-    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels)."""
-    count, outs, kernel_h, kernel_w, channels = taps.shape
-    batch, _, in_h, in_w = large.shape
-    out_h, out_w = (in_h + 2 * pad[0] - kernel_h) // stride + 1, (in_w + 2 * pad[1] - kernel_w) // stride + 1
-    small = _images(large, batch, count * outs, out_h, out_w)
-    rows = batch * out_h * out_w
-    _gather_product[_grid(rows, outs, count, 1)](
-        large, taps, bias if bias is not None else large, small,
-        rows, channels, outs, in_h, in_w, out_h, out_w, out_h, out_w,
-        count * channels, channels, taps.stride(0), 1, taps.stride(1), channels, count * outs, outs,
-        kernel_h, kernel_w, stride, pad[0], pad[1], False, bias is not None,
-    )  # fmt: skip
-    return small
+def _down(
+    large: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    pad: Pad,
+    kind: torch.dtype | None = None,
+) -> Tensor:
+    if patches.fits(taps):
+        return patches.down(large, taps, bias, stride, pad, kind)
+    if boxes.fits(large, taps, stride, large.shape[2:]):
+        return boxes.down(large, taps, bias, stride, pad, kind)
+    return gather.down(large, taps, bias, stride, pad, kind)
 
 
 def _up(
     small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
 ) -> Tensor:
-    """The transpose of `_down`: (batch, trials x out, ...) to images of `size` with the taps' channels."""
-    count, outs, kernel_h, kernel_w, channels = taps.shape
-    batch, _, in_h, in_w = small.shape
-    sub_h, sub_w = -(-size[0] // stride), -(-size[1] // stride)
-    large = _images(small, batch, count * channels, *size)
-    rows = batch * sub_h * sub_w
-    _gather_product[_grid(rows, channels, count, stride * stride)](
-        small, taps, bias if bias is not None else small, large,
-        rows, outs, channels, in_h, in_w, size[0], size[1], sub_h, sub_w,
-        count * outs, outs, taps.stride(0), taps.stride(1), 1, channels, count * channels, channels,
-        kernel_h, kernel_w, stride, pad[0], pad[1], True, bias is not None,
-    )  # fmt: skip
-    return large
-
-
-def _images(like: Tensor, batch: int, channels: int, height: int, width: int) -> Tensor:
-    shape = (batch, channels, height, width)
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
-
-
-def _grid(rows: int, outs: int, count: int, phases: int) -> Any:
-    return lambda meta: (
-        triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(outs, meta["BLOCK_N"]),
-        count,
-        phases,
-    )
+    # Where each place of the large image meets one place of the small one, a product of all taps wastes
+    # nothing; where it has few channels, a product with each tap by itself would be as narrow.
+    if patches.fits(taps) or small.shape[2:] == (1, 1):
+        columns = _down(small, patches.as_points(taps), None, 1, (0, 0), torch.float32)
+        return patches.fold(columns, taps, bias, stride, pad, size, small.dtype)
+    if boxes.fits(small, taps, stride, size):
+        return boxes.up(small, taps, bias, stride, pad, size)
+    return gather.up(small, taps, bias, stride, pad, size)
 
 
 def _taps_gradient(
     large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad, kind: torch.dtype
 ) -> Tensor:
-    """The gradient of the taps, given the large image and the small one, one of them a gradient."""
-    count, outs, kernel_h, kernel_w, channels = taps.shape
-    batch, _, in_h, in_w = large.shape
-    out_h, out_w = small.shape[2:]
-    tiles = triton.cdiv(outs, 128) * triton.cdiv(channels, 128) * kernel_h * kernel_w * count
-    shares = max(1, min(_PROGRAMS // tiles, batch * out_h * out_w // 1024))
-    parts = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
-
-    def grid(meta: Any) -> tuple[int, int, int]:
-        tiles = triton.cdiv(outs, meta["BLOCK_O"]) * triton.cdiv(channels, meta["BLOCK_C"])
-        return tiles * kernel_h * kernel_w, count, shares
-
-    _weight_gradient[grid](
-        large, small, parts, batch * out_h * out_w, channels, outs, in_h, in_w, out_h, out_w,
-        count * channels, channels, count * outs, outs, parts.stride(1),
-        kernel_h, kernel_w, stride, pad[0], pad[1],
-    )  # fmt: skip
-    gradient = parts[0] if shares == 1 else parts.sum(0)
-    return gradient.to(kind).movedim(-1, 2)
+    if patches.fits(taps):
+        found = patches.taps_gradient(large, small, taps, stride, pad)
+    elif boxes.fits(large, taps, stride, large.shape[2:]) and boxes.fits(
+        small, taps, stride, large.shape[2:]
+    ):
+        found = boxes.taps_gradient(large, small, taps, stride, pad)
+    else:
+        found = gather.taps_gradient(large, small, taps, stride, pad)
+    return found.to(kind).movedim(-1, 2)
 
 
 class _TrialConvolution(torch.autograd.Function):

@@ -1,6 +1,8 @@
 """Batch norm of all trials, with the ReLU and the maximum that may follow it, in few passes over memory.
 
-Values lie as rows of channels, the trials' channels side by side: (batch, points, trials x channels).
+Values lie as rows of channels, the trials' channels side by side: (batch, points, trials x channels). What is
+known of each channel lies in one table, `KNOWN`: the norm is a x + b, by a mean and an inverse deviation. A
+ReLU is a `slope` of 0 below zero, a leaky one another slope, none a slope of 1.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
 
@@ -21,60 +23,136 @@ except ImportError:
 _ROWS, _CHANNELS = 32, 128
 # Enough programs to fill a GPU several times over.
 _PROGRAMS = 132 * 16
+# The rows of the table.
+KNOWN = ("a", "b", "mean", "inverse")
+
+
+@triton.jit
+def _columns(channels, BLOCK_C: tl.constexpr):
+    """The channels of this program, and which of them there are."""
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    return offs_c, offs_c < channels
+
+
+@triton.jit
+def _known(table_ptr, row, offs_c, channels):
+    """One number of each channel, as a row to broadcast."""
+    return tl.load(table_ptr + row * channels + offs_c, mask=offs_c < channels, other=0.0)[None, :]
+
+
+@triton.jit
+def _cut(y, SLOPE: tl.constexpr):
+    if SLOPE == 0.0:
+        y = tl.maximum(y, 0.0)
+    elif SLOPE != 1.0:
+        y = tl.where(y > 0, y, y * SLOPE)
+    return y
+
+
+@triton.jit
+def _before_cut(dy, y, SLOPE: tl.constexpr):
+    """The gradient of a norm's outcome y from that of the cut one."""
+    if SLOPE == 0.0:
+        dy = tl.where(y > 0, dy, 0.0)
+    elif SLOPE != 1.0:
+        dy = tl.where(y > 0, dy, dy * SLOPE)
+    return dy
+
+
+@triton.jit
+def _before_norm(dy, x, table_ptr, totals_ptr, offs_c, channels, count):
+    """dx = a (dy - mean of dy - normalised x times the mean of its product with dy)."""
+    normal = (x - _known(table_ptr, 2, offs_c, channels)) * _known(table_ptr, 3, offs_c, channels)
+    mean = _known(totals_ptr, 0, offs_c, channels) / count
+    product = _known(totals_ptr, 1, offs_c, channels) / count
+    return _known(table_ptr, 0, offs_c, channels) * (dy - mean - normal * product)
+
+
+@triton.jit
+def _store_sums(out_ptr, first, second, offs_c, channels):
+    """Summed across rows once, at the end of a loop: threads need not meet in it."""
+    to = out_ptr + tl.program_id(1) * 2 * channels + offs_c
+    tl.store(to, tl.sum(first, 0), mask=offs_c < channels)
+    tl.store(to + channels, tl.sum(second, 0), mask=offs_c < channels)
 
 
 @triton.jit
 def _sums(x_ptr, out_ptr, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Sums of x and of its square, both less the first row, over this program's share of the rows."""
-    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    real = offs_c < channels
-    shift = tl.load(x_ptr + offs_c, mask=real, other=0.0).to(tl.float32)
-    # Summed across rows once, at the end: threads need not meet in the loop.
+    offs_c, real = _columns(channels, BLOCK_C)
+    shift = _known(x_ptr, 0, offs_c, channels).to(tl.float32)
     total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     square = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     for start in range(tl.program_id(1) * BLOCK_R, rows, tl.num_programs(1) * BLOCK_R):
         offs_r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
         mask = (offs_r < rows)[:, None] & real[None, :]
         x = tl.load(x_ptr + offs_r[:, None] * channels + offs_c[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.where(mask, x - shift[None, :], 0.0)
+        x = tl.where(mask, x - shift, 0.0)
         total += x
         square += x * x
-    to = out_ptr + tl.program_id(1) * 2 * channels + offs_c
-    tl.store(to, tl.sum(total, 0), mask=real)
-    tl.store(to + channels, tl.sum(square, 0), mask=real)
+    _store_sums(out_ptr, total, square, offs_c, channels)
+
+
+@triton.jit
+def _finish(
+    sums_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, variance_ptr, table_ptr,
+    shares, rows, channels, momentum, eps,
+    HAS_RUNNING: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The table of `KNOWN` from the shares' sums; running statistics move towards the batch's."""
+    offs_c, real = _columns(channels, BLOCK_C)
+    total = tl.zeros((BLOCK_S, BLOCK_C), dtype=tl.float32)
+    square = tl.zeros((BLOCK_S, BLOCK_C), dtype=tl.float32)
+    for start in range(0, shares, BLOCK_S):
+        offs_s = start + tl.arange(0, BLOCK_S)
+        mask = (offs_s < shares)[:, None] & real[None, :]
+        at = sums_ptr + offs_s[:, None] * 2 * channels + offs_c[None, :]
+        total += tl.load(at, mask=mask, other=0.0)
+        square += tl.load(at + channels, mask=mask, other=0.0)
+    offset = tl.sum(total, 0) / rows
+    variance = tl.maximum(tl.sum(square, 0) / rows - offset * offset, 0.0)
+    mean = offset + tl.load(x_ptr + offs_c, mask=real, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(variance + eps)
+    a = tl.load(weight_ptr + offs_c, mask=real, other=0.0) * inverse
+    to = table_ptr + offs_c
+    tl.store(to, a, mask=real)
+    tl.store(to + channels, tl.load(bias_ptr + offs_c, mask=real, other=0.0) - mean * a, mask=real)
+    tl.store(to + 2 * channels, mean, mask=real)
+    tl.store(to + 3 * channels, inverse, mask=real)
+    if HAS_RUNNING:
+        old = tl.load(mean_ptr + offs_c, mask=real, other=0.0)
+        tl.store(mean_ptr + offs_c, old + momentum * (mean - old), mask=real)
+        old = tl.load(variance_ptr + offs_c, mask=real, other=0.0)
+        unbiased = variance * (rows / (rows - 1.0))
+        tl.store(variance_ptr + offs_c, old + momentum * (unbiased - old), mask=real)
 
 
 @triton.jit
 def _normalise(
-    x_ptr, a_ptr, b_ptr, y_ptr, rows, channels,
-    RELU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    x_ptr, table_ptr, y_ptr, rows, channels,
+    SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """y = a x + b, cut at zero where a ReLU follows."""
+    """y = a x + b, cut below zero where a ReLU follows."""
     offs_r = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    real = offs_c < channels
+    offs_c, real = _columns(channels, BLOCK_C)
     mask = (offs_r < rows)[:, None] & real[None, :]
     at = offs_r[:, None] * channels + offs_c[None, :]
-    a = tl.load(a_ptr + offs_c, mask=real, other=0.0)
-    b = tl.load(b_ptr + offs_c, mask=real, other=0.0)
-    y = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) * a[None, :] + b[None, :]
-    if RELU:
-        y = tl.maximum(y, 0.0)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    y = x * _known(table_ptr, 0, offs_c, channels) + _known(table_ptr, 1, offs_c, channels)
+    tl.store(y_ptr + at, _cut(y, SLOPE).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gradient_sums(
-    x_ptr, dy_ptr, a_ptr, b_ptr, mean_ptr, inverse_ptr, out_ptr, rows, channels,
-    RELU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    x_ptr, dy_ptr, table_ptr, out_ptr, rows, channels,
+    SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sums of dy and of dy times the normalised x, over this program's share of the rows."""
-    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    real = offs_c < channels
-    a = tl.load(a_ptr + offs_c, mask=real, other=0.0)
-    b = tl.load(b_ptr + offs_c, mask=real, other=0.0)
-    mean = tl.load(mean_ptr + offs_c, mask=real, other=0.0)
-    inverse = tl.load(inverse_ptr + offs_c, mask=real, other=0.0)
+    offs_c, real = _columns(channels, BLOCK_C)
+    a = _known(table_ptr, 0, offs_c, channels)
+    b = _known(table_ptr, 1, offs_c, channels)
+    mean = _known(table_ptr, 2, offs_c, channels)
+    inverse = _known(table_ptr, 3, offs_c, channels)
     total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     product = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     for start in range(tl.program_id(1) * BLOCK_R, rows, tl.num_programs(1) * BLOCK_R):
@@ -83,49 +161,37 @@ def _gradient_sums(
         at = offs_r[:, None] * channels + offs_c[None, :]
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if RELU:
-            dy = tl.where(x * a[None, :] + b[None, :] > 0, dy, 0.0)
+        dy = _before_cut(dy, x * a + b, SLOPE)
         total += dy
-        product += dy * (x - mean[None, :]) * inverse[None, :]
-    to = out_ptr + tl.program_id(1) * 2 * channels + offs_c
-    tl.store(to, tl.sum(total, 0), mask=real)
-    tl.store(to + channels, tl.sum(product, 0), mask=real)
+        product += dy * (x - mean) * inverse
+    _store_sums(out_ptr, total, product, offs_c, channels)
 
 
 @triton.jit
 def _gradient(
-    x_ptr, dy_ptr, a_ptr, b_ptr, mean_ptr, inverse_ptr, c1_ptr, c2_ptr, dx_ptr, rows, channels,
-    RELU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    x_ptr, dy_ptr, table_ptr, totals_ptr, dx_ptr, rows, channels,
+    SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx = a (dy - mean of dy - normalised x times the mean of its product with dy)."""
+    """The gradient of x from that of the cut norm, and from the sums over it."""
     offs_r = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    real = offs_c < channels
+    offs_c, real = _columns(channels, BLOCK_C)
     mask = (offs_r < rows)[:, None] & real[None, :]
     at = offs_r[:, None] * channels + offs_c[None, :]
-    a = tl.load(a_ptr + offs_c, mask=real, other=0.0)
-    b = tl.load(b_ptr + offs_c, mask=real, other=0.0)
-    mean = tl.load(mean_ptr + offs_c, mask=real, other=0.0)
-    inverse = tl.load(inverse_ptr + offs_c, mask=real, other=0.0)
-    c1 = tl.load(c1_ptr + offs_c, mask=real, other=0.0)
-    c2 = tl.load(c2_ptr + offs_c, mask=real, other=0.0)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if RELU:
-        dy = tl.where(x * a[None, :] + b[None, :] > 0, dy, 0.0)
-    normal = (x - mean[None, :]) * inverse[None, :]
-    dx = a[None, :] * (dy - c1[None, :] - normal * c2[None, :])
+    y = x * _known(table_ptr, 0, offs_c, channels) + _known(table_ptr, 1, offs_c, channels)
+    dy = _before_cut(dy, y, SLOPE)
+    dx = _before_norm(dy, x, table_ptr, totals_ptr, offs_c, channels, rows)
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _largest(
-    x_ptr, a_ptr, value_ptr, place_ptr, points, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    x_ptr, table_ptr, value_ptr, place_ptr, points, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """The x that a x + b is largest at, over the points of one sample, and where it is."""
-    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    real = offs_c < channels
-    sign = tl.where(tl.load(a_ptr + offs_c, mask=real, other=0.0) >= 0, 1.0, -1.0)
+    offs_c, real = _columns(channels, BLOCK_C)
+    sign = tl.where(_known(table_ptr, 0, offs_c, channels) >= 0, 1.0, -1.0)
     sample = tl.program_id(1).to(tl.int64)
     best = tl.full((BLOCK_R, BLOCK_C), float("-inf"), dtype=tl.float32)
     first = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
@@ -133,7 +199,7 @@ def _largest(
         offs_r = start + tl.arange(0, BLOCK_R)
         mask = (offs_r < points)[:, None] & real[None, :]
         at = (sample * points + offs_r)[:, None] * channels + offs_c[None, :]
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) * sign[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) * sign
         x = tl.where(mask, x, float("-inf"))
         first = tl.where(x > best, start, first)
         best = tl.maximum(best, x)
@@ -141,44 +207,48 @@ def _largest(
     rows = first + tl.arange(0, BLOCK_R)[:, None]
     place = tl.min(tl.where(best == largest[None, :], rows, points), 0)
     to = sample * channels + offs_c
-    tl.store(value_ptr + to, largest * sign, mask=real)
+    tl.store(value_ptr + to, largest * tl.sum(sign, 0), mask=real)
     tl.store(place_ptr + to, place, mask=real)
 
 
 @triton.jit
 def _gradient_of_largest(
-    x_ptr, dy_ptr, place_ptr, a_ptr, mean_ptr, inverse_ptr, c1_ptr, c2_ptr, dx_ptr, points, channels,
+    x_ptr, dy_ptr, place_ptr, table_ptr, totals_ptr, dx_ptr, points, channels, count,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """As `_gradient`, where dy is not zero at one point of each sample and channel only."""
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_c, real = _columns(channels, BLOCK_C)
     sample = tl.program_id(2).to(tl.int64)
-    real = offs_c < channels
     mask = (offs_r < points)[:, None] & real[None, :]
     at = (sample * points + offs_r)[:, None] * channels + offs_c[None, :]
-    a = tl.load(a_ptr + offs_c, mask=real, other=0.0)
-    mean = tl.load(mean_ptr + offs_c, mask=real, other=0.0)
-    inverse = tl.load(inverse_ptr + offs_c, mask=real, other=0.0)
-    c1 = tl.load(c1_ptr + offs_c, mask=real, other=0.0)
-    c2 = tl.load(c2_ptr + offs_c, mask=real, other=0.0)
-    place = tl.load(place_ptr + sample * channels + offs_c, mask=real, other=0)
-    dy = tl.load(dy_ptr + sample * channels + offs_c, mask=real, other=0.0)
+    place = _known(place_ptr, sample, offs_c, channels)
+    dy = tl.where(offs_r[:, None] == place, _known(dy_ptr, sample, offs_c, channels), 0.0)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    here = tl.where(offs_r[:, None] == place[None, :], dy[None, :], 0.0)
-    dx = a[None, :] * (here - c1[None, :] - (x - mean[None, :]) * inverse[None, :] * c2[None, :])
+    dx = _before_norm(dy, x, table_ptr, totals_ptr, offs_c, channels, count)
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and the (biased) variance of each channel of (batch, points, channels)."""
+def statistics(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """The table of `KNOWN` for (batch, points, channels); moves the running mean and variance, if any."""
     channels = x.shape[-1]
     rows = x.numel() // channels
     sums = _partial(rows, channels, x.device)
     _sums[_shares(sums)](x, sums, rows, channels, _ROWS, _CHANNELS)
-    offset, square = sums.sum(0).div_(rows)
-    variance = (square - offset * offset).clamp_(min=0.0)
-    return offset + x.view(-1, channels)[0].to(torch.float32), variance
+    table = torch.empty((len(KNOWN), channels), dtype=torch.float32, device=x.device)
+    mean, variance = running or (table, table)
+    _finish[(triton.cdiv(channels, 32),)](
+        sums, x, weight, bias, mean, variance, table, sums.shape[0], rows, channels, momentum, eps,
+        running is not None, 32, 32,
+    )  # fmt: skip
+    return table
 
 
 def _partial(rows: int, channels: int, device: torch.device) -> Tensor:
@@ -192,40 +262,33 @@ def _shares(sums: Tensor) -> tuple[int, int]:
 
 
 class _Norm(torch.autograd.Function):
-    """Batch norm, and a ReLU where asked, of (batch, points, channels), given its statistics."""
+    """Batch norm, and a cut where asked, of (batch, points, channels), given its statistics."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, relu: bool
-    ) -> Tensor:
-        a = weight * inverse
-        b = bias - mean * a
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float) -> Tensor:
         y = torch.empty_like(x)
         channels = x.shape[-1]
         rows = x.numel() // channels
         grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(rows, _ROWS))
-        _normalise[grid](x, a, b, y, rows, channels, relu, _ROWS, _CHANNELS)
-        ctx.save_for_backward(x, a, b, mean, inverse)
-        ctx.relu = relu
+        _normalise[grid](x, table, y, rows, channels, slope, _ROWS, _CHANNELS)
+        ctx.save_for_backward(x, table)
+        ctx.slope = slope
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, a, b, mean, inverse = ctx.saved_tensors
+        x, table = ctx.saved_tensors
         dy = dy.contiguous()
         channels = x.shape[-1]
         rows = x.numel() // channels
         sums = _partial(rows, channels, x.device)
-        _gradient_sums[_shares(sums)](
-            x, dy, a, b, mean, inverse, sums, rows, channels, ctx.relu, _ROWS, _CHANNELS
-        )
-        d_bias, d_weight = sums.sum(0)
-        c1, c2 = d_bias / rows, d_weight / rows
+        _gradient_sums[_shares(sums)](x, dy, table, sums, rows, channels, ctx.slope, _ROWS, _CHANNELS)
+        totals = sums.sum(0)
         dx = torch.empty_like(x)
         grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(rows, _ROWS))
-        _gradient[grid](x, dy, a, b, mean, inverse, c1, c2, dx, rows, channels, ctx.relu, _ROWS, _CHANNELS)
-        return dx, d_weight, d_bias, None, None, None
+        _gradient[grid](x, dy, table, totals, dx, rows, channels, ctx.slope, _ROWS, _CHANNELS)
+        return dx, totals[1], totals[0], None, None
 
 
 class _NormLargest(torch.autograd.Function):
@@ -233,49 +296,46 @@ class _NormLargest(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, relu: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float
     ) -> tuple[Tensor, Tensor]:
         batch, points, channels = x.shape
-        a = weight * inverse
         at = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
         place = torch.empty((batch, channels), dtype=torch.int32, device=x.device)
         _largest[(triton.cdiv(channels, _CHANNELS), batch)](
-            x, a, at, place, points, channels, _ROWS, _CHANNELS
+            x, table, at, place, points, channels, _ROWS, _CHANNELS
         )
-        value = (at - mean) * a + bias
-        value = value.clamp(min=0.0) if relu else value
-        ctx.save_for_backward(x, a, mean, inverse, at, place, value)
-        ctx.relu = relu
+        value = at * table[0] + table[1]
+        ctx.save_for_backward(x, table, at, place, value > 0)
+        ctx.slope = slope
         places = place.to(torch.int64)
         ctx.mark_non_differentiable(places)
-        return value.to(x.dtype), places
+        return torch.where(value > 0, value, value * slope).to(x.dtype), places
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
-        x, a, mean, inverse, at, place, value = ctx.saved_tensors
+        x, table, at, place, is_kept = ctx.saved_tensors
         dy = dy.to(torch.float32)
-        dy = torch.where(value > 0, dy, 0.0) if ctx.relu else dy.contiguous()
+        dy = torch.where(is_kept, dy, dy * ctx.slope)
         batch, points, channels = x.shape
-        d_bias, d_weight = dy.sum(0), (dy * (at - mean) * inverse).sum(0)
-        c1, c2 = d_bias / (batch * points), d_weight / (batch * points)
+        totals = torch.stack((dy.sum(0), (dy * (at - table[2]) * table[3]).sum(0)))
         dx = torch.empty_like(x)
         grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(points, _ROWS), batch)
         _gradient_of_largest[grid](
-            x, dy, place, a, mean, inverse, c1, c2, dx, points, channels, _ROWS, _CHANNELS
+            x, dy, place, table, totals, dx, points, channels, batch * points, _ROWS, _CHANNELS
         )
-        return dx, d_weight, d_bias, None, None, None
+        return dx, totals[1], totals[0], None, None
 
 
-def trial_norm(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, relu: bool) -> Tensor:
-    """Batch norm of (batch, points, channels) by its own statistics, then a ReLU where asked."""
-    outcome: Tensor = _Norm.apply(x, weight, bias, mean, inverse, relu)
+def trial_norm(x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float) -> Tensor:
+    """Batch norm of (batch, points, channels) by the table of `statistics`, cut by the slope."""
+    outcome: Tensor = _Norm.apply(x, weight, bias, table, slope)
     return outcome
 
 
 def trial_norm_largest(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, relu: bool
+    x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float
 ) -> tuple[Tensor, Tensor]:
     """The largest value of `trial_norm` over the points of each sample, and its place: (batch, channels)."""
-    value, place = _NormLargest.apply(x, weight, bias, mean, inverse, relu)
+    value, place = _NormLargest.apply(x, weight, bias, table, slope)
     return value, place

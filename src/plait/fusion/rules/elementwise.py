@@ -15,6 +15,7 @@ from plait.fusion.registry import (
     Arguments,
     Function,
     Options,
+    arguments_of,
     getter,
     rule,
     spellings,
@@ -116,14 +117,32 @@ def new(function: Function, args: Arguments, kwargs: Options) -> Any:
 @rule("relu")
 def relu(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A ReLU right after a batch norm joins it, where that waits."""
-    x = args[0] if args else kwargs["input"]
+    given = arguments_of("input inplace", {"inplace": False}, args, kwargs)
+    joined = _join_norm(given["input"], 0.0, given["inplace"])
+    return unary(function, args, kwargs) if joined is None else joined
+
+
+@rule("leaky_relu")
+def leaky_relu(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """A leaky ReLU right after a batch norm joins it, where that waits."""
+    defaults = {"negative_slope": 0.01, "inplace": False}
+    given = arguments_of("input negative_slope inplace", defaults, args, kwargs)
+    joined = _join_norm(given["input"], given["negative_slope"], given["inplace"])
+    return unary(function, args, kwargs) if joined is None else joined
+
+
+def _join_norm(x: TrialTensor, slope: float, in_place: bool) -> TrialTensor | None:
+    """The norm that `x` waits for, cut by a slope; None where it waits for none, or was cut before.
+
+    A slope below zero would turn the largest value of a norm into another one's.
+    """
     pending = x.pending
-    if pending is None or pending.relu:
-        return unary(function, args, kwargs)
-    if kwargs.get("inplace", args[1] if len(args) > 1 else False):
-        x.pending = pending.with_relu()
+    if pending is None or pending.slope != 1.0 or slope < 0.0:
+        return None
+    if in_place:
+        x.pending = pending.with_slope(slope)
         return x
-    return TrialTensor(pending.like, x.trials, pending.with_relu())
+    return TrialTensor(pending.like, x.trials, pending.with_slope(slope))
 
 
 @rule("prelu")

@@ -65,7 +65,9 @@ def _padded_norm(inner: Tensor, given: Options, trials: Trials) -> Any:
 def _waits(folded: Tensor) -> bool:
     """Whether our kernels compute the norm: on a GPU, in 16 bits, with the channels innermost."""
     half = folded.dtype in (torch.bfloat16, torch.float16)
-    return folded.is_cuda and half and folded.dim() in (3, 4) and folded.movedim(1, -1).is_contiguous()
+    several = folded.numel() > folded.shape[1]  # of one value a channel torch says what is wrong
+    ours = folded.is_cuda and half and folded.dim() in (3, 4) and several
+    return ours and folded.movedim(1, -1).is_contiguous()
 
 
 def _pending(
@@ -83,21 +85,19 @@ def _pending(
     from plait.fusion.kernels import normalisation as kernels  # needs Triton, which a CPU build has not
 
     rows = folded.movedim(1, -1).flatten(1, -2)
+    running = None
+    if running_mean is not None and running_variance is not None:
+        running = (running_mean, running_variance)
     with torch.no_grad():
-        mean, variance = kernels.statistics(rows.detach())
-        count = rows.numel() // rows.shape[-1]
-        if running_mean is not None and running_variance is not None:
-            running_mean.lerp_(mean, momentum)
-            running_variance.lerp_(variance * (count / (count - 1)), momentum)
-        inverse = (variance + eps).rsqrt()
+        table = kernels.statistics(rows, weight, bias, running, momentum, eps)
     shape = folded.movedim(1, -1).shape
 
-    def norm(relu: bool) -> Tensor:
-        y = kernels.trial_norm(rows, weight, bias, mean, inverse, relu)
+    def norm(slope: float) -> Tensor:
+        y = kernels.trial_norm(rows, weight, bias, table, slope)
         return unfold_channels(y.view(shape).movedim(-1, 1), trials.count)
 
-    def largest(relu: bool) -> tuple[Tensor, Tensor]:
-        found = kernels.trial_norm_largest(rows, weight, bias, mean, inverse, relu)
+    def largest(slope: float) -> tuple[Tensor, Tensor]:
+        found = kernels.trial_norm_largest(rows, weight, bias, table, slope)
         value, place = (part.unflatten(1, (trials.count, -1)).movedim(1, 0) for part in found)
         return value, place
 

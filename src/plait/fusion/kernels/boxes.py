@@ -1,0 +1,334 @@
+"""Convolutions of all trials as matrix products whose rows the GPU's copy engine fetches as boxes.
+
+Where channels lie innermost, the places that one tap of a convolution meets are a box of the image, moved by
+the tap; with a stride, a box of one phase of it. A tensor descriptor fetches such a box in one instruction
+and fills with zeros what lies outside, so padding costs nothing. Needs a Hopper GPU or a newer one.
+"""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.fusion.kernels.images import Pad, new_images, small_size
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    from plait.fusion.kernels import absent as triton
+
+Box = tuple[int, int, int]
+
+# Tensor descriptors take addresses and strides in multiples of so many bytes.
+_ALIGNED_BYTES = 16
+# Programs of a weight gradient below which its rows are shared out among more.
+_PROGRAMS = 132 * 2
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes: so many rows and columns, `depth` of the sum at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _moved(
+    desc, image0, y0, x0, tap_y, tap_x, trial, trials, channels, k,
+    STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+):  # fmt: skip
+    """What a tap of a convolution meets at the places of a box; see `_described` for the axes."""
+    if STRIDE == 1:
+        box = desc.load([image0, y0 + tap_y - PAD_H, x0 + tap_x - PAD_W, trial, k])
+    else:
+        # The padding is added as whole strides, so that nothing negative is divided.
+        far_y = tap_y + (STRIDE - 1) * PAD_H
+        far_x = tap_x + (STRIDE - 1) * PAD_W
+        channel = ((far_x % STRIDE) * trials + trial) * channels + k
+        y_at = y0 + far_y // STRIDE - PAD_H
+        x_at = x0 + far_x // STRIDE - PAD_W
+        box = desc.load([far_y % STRIDE, image0, y_at, x_at, channel])
+    return box
+
+
+@triton.jit(do_not_specialize=["batch", "out_h", "out_w", "tiles_y", "tiles_x"])
+def _box_product(
+    a_desc, b_desc, bias_ptr, y_ptr, reduced, outs, y_row, batch, out_h, out_w, tiles_y, tiles_x,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, UP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BOX_B: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y[place, out] = sum over taps and channels of a[moved place, channel] * b[channel, out].
+
+    Down, a small image is made from a large one; up, the other way round, and each program makes the places
+    of one phase of the stride, which meet the same taps.
+    """
+    BLOCK_M: tl.constexpr = BOX_B * BOX_Y * BOX_X
+    trial = tl.program_id(1)
+    tiles_n = tl.cdiv(outs, BLOCK_N)
+    first_n = (tl.program_id(0) % tiles_n) * BLOCK_N
+    tile = tl.program_id(0) // tiles_n
+    x0 = (tile % tiles_x) * BOX_X
+    y0 = (tile // tiles_x % tiles_y) * BOX_Y
+    image0 = (tile // (tiles_x * tiles_y)) * BOX_B
+    blocks = tl.cdiv(reduced, BLOCK_K)
+    if UP:
+        phase_y = tl.program_id(2) // STRIDE
+        phase_x = tl.program_id(2) % STRIDE
+        first_y = (phase_y + PAD_H) % STRIDE
+        first_x = (phase_x + PAD_W) % STRIDE
+        taps_y = (KERNEL_H - first_y + STRIDE - 1) // STRIDE
+        taps_x = (KERNEL_W - first_x + STRIDE - 1) // STRIDE
+        last_y = y0 + (phase_y + PAD_H - first_y) // STRIDE
+        last_x = x0 + (phase_x + PAD_W - first_x) // STRIDE
+    else:
+        taps_y = KERNEL_H
+        taps_x = KERNEL_W
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(taps_y * taps_x * blocks):
+        number = step // blocks
+        k = (step % blocks) * BLOCK_K
+        tap_y = number // taps_x
+        tap_x = number % taps_x
+        if UP:
+            a = a_desc.load([image0, last_y - tap_y, last_x - tap_x, trial, k])
+            tap = (first_y + STRIDE * tap_y) * KERNEL_W + first_x + STRIDE * tap_x
+            b = b_desc.load([trial, k, tap, first_n])
+            b = tl.reshape(b, (BLOCK_K, BLOCK_N))
+        else:
+            a = _moved(
+                a_desc, image0, y0, x0, tap_y, tap_x, trial, tl.num_programs(1), reduced, k,
+                STRIDE, PAD_H, PAD_W,
+            )  # fmt: skip
+            b = b_desc.load([trial, first_n, number, k])
+            b = tl.reshape(b, (BLOCK_N, BLOCK_K)).T
+        acc = tl.dot(tl.reshape(a, (BLOCK_M, BLOCK_K)), b, acc)
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + trial * outs + offs_n, mask=offs_n < outs, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    offs_m = tl.arange(0, BLOCK_M)
+    image = image0 + offs_m // (BOX_Y * BOX_X)
+    y_at = y0 + offs_m // BOX_X % BOX_Y
+    x_at = x0 + offs_m % BOX_X
+    if UP:
+        y_at = y_at * STRIDE + phase_y
+        x_at = x_at * STRIDE + phase_x
+    real = (image < batch) & (y_at < out_h) & (x_at < out_w)
+    row = ((image * out_h + y_at) * out_w + x_at).to(tl.int64)
+    to = row[:, None] * y_row + (trial * outs + offs_n)[None, :]
+    tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=real[:, None] & (offs_n < outs)[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles", "tiles_y", "tiles_x"])
+def _box_gradient(
+    large_desc, small_desc, dw_ptr, channels, outs, dw_trial, tiles, tiles_y, tiles_x,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    BOX_B: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dw[out, tap, channel] = sum over places of small[place, out] * large[moved place, channel]."""
+    BLOCK_M: tl.constexpr = BOX_B * BOX_Y * BOX_X
+    trial = tl.program_id(1)
+    tiles_c = tl.cdiv(channels, BLOCK_C)
+    tap = tl.program_id(0) % (KERNEL_H * KERNEL_W)
+    part = tl.program_id(0) // (KERNEL_H * KERNEL_W)
+    first_o = (part // tiles_c) * BLOCK_O
+    first_c = (part % tiles_c) * BLOCK_C
+    acc = tl.zeros((BLOCK_O, BLOCK_C), dtype=tl.float32)
+    for tile in range(tl.program_id(2), tiles, tl.num_programs(2)):
+        x0 = (tile % tiles_x) * BOX_X
+        y0 = (tile // tiles_x % tiles_y) * BOX_Y
+        image0 = (tile // (tiles_x * tiles_y)) * BOX_B
+        large = _moved(
+            large_desc, image0, y0, x0, tap // KERNEL_W, tap % KERNEL_W, trial, tl.num_programs(1),
+            channels, first_c, STRIDE, PAD_H, PAD_W,
+        )  # fmt: skip
+        small = small_desc.load([image0, y0, x0, trial, first_o])
+        small = tl.reshape(small, (BLOCK_M, BLOCK_O))
+        acc = tl.dot(tl.trans(small), tl.reshape(large, (BLOCK_M, BLOCK_C)), acc)
+    offs_o = first_o + tl.arange(0, BLOCK_O)
+    offs_c = first_c + tl.arange(0, BLOCK_C)
+    share = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + trial) * dw_trial
+    to = share + (offs_o[:, None] * (KERNEL_H * KERNEL_W) + tap) * channels + offs_c[None, :]
+    tl.store(dw_ptr + to, acc, mask=(offs_o < outs)[:, None] & (offs_c < channels)[None, :])
+
+
+def fits(source: Tensor, taps: Tensor, stride: int, size: Sequence[int]) -> bool:
+    """Whether boxes can be cut from `source`, where the large images have this size, on its GPU."""
+    outs, channels = taps.shape[1], taps.shape[-1]
+    aligned = all(number * 2 % _ALIGNED_BYTES == 0 for number in (outs, channels))
+    aligned = aligned and source.data_ptr() % _ALIGNED_BYTES == 0
+    # With a stride the descriptor has no axis left for the trials, and cannot tell one's end from the next.
+    phased = stride == 1 or (channels % 64 == 0 and size[0] % stride == 0 and size[1] % stride == 0)
+    return aligned and phased and torch.cuda.get_device_capability(source.device) >= (9, 0)
+
+
+def box_of(rows: int, batch: int, height: int, width: int) -> Box:
+    """Images, height and width, powers of two, of the boxes of `rows` places that waste least."""
+    powers = [2**n for n in range(rows.bit_length())]
+    boxes = [(rows // (y * x), y, x) for y, x in product(powers, powers) if y * x <= rows]
+    return min(boxes, key=lambda box: (_count(box, batch, height, width), box[0]))
+
+
+def _count(box: Box, batch: int, height: int, width: int) -> int:
+    found: int = triton.cdiv(batch, box[0]) * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
+    return found
+
+
+def _described(images: Tensor, trials: int, stride: int, box: Box, block: int) -> Any:
+    """Images as (batch, height, width, trials, channels), in boxes of `block` channels of one trial.
+
+    With a stride, as (phase down, batch, height, width, phase across x trials x channels), in boxes of one
+    phase: a descriptor has five axes at most.
+    """
+    batch, wide, height, width = images.shape
+    row, image = width * wide, height * width * wide
+    if stride == 1:
+        shape, strides = [batch, height, width, trials, wide // trials], [image, row, wide, wide // trials, 1]
+        return TensorDescriptor(images, shape, strides, [*box, 1, block])
+    shape = [stride, batch, height // stride, width // stride, stride * wide]
+    return TensorDescriptor(images, shape, [row, image, stride * row, stride * wide, 1], [1, *box, block])
+
+
+def _table(taps: Tensor, block_o: int, block_c: int) -> Any:
+    """The taps as (trials, outs, taps, channels), in boxes of one tap."""
+    trials, outs, kernel_h, kernel_w, channels = taps.shape
+    shape = [trials, outs, kernel_h * kernel_w, channels]
+    strides = [taps.stride(0), taps.stride(1), channels, 1]
+    return TensorDescriptor(taps, shape, strides, [1, block_o, 1, block_c])
+
+
+def _product_tile(columns: int, reduced: int) -> Tile:
+    depth = _block(reduced, 64)
+    return Tile(128, 128, depth, 8, 4) if columns >= 128 else Tile(128, _block(columns, 64), depth, 4, 3)
+
+
+def _gradient_tile(outs: int, channels: int) -> Tile:
+    rows, columns = max(64, _block(outs, 128)), _block(channels, 256)
+    if columns == 256:
+        return Tile(rows, columns, 64, 8, 3) if rows == 128 else Tile(rows, 128, 64, 4, 4)
+    return Tile(rows, columns, 64, 8 if rows * columns == 128 * 128 else 4, 4)
+
+
+def _block(size: int, most: int) -> int:
+    """A block for so many channels: what Tensor Cores take at least, and no more than is fast."""
+    return min(most, max(16, int(triton.next_power_of_2(size))))
+
+
+def _is_point(taps: Tensor, stride: int, pad: Pad) -> bool:
+    return taps.shape[2:4] == (1, 1) and stride == 1 and pad == (0, 0)
+
+
+def _one_row(images: Tensor) -> Tensor:
+    """All places as one row of one image, where a kernel of one point makes no difference between them."""
+    return images.permute(0, 2, 3, 1).reshape(1, 1, -1, images.shape[1]).permute(0, 3, 1, 2)
+
+
+def down(
+    large: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    pad: Pad,
+    kind: torch.dtype | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels)."""
+    trials, outs, _, _, channels = taps.shape
+    made = new_images(large, trials * outs, small_size(large, taps, stride, pad), kind)
+    is_point = _is_point(taps, stride, pad)
+    source, small = (_one_row(large), _one_row(made)) if is_point else (large, made)
+    batch, _, out_h, out_w = small.shape
+    tile = tile or _product_tile(outs, channels)
+    box = box_of(tile.rows, batch, out_h, out_w)
+    a = _described(source, trials, stride, box, tile.depth)
+    b = _table(taps, tile.columns, tile.depth)
+    _multiply(a, b, bias, small, (out_h, out_w), taps, (stride, *pad), False, box, tile)
+    return made
+
+
+def up(
+    small: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    pad: Pad,
+    size: tuple[int, int],
+    tile: Tile | None = None,
+) -> Tensor:
+    """The transpose of `down`: (batch, trials x out, ...) to images of `size` with the taps' channels."""
+    trials, outs, _, _, channels = taps.shape
+    made = new_images(small, trials * channels, size)
+    is_point = _is_point(taps, stride, pad)
+    source, large = (_one_row(small), _one_row(made)) if is_point else (small, made)
+    batch, _, out_h, out_w = large.shape
+    places = (-(-out_h // stride), -(-out_w // stride))
+    tile = tile or _product_tile(channels, outs)
+    box = box_of(tile.rows, batch, *places)
+    a = _described(source, trials, 1, box, tile.depth)
+    b = _table(taps, tile.depth, tile.columns)
+    _multiply(a, b, bias, large, places, taps, (stride, *pad), True, box, tile)
+    return made
+
+
+def _multiply(
+    a: Any,
+    b: Any,
+    bias: Tensor | None,
+    made: Tensor,
+    places: tuple[int, int],
+    taps: Tensor,
+    geometry: tuple[int, int, int],
+    is_up: bool,
+    box: Box,
+    tile: Tile,
+) -> None:
+    trials, outs, kernel_h, kernel_w, channels = taps.shape
+    reduced, columns = (outs, channels) if is_up else (channels, outs)
+    batch, wide, out_h, out_w = made.shape
+    tiles = _count(box, batch, *places) * triton.cdiv(columns, tile.columns)
+    _box_product[(tiles, trials, geometry[0] ** 2 if is_up else 1)](
+        a, b, bias if bias is not None else made, made, reduced, columns, wide, batch, out_h, out_w,
+        triton.cdiv(places[0], box[1]), triton.cdiv(places[1], box[2]),
+        kernel_h, kernel_w, *geometry, is_up, bias is not None, *box, tile.columns, tile.depth,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def taps_gradient(
+    large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad, tile: Tile | None = None
+) -> Tensor:
+    """The gradient of the taps, in float32, from the large image and the small one; one is a gradient."""
+    trials, outs, kernel_h, kernel_w, channels = taps.shape
+    if _is_point(taps, stride, pad):
+        large, small = _one_row(large), _one_row(small)
+    batch, _, out_h, out_w = small.shape
+    tile = tile or _gradient_tile(outs, channels)
+    box = box_of(tile.depth, batch, out_h, out_w)
+    steps = _count(box, batch, out_h, out_w)
+    parts = triton.cdiv(outs, tile.rows) * triton.cdiv(channels, tile.columns) * kernel_h * kernel_w
+    shares = max(1, min(_PROGRAMS // (parts * trials), steps // 8))
+    found = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
+    _box_gradient[(parts, trials, shares)](
+        _described(large, trials, stride, box, tile.columns), _described(small, trials, 1, box, tile.rows),
+        found, channels, outs, found.stride(1),
+        steps, triton.cdiv(out_h, box[1]), triton.cdiv(out_w, box[2]),
+        kernel_h, kernel_w, stride, *pad, *box, tile.rows, tile.columns,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return found[0] if shares == 1 else found.sum(0)

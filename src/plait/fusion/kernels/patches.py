@@ -1,0 +1,242 @@
+"""Convolutions of images of few channels: all taps of a place side by side, as one short row of a product.
+
+A product with each tap by itself would multiply three channels at a time, where the Tensor Cores take
+sixteen.
+"""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.fusion.kernels.images import Pad, new_images, small_size
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    from plait.fusion.kernels import absent as triton
+
+_FEW = 4
+_ROWS = 128
+# Shares of the rows of a weight gradient: enough programs to hide the wait for memory.
+_PROGRAMS = 132 * 8
+
+
+@triton.jit
+def _spread(
+    x_ptr, y_ptr, size, batch, in_h, in_w, high, wide, channels, x_row,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each trial's images by themselves, padded with zeros all around and to `FEW` channels."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    channel = (offs % FEW).to(tl.int32)
+    place = (offs // FEW).to(tl.int32)
+    x_at = place % wide - PAD_W
+    y_at = place // wide % high - PAD_H
+    image = place // (wide * high) % batch
+    trial = place // (wide * high * batch)
+    inside = (x_at >= 0) & (x_at < in_w) & (y_at >= 0) & (y_at < in_h) & (channel < channels)
+    at = ((image * in_h + y_at) * in_w + x_at).to(tl.int64) * x_row + trial * channels + channel
+    x = tl.load(x_ptr + at, mask=inside & (offs < size), other=0.0)
+    tl.store(y_ptr + offs, x, mask=offs < size)
+
+
+@triton.jit
+def _patches(
+    x_ptr, offs_m, offs_k, rows, out_h, out_w, high, across, trial, batch,
+    REDUCED: tl.constexpr, RUN: tl.constexpr, STRIDE: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """What all taps meet at these places: (places, taps x channels), the taps of a row in one run."""
+    image = trial * batch + offs_m // (out_w * out_h)
+    line = (image * high + offs_m // out_w % out_h * STRIDE).to(tl.int64)
+    # Written so that the compiler sees by how much an address can be divided, and reads in wide words.
+    corner = (line * across + offs_m % out_w) * (STRIDE * FEW)
+    beside = (offs_k // RUN) * (across * (STRIDE * FEW)) + offs_k % RUN
+    mask = (offs_m < rows)[:, None] & (offs_k < REDUCED)[None, :]
+    return tl.load(x_ptr + corner[:, None] + beside[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _patch_product(
+    x_ptr, w_ptr, bias_ptr, y_ptr, rows, outs, out_h, out_w, high, across, batch, y_row,
+    REDUCED: tl.constexpr, RUN: tl.constexpr, STRIDE: tl.constexpr, FEW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y[place, out] = sum over taps and channels of the patch at that place times the weights."""
+    trial = tl.program_id(1)
+    tiles_n = tl.cdiv(outs, BLOCK_N)
+    offs_m = (tl.program_id(0) // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, REDUCED, BLOCK_K):
+        offs_k = k + tl.arange(0, BLOCK_K)
+        x = _patches(
+            x_ptr, offs_m, offs_k, rows, out_h, out_w, high, across, trial, batch, REDUCED, RUN, STRIDE, FEW
+        )
+        w_at = (trial * outs + offs_n)[None, :] * REDUCED + offs_k[:, None]
+        w = tl.load(w_ptr + w_at, mask=(offs_k < REDUCED)[:, None] & (offs_n < outs)[None, :], other=0.0)
+        acc = tl.dot(x, w, acc)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + trial * outs + offs_n, mask=offs_n < outs, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    to = offs_m.to(tl.int64)[:, None] * y_row + (trial * outs + offs_n)[None, :]
+    mask = (offs_m < rows)[:, None] & (offs_n < outs)[None, :]
+    tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _patch_gradient(
+    x_ptr, dy_ptr, dw_ptr, rows, outs, out_h, out_w, high, across, batch, dy_row,
+    REDUCED: tl.constexpr, RUN: tl.constexpr, STRIDE: tl.constexpr, FEW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dw[out, tap and channel] = sum over this program's share of the places of dy times the patch."""
+    trial = tl.program_id(1)
+    tiles_k = tl.cdiv(REDUCED, BLOCK_K)
+    offs_o = (tl.program_id(0) // tiles_k) * BLOCK_O + tl.arange(0, BLOCK_O)
+    offs_k = (tl.program_id(0) % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_O, BLOCK_K), dtype=tl.float32)
+    for start in range(tl.program_id(2) * BLOCK_M, rows, tl.num_programs(2) * BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)
+        x = _patches(
+            x_ptr, offs_m, offs_k, rows, out_h, out_w, high, across, trial, batch, REDUCED, RUN, STRIDE, FEW
+        )
+        dy_at = offs_m.to(tl.int64)[:, None] * dy_row + (trial * outs + offs_o)[None, :]
+        dy = tl.load(dy_ptr + dy_at, mask=(offs_m < rows)[:, None] & (offs_o < outs)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(dy), x, acc)
+    share = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + trial) * outs * REDUCED
+    to = share + offs_o[:, None] * REDUCED + offs_k[None, :]
+    tl.store(dw_ptr + to, acc, mask=(offs_o < outs)[:, None] & (offs_k < REDUCED)[None, :])
+
+
+@triton.jit
+def _fold(
+    p_ptr, bias_ptr, y_ptr, size, wide, channels, in_h, in_w, out_h, out_w, p_row,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y[place, channel] = sum over the taps that reach the place of what the small image sends by them."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = (offs % wide).to(tl.int32)
+    place = (offs // wide).to(tl.int32)
+    image = place // (out_h * out_w)
+    y_at = place // out_w % out_h + PAD_H
+    x_at = place % out_w + PAD_W
+    from_trial = (column // channels) * (KERNEL_H * KERNEL_W * channels) + column % channels
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for step_y in tl.static_range((KERNEL_H + STRIDE - 1) // STRIDE):
+        for step_x in tl.static_range((KERNEL_W + STRIDE - 1) // STRIDE):
+            tap_y = y_at % STRIDE + STRIDE * step_y
+            tap_x = x_at % STRIDE + STRIDE * step_x
+            in_y = y_at // STRIDE - step_y
+            in_x = x_at // STRIDE - step_x
+            mask = (tap_y < KERNEL_H) & (tap_x < KERNEL_W) & (in_y >= 0) & (in_x >= 0)
+            mask = mask & (in_y < in_h) & (in_x < in_w) & (offs < size)
+            row = ((image * in_h + in_y) * in_w + in_x).to(tl.int64) * p_row
+            at = p_ptr + row + from_trial + (tap_y * KERNEL_W + tap_x) * channels
+            total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=offs < size, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs, total.to(y_ptr.dtype.element_ty), mask=offs < size)
+
+
+def fits(taps: Tensor) -> bool:
+    """Whether the large image has so few channels that its taps belong side by side."""
+    return taps.shape[-1] <= _FEW
+
+
+def _width(size: int) -> int:
+    """A block for so many columns: what Tensor Cores take at least, and no more than is fast."""
+    return min(64, max(16, int(triton.next_power_of_2(size))))
+
+
+def _spread_out(
+    large: Tensor, taps: Tensor, stride: int, pad: Pad, size: tuple[int, int]
+) -> tuple[Tensor, int]:
+    """`large` as (trials, batch, height, width, few), padded for all taps; and how many a row then has."""
+    trials, _, kernel_h, kernel_w, channels = taps.shape
+    taps_across: int = triton.next_power_of_2(kernel_w)
+    high = (size[0] - 1) * stride + kernel_h
+    wide = stride * triton.cdiv((size[1] - 1) * stride + taps_across, stride)
+    shape = (trials, large.shape[0], high, wide, _FEW)
+    spread = torch.empty(shape, dtype=large.dtype, device=large.device)
+    _spread[(triton.cdiv(spread.numel(), 1024),)](
+        large, spread, spread.numel(), *large.shape[:1], *large.shape[2:], high, wide,
+        channels, trials * channels, *pad, _FEW, 1024,
+    )  # fmt: skip
+    return spread, taps_across
+
+
+def _geometry(spread: Tensor, size: tuple[int, int], stride: int) -> tuple[int, ...]:
+    return (*size, spread.shape[2], spread.shape[3] // stride, spread.shape[1])
+
+
+def down(
+    large: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    pad: Pad,
+    kind: torch.dtype | None = None,
+) -> Tensor:
+    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels)."""
+    count, outs, kernel_h, kernel_w, channels = taps.shape
+    size = small_size(large, taps, stride, pad)
+    small = new_images(large, count * outs, size, kind)
+    spread, taps_across = _spread_out(large, taps, stride, pad, size)
+    weights = F.pad(taps, (0, _FEW - channels, 0, taps_across - kernel_w)).contiguous()
+    rows, columns = large.shape[0] * size[0] * size[1], _width(outs)
+    run = taps_across * _FEW
+    _patch_product[(triton.cdiv(rows, _ROWS) * triton.cdiv(outs, columns), count)](
+        spread, weights, bias if bias is not None else large, small,
+        rows, outs, *_geometry(spread, size, stride), count * outs,
+        kernel_h * run, run, stride, _FEW, bias is not None, _ROWS, columns, _width(kernel_h * run),
+    )  # fmt: skip
+    return small
+
+
+def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
+    """The gradient of the taps, in float32, from the large image and the small one; one is a gradient."""
+    count, outs, kernel_h, kernel_w, channels = taps.shape
+    size = (small.shape[2], small.shape[3])
+    spread, taps_across = _spread_out(large, taps, stride, pad, size)
+    rows, run = small.shape[0] * size[0] * size[1], taps_across * _FEW
+    block_o, block_k = _width(outs), _width(kernel_h * run)
+    tiles = triton.cdiv(outs, block_o) * triton.cdiv(kernel_h * run, block_k)
+    shares = max(1, min(_PROGRAMS // (tiles * count), rows // (4 * _ROWS)))
+    shape = (shares, count, outs, kernel_h, taps_across, _FEW)
+    parts = torch.empty(shape, dtype=torch.float32, device=large.device)
+    _patch_gradient[(tiles, count, shares)](
+        spread, small, parts, rows, outs, *_geometry(spread, size, stride), count * outs,
+        kernel_h * run, run, stride, _FEW, _ROWS, block_o, block_k,
+    )  # fmt: skip
+    return parts.sum(0)[..., :kernel_w, :channels].contiguous()
+
+
+def as_points(taps: Tensor) -> Tensor:
+    """The taps of a transposed convolution as one of a single point, which makes the columns of all taps."""
+    return taps.flatten(2).mT.contiguous()[:, :, None, None, :]
+
+
+def fold(
+    columns: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    pad: Pad,
+    size: tuple[int, int],
+    kind: torch.dtype,
+) -> Tensor:
+    """Images of `size` from the columns that each place of the small image sends by all taps, summed."""
+    count, _, kernel_h, kernel_w, channels = taps.shape
+    large = new_images(columns, count * channels, size, kind)
+    block = 1024
+    _fold[(triton.cdiv(large.numel(), block),)](
+        columns, bias if bias is not None else columns, large, large.numel(), count * channels, channels,
+        *columns.shape[2:], *size, columns.shape[1],
+        kernel_h, kernel_w, stride, *pad, bias is not None, block,
+    )  # fmt: skip
+    return large

@@ -1,0 +1,193 @@
+"""The kernels for GPUs compute what torch computes in float64; skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from plait.fusion import FusedOptimizer, fuse
+from plait.workloads.dcgan import discriminator, generator
+from plait.workloads.resnet import resnet18
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+TRIALS, BATCH = 3, 5
+# Sums in float32, then one rounding to bfloat16.
+ROUNDING = 4e-3
+
+
+def apart(found, wanted):
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+def images(channels, height, width):
+    made = torch.randn(BATCH, height, width, TRIALS * channels, device="cuda", dtype=torch.bfloat16)
+    return made.permute(0, 3, 1, 2)
+
+
+# Channels, outs, size, kernel, stride, padding: boxes with and without a stride, a kernel of one point,
+# channels that fill no block, few channels, and what only gathering can do.
+SHAPES = [
+    (64, 128, (16, 16), 4, 2, 1),
+    (64, 96, (10, 12), 3, 1, 1),
+    (128, 64, (14, 6), 5, 2, 2),
+    (64, 256, (9, 7), 1, 1, 0),
+    (24, 40, (8, 8), 1, 1, 0),
+    (40, 72, (6, 6), 3, 1, 1),
+    (3, 64, (16, 12), 4, 2, 1),
+    (1, 24, (11, 9), 7, 2, 3),
+    (64, 32, (15, 15), 3, 2, 1),
+    (10, 7, (8, 8), 3, 1, 1),
+    (48, 1, (4, 4), 4, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("channels", "outs", "size", "kernel", "stride", "pad"), SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_convolution_and_its_gradients_equal_torchs_in_float64(
+    channels, outs, size, kernel, stride, pad, has_bias
+):
+    from plait.fusion.kernels.convolution import trial_convolution
+
+    torch.manual_seed(0)
+    x = images(channels, *size).requires_grad_()
+    weight = torch.randn(TRIALS, outs, channels, kernel, kernel, device="cuda", requires_grad=True)
+    bias = torch.randn(TRIALS, outs, device="cuda", requires_grad=True) if has_bias else None
+    given = [x, weight, *([bias] if has_bias else [])]
+    y = trial_convolution(x, weight, bias, stride, (pad, pad))
+    exact = [part.detach().double().requires_grad_() for part in given]
+    rounded = exact[1] + (weight.detach().bfloat16().double() - exact[1]).detach()
+    flat = exact[2].flatten() if has_bias else None
+    wanted = F.conv2d(exact[0], rounded.flatten(0, 1), flat, stride, pad, groups=TRIALS)
+    check_gradients(y, given, wanted, exact)
+
+
+@pytest.mark.parametrize(("channels", "outs", "size", "kernel", "stride", "pad"), SHAPES)
+def test_a_transposed_convolution_and_its_gradients_equal_torchs_in_float64(
+    channels, outs, size, kernel, stride, pad
+):
+    from plait.fusion.kernels.convolution import trial_convolution
+
+    torch.manual_seed(0)
+    small = [(length + 2 * pad - kernel) // stride + 1 for length in size]
+    x = images(outs, *small).requires_grad_()
+    weight = torch.randn(TRIALS, outs, channels, kernel, kernel, device="cuda", requires_grad=True)
+    bias = torch.randn(TRIALS, channels, device="cuda", requires_grad=True)
+    y = trial_convolution(x, weight, bias, stride, (pad, pad), size)
+    exact = [part.detach().double().requires_grad_() for part in (x, weight, bias)]
+    rounded = exact[1] + (weight.detach().bfloat16().double() - exact[1]).detach()
+    extra = [length - ((less - 1) * stride - 2 * pad + kernel) for length, less in zip(size, small)]
+    wanted = F.conv_transpose2d(
+        exact[0], rounded.flatten(0, 1), exact[2].flatten(), stride, pad, extra, groups=TRIALS
+    )
+    check_gradients(y, [x, weight, bias], wanted, exact)
+
+
+def check_gradients(found, given, wanted, exact):
+    assert apart(found, wanted) < ROUNDING
+    dy = torch.randn_like(found)
+    gradients = torch.autograd.grad(found, given, dy)
+    for ours, theirs in zip(gradients, torch.autograd.grad(wanted, exact, dy.double())):
+        assert apart(ours, theirs) < ROUNDING
+
+
+@pytest.mark.parametrize(("channels", "stride"), [(64, 1), (64, 2), (24, 1), (3, 2), (10, 1)])
+def test_a_trial_that_is_not_a_number_leaves_its_neighbours(channels, stride):
+    from plait.fusion.kernels.convolution import trial_convolution
+
+    x = images(channels, 8, 8)
+    x[:, channels : 2 * channels] = float("nan")
+    x.requires_grad_()
+    weight = torch.randn(TRIALS, 40, channels, 3, 3, device="cuda", requires_grad=True)
+    y = trial_convolution(x, weight, None, stride, (1, 1))
+    dx, dw = torch.autograd.grad(y, [x, weight], torch.where(y.isnan(), torch.nan, torch.ones_like(y)))
+    for part in (y.unflatten(1, (TRIALS, -1)).movedim(1, 0), dx.unflatten(1, (TRIALS, -1)).movedim(1, 0), dw):
+        assert [trial.isfinite().all().item() for trial in part] == [True, False, True]
+
+
+@pytest.mark.parametrize("slope", [1.0, 0.0, 0.2])
+@pytest.mark.parametrize("takes_largest", [False, True])
+def test_a_norm_with_what_follows_it_equals_torchs_in_float64(slope, takes_largest):
+    torch.manual_seed(0)
+
+    def model():
+        cut = {1.0: nn.Identity(), 0.0: nn.ReLU()}.get(slope, nn.LeakyReLU(slope))
+        return nn.Sequential(nn.BatchNorm1d(24), cut)
+
+    models = [model() for _ in range(TRIALS)]
+    for one in models:
+        nn.init.normal_(one[0].weight)
+        nn.init.normal_(one[0].bias)
+    x = torch.randn(8, 40, TRIALS, 24, device="cuda", dtype=torch.bfloat16) * 2 + 1
+    inner = x.permute(2, 0, 3, 1).detach().requires_grad_()
+    fused = fuse(models).to("cuda")
+    outcome = fused.call(lambda m, own: m(own).max(2)[0] if takes_largest else m(own), inner)
+    dy = torch.randn_like(outcome)
+    dx, *gradients = torch.autograd.grad(outcome, [inner, *fused.parameters()], dy)
+    for number, one in enumerate(models):
+        one = one.to("cuda", torch.float64)
+        own = inner[number].detach().double().requires_grad_()
+        wanted = one(own).max(2)[0] if takes_largest else one(own)
+        assert apart(outcome[number], wanted) < ROUNDING
+        exact = torch.autograd.grad(wanted, [own, *one.parameters()], dy[number].double())
+        for ours, theirs in zip((dx, *gradients), exact):
+            assert apart(ours[number], theirs) < ROUNDING
+        for name, buffer in one.named_buffers():
+            assert torch.allclose(
+                fused.module.get_buffer(name)[number].double(), buffer.double(), rtol=1e-5, atol=1e-6
+            )
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_adam_in_one_pass_makes_the_steps_of_torchs_adam(kind):
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Conv2d(6, 5, 3), nn.Linear(5, 3)).to("cuda") for _ in range(TRIALS)]
+    rates, decays, steps = [1e-3, 1e-2, 0.1], [0.0, 0.1, 0.01], [5, 3, 5]
+    fused = fuse(models).channels_last()
+    ours = FusedOptimizer(fused, kind, lr=rates, weight_decay=decays, steps=steps)
+    lone = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind]
+    others = [lone(m.parameters(), lr=lr, weight_decay=wd) for m, lr, wd in zip(models, rates, decays)]
+    for step in range(5):
+        for name, parameter in fused.module.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, device="cuda")
+            for number, model in enumerate(models):
+                model.get_parameter(name).grad = parameter.grad[number].clone()
+        ours.step()
+        for optimizer, limit in zip(others, steps):
+            if step < limit:
+                optimizer.step()
+    for name, parameter in fused.module.named_parameters():
+        for number, model in enumerate(models):
+            torch.testing.assert_close(parameter[number], model.get_parameter(name), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: discriminator(32), (4, 3, 64, 64)),
+        (lambda: generator(16, 32), (4, 16, 1, 1)),
+        (lambda: resnet18(10), (16, 3, 32, 32)),
+    ],
+)
+def test_fused_models_in_bfloat16_are_as_near_to_float64_as_lone_ones(make, shape):
+    torch.manual_seed(0)
+    models = [make() for _ in range(TRIALS)]
+    x = torch.randn(TRIALS, *shape, device="cuda")
+    fused = fuse(models).to("cuda").channels_last()
+    with torch.autocast("cuda", torch.bfloat16):
+        outcome = fused(x)
+    dy = torch.randn_like(outcome)
+    gradients = torch.autograd.grad(outcome, list(fused.parameters()), dy)
+    for number, model in enumerate(models):
+        lone, exact = model.to("cuda"), make().to("cuda", torch.float64)
+        exact.load_state_dict(model.state_dict())
+        with torch.autocast("cuda", torch.bfloat16):
+            theirs = lone(x[number])
+        wanted = exact(x[number].double())
+        assert apart(outcome[number], wanted) < 1.5 * apart(theirs, wanted) + ROUNDING
+        lone_gradients = torch.autograd.grad(theirs, list(lone.parameters()), dy[number])
+        exact_gradients = torch.autograd.grad(wanted, list(exact.parameters()), dy[number].double())
+        for own, other, true in zip(gradients, lone_gradients, exact_gradients):
+            assert apart(own[number], true) < 1.5 * apart(other, true) + ROUNDING
