@@ -2,7 +2,7 @@
 
 import pytest
 
-from plait.experiments import pipeline_convergence, pipeline_idle, pipeline_prediction
+from plait.experiments import pipeline_convergence, pipeline_idle, pipeline_memory, pipeline_prediction
 from plait.experiments.pipeline_idle import PIECES, SLEEP_S
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout
@@ -37,8 +37,12 @@ def test_time_beyond_the_sleeps_is_idle_time():
 
 
 def test_predictions_far_off_either_way_do_not_hold():
-    rows = [{"case": "m", "step_s": 1.0, "ratio": ratio} for ratio in (0.8, 0.9, 1.1, 1.2)]
+    spreads = [(0.8, 1.0), (0.9, 1.0), (0.9, 1.1), (1.0, 1.2)]
+    rows = [{"case": "m", "ratio_min": low, "ratio_max": high} for low, high in spreads]
     assert [claim.holds for claim in pipeline_prediction.claims_of(rows)] == [False, True, True, False]
+    stage = {"case": "m", "schedule": "stash", "stage": 0, "worker": 0, "predicted_bytes": 100.0}
+    found = [{**stage, "bytes": size} for size in (80.0, 90.0, 110.0, 120.0)]
+    assert [claim.holds for claim in pipeline_memory.claims_of(found)] == [False, True, True, False]
 
 
 def test_convergence_compares_means_over_the_seeds():

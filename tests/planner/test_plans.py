@@ -110,13 +110,15 @@ def test_stashing_needs_more_memory_than_flushing_and_recomputing_less():
     wanted = {"straight": True, "microbatches": 8}
     stash = make_plan(graph, machines(4, 1e6), Settings(schedule=Schedule.STASH, **wanted))
     flush = make_plan(graph, machines(4, 1e6), Settings(schedule=Schedule.FLUSH, **wanted))
-    # First of four stages, two layers: four versions or one, a gradient, momentum; four times 20 bytes.
-    assert stash.stages[0].memory_bytes == pytest.approx((4 + 2) * 200 + 4 * 20)
-    assert flush.stages[0].memory_bytes == pytest.approx((1 + 2) * 200 + 4 * 20)
-    assert flush.stages[-1].memory_bytes == pytest.approx((1 + 2) * 200 + 20)
+    # First of four stages, two layers: four versions or one, a gradient, momentum; four times 20 bytes of
+    # activations and a message of 10; two gradients of 10.
+    assert stash.stages[0].memory_bytes == pytest.approx((4 + 2) * 200 + 4 * (20 + 10) + 2 * 10)
+    assert flush.stages[0].memory_bytes == pytest.approx((1 + 2) * 200 + 4 * (20 + 10) + 2 * 10)
+    # The last: its input, one more that waits, and two gradients.
+    assert flush.stages[-1].memory_bytes == pytest.approx((1 + 2) * 200 + 20 + 10 + 10 + 2 * 10)
     memory = MemorySettings(recompute=True)
     again = make_plan(graph, machines(4, 1e6), Settings(schedule=Schedule.FLUSH, memory=memory, **wanted))
-    assert again.stages[1].memory_bytes == pytest.approx((1 + 2) * 200 + 3 * 10 + 20)
+    assert again.stages[1].memory_bytes == pytest.approx((1 + 2) * 200 + 3 * (10 + 10) + 5 * 10 + 20)
     assert again.bottleneck_s == pytest.approx(1.5 * flush.bottleneck_s)
 
 

@@ -135,7 +135,8 @@ def test_a_memory_limit_leaves_the_best_plan_that_fits(graph, level, schedule):
         most, devices = 0.0, 0
         for start, end, replicas in reversed(plan):
             devices += replicas
-            most = max(most, memory.at(place[start], place[end], math.ceil(devices / replicas)))
+            depth = math.ceil(devices / replicas)
+            most = max(most, memory.at(place[start], place[end], depth, replicas))
         return most
 
     def seconds(start, end):

@@ -101,6 +101,22 @@ def test_bytes_are_those_of_the_real_tensors() -> None:
     assert relu.activation_bytes == 320
     assert norm.activation_bytes == 2 * 16 * 4
     assert head.activation_bytes == 320
+    # Who receives BatchNorm's result holds it for the layer that keeps it anyway.
+    assert [edge.kept for edge in graph.edges] == [False, False, True]
+
+
+def test_what_the_loss_keeps_counts_for_the_last_layer() -> None:
+    model = nn.Sequential(nn.Linear(8, 16, bias=False))
+    target = torch.zeros(5, dtype=torch.long)
+    (node,) = profile_model(
+        model,
+        (torch.randn(5, 8),),
+        lambda output: nn.functional.cross_entropy(output, target),
+        warmup=0,
+        repeats=1,
+    ).graph.nodes
+    # The input; the logarithms of probabilities, the target and the number of samples.
+    assert node.activation_bytes == 5 * 8 * 4 + 5 * 16 * 4 + 5 * 8 + 4
 
 
 def test_a_tensor_that_goes_to_two_layers_has_one_name_on_both_edges() -> None:

@@ -241,7 +241,7 @@ def _read_graph(path: Path) -> tuple[Graph, Profile | None]:
         raise InputError(f"{path}: a job file, expected its profile; make it with: plait profile {path}")
     if path.suffix == ".json":
         found = load_profile(path)
-        return found.graph, found
+        return found.loaded_graph(), found
     return pipedream.read(path).graph(), None
 
 

@@ -18,6 +18,7 @@ from plait.experiments import (
     pipeline_comparison,
     pipeline_convergence,
     pipeline_idle,
+    pipeline_memory,
     pipeline_prediction,
     pipeline_recording,
 )
@@ -142,6 +143,7 @@ PARTS: Mapping[str, Part] = {
     "idle": pipeline_idle.run,
     "recording": pipeline_recording.run,
     "prediction": pipeline_prediction.run,
+    "memory": pipeline_memory.run,
     "comparison": pipeline_comparison.run,
     "convergence": pipeline_convergence.run,
 }

@@ -24,7 +24,8 @@ class Node:
     """One operation (or layer) of the model, with what it costs for one microbatch.
 
     `output_bytes` counts all tensors it returns, `activation_bytes` what autograd keeps until the
-    backward pass, `update_s` what the optimizer takes for its parameters (0 where nobody measured it).
+    backward pass, `update_s` what the optimizer takes for its parameters, and `working_bytes` what it takes
+    while it runs beyond what the layers before it keep (0 where nobody measured them).
     """
 
     id: str
@@ -36,6 +37,7 @@ class Node:
     buffer_bytes: float = 0.0
     activation_bytes: float = 0.0
     update_s: float = 0.0
+    working_bytes: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -47,13 +49,15 @@ class Edge:
     """A tensor that goes from `source` to `target`.
 
     Edges of one source with the same `tensor` name carry the same tensor: however many consumers lie
-    beyond a cut, it crosses once. The default name stands for the whole output of the source.
+    beyond a cut, it crosses once. The default name stands for the whole output of the source. `kept` says
+    that the target's activation bytes count the tensor: where it is received, it is held for them anyway.
     """
 
     source: str
     target: str
     bytes: float
     tensor: str = ""
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ def _check_nodes(nodes: Iterable[Node]) -> None:
             "buffer_bytes",
             "activation_bytes",
             "update_s",
+            "working_bytes",
         ):
             _check_amount(getattr(node, field), f"node {node.id!r}: {field}")
 

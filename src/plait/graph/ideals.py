@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from plait.graph.graph import Graph, Node
+from plait.graph.graph import Edge, Graph, Node
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -50,10 +50,18 @@ class Ideals:
     @cached_property
     def crossing_bytes(self) -> Floats:
         """Bytes that leave each ideal; a tensor counts once however many consumers lie outside."""
+        return self._crossing(self.graph.edges)
+
+    @cached_property
+    def kept_behind_bytes(self) -> Floats:
+        """Those of the crossing bytes that a layer outside the ideal counts among its activations."""
+        return self._crossing([edge for edge in self.graph.edges if edge.kept])
+
+    def _crossing(self, edges: Iterable[Edge]) -> Floats:
         position = {name: n for n, name in enumerate(self.graph.order)}
         consumers: dict[tuple[str, str], list[int]] = {}
         sizes: dict[tuple[str, str], float] = {}
-        for edge in self.graph.edges:
+        for edge in edges:
             consumers.setdefault((edge.source, edge.tensor), []).append(position[edge.target])
             sizes[edge.source, edge.tensor] = edge.bytes
         crossing = np.zeros(len(self))

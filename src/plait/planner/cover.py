@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +84,7 @@ class Problem:
         if self.memory is None or self.depth is None:
             return 0.0
         in_flight = self.depth.in_flight(devices, choice.replicas)
-        return self.memory.at(choice.start, choice.end, in_flight)
+        return self.memory.at(choice.start, choice.end, in_flight, choice.replicas)
 
     def restricted(self, keep: list[int]) -> Problem:
         """The same problem with only the ideals at the positions `keep`."""
@@ -203,10 +204,9 @@ class Need:
         self._problem = problem
         self.few, self.several = fewest_replicas(problem, bottleneck)
         # Without a limit any number of microbatches fits.
-        self._most: Floats | None = None
+        self._most: tuple[Floats, Floats] | None = None
         if problem.memory is not None and math.isfinite(memory_bytes):
-            everything = (slice(None), slice(None))
-            self._most = problem.memory.most_in_flight(everything, memory_bytes)
+            self._most = _most_in_flight(problem.memory, (slice(None), slice(None)), memory_bytes)
 
     def best(self, k: int, devices: Floats) -> tuple[float, tuple[int, int]]:
         """Fewest devices from ideal k on, given those from every later ideal, with the stage chosen."""
@@ -222,17 +222,23 @@ class Need:
         if self._most is None:
             row: Floats = self.few[k]
             return row
-        return fitting_replicas(self._problem, self.few[k], self.several[k], self._most[k], devices)
+        alone, shared = self._most
+        return fitting_replicas(self._problem, self.few[k], self.several[k], (alone[k], shared[k]), devices)
+
+
+def _most_in_flight(memory: StageMemory, pairs: tuple[Any, Any], limit: float) -> tuple[Floats, Floats]:
+    """Microbatches that fit on a device that holds a stage alone, and on one of several replicas."""
+    return memory.most_in_flight(pairs, limit, False), memory.most_in_flight(pairs, limit, True)
 
 
 def fitting_replicas(
-    problem: Problem, few: Floats, several: Floats, most_in_flight: Floats, after: Floats
+    problem: Problem, few: Floats, several: Floats, most_in_flight: tuple[Floats, Floats], after: Floats
 ) -> Floats:
     """The fewest replicas from `few`, or else from `several` on, that keep at most so many in flight."""
     assert problem.depth is not None
-    wanted = problem.depth.fewest_replicas(most_in_flight, after)
-    enough = np.ceil(np.maximum(several, wanted) / problem.unit) * problem.unit
-    fitting: Floats = np.where(wanted <= few, few, _allowed(problem, enough))
+    alone, shared = (problem.depth.fewest_replicas(most, after) for most in most_in_flight)
+    enough = np.ceil(np.maximum(several, shared) / problem.unit) * problem.unit
+    fitting: Floats = np.where((few == 1) & (alone <= 1), few, _allowed(problem, enough))
     return fitting
 
 
@@ -311,7 +317,7 @@ class _Pairs:
         devices[-1] = problem.after
         most = None
         if problem.memory is not None and math.isfinite(memory_bytes):
-            most = problem.memory.most_in_flight(self._pairs, memory_bytes)
+            most = _most_in_flight(problem.memory, self._pairs, memory_bytes)
         layers: list[tuple[Ints, Floats]] = []
         for _ in range(at_most):
             follow, replicas = devices[ends], self._few

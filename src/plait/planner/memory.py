@@ -1,21 +1,36 @@
 """How much memory a stage needs under a schedule.
 
-A device holds the weights once per version in flight, one gradient, the optimizer's state, the buffers,
-and the activations of every microbatch in flight; with recomputation only the stage's input of each, and
-the activations of the one being worked on. Neither the last stage nor pure data parallelism is free.
+What a worker holds for a stage while it trains, beside what any Python process with torch holds:
+
+- the weights, once for each version: as many under stash as there are microbatches in flight, two under 2bw,
+  else one; one gradient of each; the optimizer's state; the buffers; where the stage has replicas, one copy
+  more of the gradients, in which they are summed;
+- for each microbatch in flight, what autograd keeps, the input that was received, and the output that was
+  sent, which stays in the memory that both workers see until the stage behind is done with it. Outputs
+  that autograd does not keep are given back once they are sent, and the stage's inputs count once, though
+  layers keep them too;
+- messages on their way: an input more, and two gradients in either direction;
+- what the layer at work takes beyond all that, as it was measured: results that nobody keeps, gradients,
+  the workspace of its kernels. Early layers have it while little is kept as yet;
+- with recomputation, of each microbatch only what was received and sent, and the activations of one.
+
+What libraries keep for themselves is not counted.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from plait.graph.graph import Graph
 from plait.graph.ideals import Floats, Ideals
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
+
+Amount = TypeVar("Amount", float, Floats)
 
 
 @dataclass(frozen=True)
@@ -31,44 +46,107 @@ class MemorySettings:
 
 
 @dataclass(frozen=True, eq=False)
+class Held(Generic[Amount]):
+    """What a stage is made of, in bytes, or every stage of a family: weights, buffers, and by microbatch.
+
+    `kept` is what autograd keeps beside the inputs, `working` what a layer at work takes beyond it.
+    """
+
+    weights: Amount
+    buffers: Amount
+    kept: Amount
+    received: Amount
+    sent: Amount
+    working: Amount
+
+    def state(self, schedule: Schedule, settings: MemorySettings) -> Amount:
+        """What is there however many microbatches are in flight, but for the versions of the weights."""
+        copies = 1 + settings.optimizer_copies
+        state = self.weights * copies + self.buffers + self._queued(schedule) + self.working
+        return state + self.kept if settings.recompute else state
+
+    def microbatch(self, settings: MemorySettings) -> Amount:
+        """What each microbatch in flight takes, but for a version of the weights."""
+        messages = self.received + self.sent
+        return messages if settings.recompute else messages + self.kept
+
+    def _queued(self, schedule: Schedule) -> Amount:
+        """Messages on their way beside those of the microbatches in flight."""
+        if schedule is Schedule.NONE:
+            return self.received + self.sent
+        return 3 * self.received + 2 * self.sent
+
+
+@dataclass(frozen=True, eq=False)
 class StageMemory:
-    """Bytes of the stage between any two ideals: `fixed`, and `each` for a microbatch in flight."""
+    """Bytes of the stage between any two ideals: `fixed`, and `each` for a microbatch in flight.
+
+    Replicas hold `summed` besides.
+    """
 
     fixed: Floats
     each: Floats
+    summed: Floats
 
-    def at(self, start: int, end: int, in_flight: int) -> float:
-        return float(self.fixed[start, end] + in_flight * self.each[start, end])
+    def at(self, start: int, end: int, in_flight: int, replicas: int = 1) -> float:
+        summed = self.summed[start, end] if replicas > 1 else 0.0
+        return float(self.fixed[start, end] + in_flight * self.each[start, end] + summed)
 
-    def most_in_flight(self, pairs: tuple[Any, Any], limit_bytes: float) -> Floats:
+    def most_in_flight(self, pairs: tuple[Any, Any], limit_bytes: float, replicated: bool) -> Floats:
         """How many microbatches fit beside the rest, for the stages that `pairs` index."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            room = limit_bytes - self.fixed[pairs]
+            room = limit_bytes - self.fixed[pairs] - (self.summed[pairs] if replicated else 0.0)
             fits = np.where(self.each[pairs] > 0, np.floor(room / self.each[pairs] + 1e-9), np.inf)
         return np.where(room >= 0, fits, 0)
 
     def restricted(self, keep: list[int]) -> StageMemory:
         pairs = np.ix_(keep, keep)
-        return StageMemory(self.fixed[pairs], self.each[pairs])
+        return StageMemory(self.fixed[pairs], self.each[pairs], self.summed[pairs])
 
 
 def stage_memory(ideals: Ideals, schedule: Schedule, settings: MemorySettings) -> StageMemory:
     """The memory of every stage of `ideals` under `schedule`."""
     graph = ideals.graph
     nodes = [graph.node_by_id[name] for name in graph.order]
-    weights = _ranges(ideals.parameter_bytes)
-    buffers = _ranges(ideals.sums([node.buffer_bytes for node in nodes]))
-    # Where nobody measured what autograd keeps, the outputs of the operations stand for it.
-    kept = _ranges(ideals.sums([node.activation_bytes or node.output_bytes for node in nodes]))
-    copies, versions_each = _versions(schedule)
-    fixed = weights * (copies + 1 + settings.optimizer_copies) + buffers
-    each = weights * versions_each
-    if settings.recompute:
-        return StageMemory(fixed + kept, each + ideals.crossing_bytes[:, None])
-    return StageMemory(fixed, each + kept)
+    kept = kept_bytes(graph)
+    working = working_bytes(ideals)
+    received, shape = ideals.crossing_bytes[:, None], (len(ideals), len(ideals))
+    held = Held(
+        weights=_ranges(ideals.parameter_bytes),
+        buffers=_ranges(ideals.sums([node.buffer_bytes for node in nodes])),
+        kept=_ranges(ideals.sums([kept[node.id] for node in nodes])) - ideals.kept_behind_bytes[:, None],
+        received=np.broadcast_to(received, shape),
+        sent=np.broadcast_to(received.T, shape),
+        working=np.broadcast_to(working[None, :], shape),
+    )
+    copies, versions_each = versions(schedule)
+    return StageMemory(
+        held.weights * copies + held.state(schedule, settings),
+        held.weights * versions_each + held.microbatch(settings),
+        held.weights,
+    )
 
 
-def _versions(schedule: Schedule) -> tuple[int, int]:
+def kept_bytes(graph: Graph) -> dict[str, float]:
+    """What autograd keeps of each layer; where nobody measured it, the layers' outputs stand for it."""
+    measured = any(node.activation_bytes for node in graph.nodes)
+    return {node.id: node.activation_bytes if measured else node.output_bytes for node in graph.nodes}
+
+
+def working_bytes(ideals: Ideals) -> Floats:
+    """What a layer at work takes at most beyond what all layers of each ideal keep in the end.
+
+    Counted from the first layer of the model on, which for a later stage is never too little.
+    """
+    nodes = [ideals.graph.node_by_id[name] for name in ideals.graph.order]
+    own = np.array([node.activation_bytes for node in nodes])
+    peaks = np.cumsum(own) - own + np.array([node.working_bytes for node in nodes])
+    most = np.where(ideals.members, peaks, 0.0).max(axis=1, initial=0.0)
+    working: Floats = np.maximum(most - ideals.sums(own.tolist()), 0.0)
+    return working
+
+
+def versions(schedule: Schedule) -> tuple[int, int]:
     """Copies of the weights: how many at any time, and how many more for each microbatch in flight."""
     if schedule is Schedule.STASH:
         return 0, 1

@@ -150,7 +150,8 @@ class _Search:
         if problem.memory is None or problem.depth is None or math.isinf(limit):
             return False
         depth = np.array([problem.depth.in_flight(int(count), m) for count in devices])
-        needed = problem.memory.fixed[k, ends, None] + depth * problem.memory.each[k, ends, None]
+        fixed = problem.memory.fixed[k, ends] + (problem.memory.summed[k, ends] if m > 1 else 0.0)
+        needed = fixed[:, None] + depth * problem.memory.each[k, ends, None]
         return np.asarray(needed > limit)
 
     def plan(self) -> tuple[float, list[tuple[int, int, tuple[int, ...]]]]:

@@ -11,6 +11,7 @@ from typing import Any
 from plait.core import artefact
 from plait.planner.depth import Schedule
 from plait.planner.machines import Machines
+from plait.planner.memory import Held
 from plait.planner.operations import Layout, Operations
 from plait.planner.schedules import operations
 
@@ -22,8 +23,9 @@ class Stage:
     """A slice of the model: its layers (node ids in order) and the devices that replicate it.
 
     Seconds and bytes are for one microbatch on one replica. `cost_s` is what the stage adds to the
-    bottleneck: compute, synchronisation and traffic, shared by its replicas. `in_flight` microbatches are
-    held at most, and `memory_bytes` is what they, the weights and the optimizer need on one device.
+    bottleneck: compute, synchronisation and traffic, shared by its replicas. `activation_bytes` is what
+    autograd keeps beside the stage's inputs, `working_bytes` what a layer at work takes besides. `in_flight`
+    microbatches are held at most, and `memory_bytes` is what a device needs for all that (planner/memory.py).
     """
 
     layers: tuple[str, ...]
@@ -40,10 +42,28 @@ class Stage:
     output_bytes: float
     in_flight: int
     memory_bytes: float
+    working_bytes: float = 0.0
 
     @property
     def compute_s(self) -> float:
         return self.forward_s + self.backward_s
+
+    @property
+    def held(self) -> Held[float]:
+        """What its memory is made of."""
+        return Held(
+            self.parameter_bytes,
+            self.buffer_bytes,
+            self.activation_bytes,
+            self.input_bytes,
+            self.output_bytes,
+            self.working_bytes,
+        )
+
+    @property
+    def summed_bytes(self) -> float:
+        """What its gradients are summed in, where it has replicas."""
+        return self.parameter_bytes if self.replicas > 1 else 0.0
 
     @property
     def traffic_bytes(self) -> float:

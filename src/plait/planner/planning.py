@@ -20,7 +20,7 @@ from plait.planner.make import (
     planning_graph,
     straight_partition,
 )
-from plait.planner.memory import MemorySettings
+from plait.planner.memory import MemorySettings, kept_bytes, versions, working_bytes
 from plait.planner.mixed import Placed
 from plait.planner.operations import Backward, BackwardWeight, Forward, Layout, Op
 from plait.planner.plan import Plan, Speedups, Stage
@@ -179,6 +179,7 @@ def _build_stage(
     graph: Graph, machines: Machines, settings: Settings, ideals: Ideals, placed: Placed, held: int
 ) -> Stage:
     layers = ideals.between(placed.start, placed.end)
+    kept = kept_bytes(graph)
     nodes = [graph.node_by_id[layer] for layer in layers]
     forward = math.fsum(node.forward_s for node in nodes)
     backward = math.fsum(node.backward_s for node in nodes)
@@ -199,22 +200,22 @@ def _build_stage(
         update_s=agree + write / slowest,
         parameter_bytes=parameters,
         buffer_bytes=math.fsum(node.buffer_bytes for node in nodes),
-        activation_bytes=math.fsum(node.activation_bytes or node.output_bytes for node in nodes),
+        activation_bytes=math.fsum(kept[layer] for layer in layers)
+        - float(ideals.kept_behind_bytes[placed.start]),
         input_bytes=float(ideals.crossing_bytes[placed.start]),
         output_bytes=float(ideals.crossing_bytes[placed.end]),
         in_flight=held,
         memory_bytes=0.0,
+        working_bytes=float(working_bytes(ideals)[placed.end]),
     )
     return replace(stage, memory_bytes=_memory_bytes(stage, settings, held))
 
 
 def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
-    versions = {Schedule.STASH: held, Schedule.TWO_BUFFERED: 2}.get(settings.schedule, 1)
+    copies, each = versions(settings.schedule)
+    weights = stage.parameter_bytes * (copies + each * held) + stage.summed_bytes
     memory = settings.memory
-    weights = stage.parameter_bytes * (versions + 1 + memory.optimizer_copies) + stage.buffer_bytes
-    if memory.recompute:
-        return weights + held * stage.input_bytes + stage.activation_bytes
-    return weights + held * stage.activation_bytes
+    return weights + stage.held.state(settings.schedule, memory) + held * stage.held.microbatch(memory)
 
 
 def _agree_s(machines: Machines, devices: Sequence[int], parameter_bytes: float) -> float:

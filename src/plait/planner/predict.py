@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from plait.graph.graph import Graph
 from plait.planner.depth import Schedule
 from plait.planner.machines import Machines
+from plait.planner.memory import MemorySettings
 from plait.planner.operations import Layout
 from plait.planner.plan import Plan, Stage
 from plait.planner.schedules import least_depth, operations
@@ -50,7 +51,8 @@ def predict_stages(
     depths: tuple[int, ...] = (),
 ) -> Prediction:
     """Replay one pipeline; asynchronous schedules, which never drain, are timed in their steady state."""
-    costs = [_costs(stage, optimizer_copies, recompute) for stage in stages]
+    memory = MemorySettings(optimizer_copies, recompute)
+    costs = [_costs(stage, schedule, memory) for stage in stages]
     fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout, depths)
     drain = 0 if schedule.synchronous else fill
     ops = operations(schedule, layout, fill + window + drain, dict(enumerate(depths)))
@@ -88,16 +90,15 @@ def compare_schedules(plan: Plan, microbatches: int | None = None) -> dict[Sched
     return {kind: predict(plan, kind, microbatches) for kind in ([plan.schedule] if shared else kinds)}
 
 
-def _costs(stage: Stage, optimizer_copies: float, recompute: bool) -> StageCosts:
+def _costs(stage: Stage, schedule: Schedule, memory: MemorySettings) -> StageCosts:
     return StageCosts(
         forward_s=stage.forward_s,
         backward_s=stage.backward_s,
         output_bytes=stage.output_bytes,
         update_s=stage.update_s,
         parameter_bytes=stage.parameter_bytes,
-        state_bytes=stage.parameter_bytes * (1 + optimizer_copies) + stage.buffer_bytes,
-        activation_bytes=stage.input_bytes if recompute else stage.activation_bytes,
-        working_bytes=stage.activation_bytes if recompute else 0.0,
+        state_bytes=stage.held.state(schedule, memory) + stage.summed_bytes,
+        microbatch_bytes=stage.held.microbatch(memory),
     )
 
 

@@ -28,7 +28,8 @@ class StageCosts:
     """What one microbatch costs in a stage, on a device of the profiled kind.
 
     `output_bytes` leave the stage forward and come back as gradients. `weight_share` is the part of the
-    backward that computes weight gradients, where a schedule splits it.
+    backward that computes weight gradients, where a schedule splits it. A worker holds `state_bytes`,
+    `parameter_bytes` for each version of the weights and `microbatch_bytes` for each microbatch in flight.
     """
 
     forward_s: float
@@ -38,8 +39,7 @@ class StageCosts:
     weight_share: float = 0.5
     parameter_bytes: float = 0.0
     state_bytes: float = 0.0
-    activation_bytes: float = 0.0
-    working_bytes: float = 0.0
+    microbatch_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def peak_bytes(ops: Sequence[Op], costs: Sequence[StageCosts]) -> float:
     stages = {op.stage for op in ops}
     held: dict[int, dict[int, int]] = {stage: {} for stage in stages}
     current = dict.fromkeys(stages, 0)
-    fixed = sum(costs[stage].state_bytes + costs[stage].working_bytes for stage in stages)
+    fixed = sum(costs[stage].state_bytes for stage in stages)
     peak = 0.0
     for op in ops:
         if isinstance(op, Forward):
@@ -120,7 +120,7 @@ def peak_bytes(ops: Sequence[Op], costs: Sequence[StageCosts]) -> float:
         versions = {stage: {current[stage], *held[stage].values()} for stage in stages}
         now = sum(
             len(versions[stage]) * costs[stage].parameter_bytes
-            + len(held[stage]) * costs[stage].activation_bytes
+            + len(held[stage]) * costs[stage].microbatch_bytes
             for stage in stages
         )
         peak = max(peak, now)

@@ -243,5 +243,6 @@ def _fits(problem: Problem, replicas: int, devices: int, memory_bytes: float) ->
     if math.isinf(memory_bytes) or problem.memory is None or problem.depth is None:
         return True
     in_flight = problem.depth.in_flight(devices, replicas)
-    fits: Bools = problem.memory.fixed + in_flight * problem.memory.each <= memory_bytes
+    needed = problem.memory.fixed + in_flight * problem.memory.each
+    fits: Bools = needed + (problem.memory.summed if replicas > 1 else 0.0) <= memory_bytes
     return fits

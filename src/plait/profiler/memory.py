@@ -2,55 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.profiler.timing import LayeredModel
+from plait.profiler.levels import Levels
+from plait.profiler.timing import BackwardTimer, LayeredModel, Stopwatch
 from plait.profiler.traced import TracedModel
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of one microbatch: of each value by name, and kept for the backward pass by each layer."""
+    """Bytes of one microbatch: of each value by name, and kept for the backward pass by each layer.
+
+    `keepers` are the layers, by their number, for which a value that another layer returned was counted.
+    `working_bytes` is what each layer takes at work, forward or backward, beyond what those before it keep;
+    gradients of parameters aside.
+    """
 
     value_bytes: dict[str, int]
     kept_bytes: list[int]
+    keepers: dict[str, int]
+    working_bytes: list[float]
 
 
-def weigh(traced: TracedModel, model: LayeredModel, inputs: Sequence[Tensor]) -> Weights:
-    """Run forward once and weigh the real tensors.
+def weigh(
+    traced: TracedModel,
+    model: LayeredModel,
+    inputs: Sequence[Tensor],
+    loss: Callable[[Any], Tensor],
+    device: torch.device,
+) -> Weights:
+    """Run one step and weigh the real tensors; what the loss keeps counts for the last layer.
 
     A tensor that several layers keep counts for the first of them, so that the sum over layers is what the
     model keeps; parameters, buffers and constants are not counted. A stage that keeps a tensor it received
-    holds that copy besides, which is the tensor's edge.
+    from the layer that counts it holds that copy besides, which is the tensor's edge.
     """
     own = [*traced.model.parameters(), *traced.model.buffers(), *traced.constants.values()]
-    counted = {_storage(tensor) for tensor in own}
-    kept_bytes = [0] * len(traced.layers)
+    scale = _Scale({_storage(tensor) for tensor in own}, [0] * len(traced.layers))
+    levels = Levels(device)
+    forward = Stopwatch(levels)
 
     @contextmanager
-    def watch(layer: int) -> Iterator[None]:
-        def pack(tensor: Tensor) -> Tensor:
-            storage = _storage(tensor)
-            if storage not in counted:
-                counted.add(storage)
-                kept_bytes[layer] += tensor.untyped_storage().nbytes()
-            return tensor.detach()  # the tensor itself would hold its own graph alive
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def around(layer: int) -> Iterator[None]:
+        with scale.watch(layer), forward.lap(layer):
             yield
 
-    value_bytes: dict[str, int] = {}
+    with levels.recording():
+        output, ends = model.run(inputs, around, scale.note)
+        with around(len(traced.layers) - 1):
+            value = loss(output)
+        del output
+        backward = BackwardTimer(levels, [*ends, [value.grad_fn]])
+        backward.run(value)
+    working = _working(traced, scale.kept_bytes, forward.laps(), _highest(backward, levels, len(ends)))
+    return Weights(scale.value_bytes, scale.kept_bytes, scale.keepers, working)
 
-    def note(name: str, tensor: Tensor) -> None:
-        value_bytes[name] = tensor.numel() * tensor.element_size()
 
-    model.run(inputs, watch, note)
-    return Weights(value_bytes, kept_bytes)
+def _highest(backward: BackwardTimer, levels: Levels, layers: int) -> list[float]:
+    """The highest level in the backward of each layer, and of the loss behind them."""
+    found = [0.0] * (layers + 1)
+    for (layer, start), (_, end) in itertools.pairwise(backward.switches):
+        found[layer] = max(found[layer], levels.between(start, end))
+    return found
+
+
+def _working(
+    traced: TracedModel, kept: Sequence[int], forward: Sequence[float], backward: Sequence[float]
+) -> list[float]:
+    """What each layer takes beyond what the layers before it keep; the loss counts for the last."""
+    sizes = {name: p.numel() * p.element_size() for name, p in traced.model.named_parameters()}
+    own = [sum(sizes.pop(name, 0) for name in layer.parameters) for layer in traced.layers]
+    working = []
+    for i in range(len(kept)):
+        # The layers behind, and this one, have left gradients of their parameters.
+        levels = [forward[i], backward[i] - sum(own[i:])]
+        if i == len(kept) - 1:
+            levels += [forward[-1], backward[-1]]
+        working.append(max(0.0, max(levels) - sum(kept[:i])))
+    return working
+
+
+@dataclass
+class _Scale:
+    """Adds up what layers keep, each storage once; `counted` are those that count no more."""
+
+    counted: set[int]
+    kept_bytes: list[int]
+    value_bytes: dict[str, int] = field(default_factory=dict)
+    keepers: dict[str, int] = field(default_factory=dict)
+    # Whose memory it is, as long as the value lives: it may serve another later.
+    _values: dict[int, tuple[str, weakref.ref[Tensor]]] = field(default_factory=dict)
+    _layer: int = 0
+
+    @contextmanager
+    def watch(self, layer: int) -> Iterator[None]:
+        self._layer = layer
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            yield
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """See a value that a layer has returned."""
+        self.value_bytes[name] = tensor.numel() * tensor.element_size()
+        self._values[_storage(tensor)] = name, weakref.ref(tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage not in self.counted:
+            self.counted.add(storage)
+            self.kept_bytes[self._layer] += tensor.untyped_storage().nbytes()
+            if storage in self._values and self._values[storage][1]() is not None:
+                self.keepers[self._values[storage][0]] = self._layer
+        return tensor.detach()  # the tensor itself would hold its own graph alive
 
 
 def _storage(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,7 +48,8 @@ class SharedParameter:
 class Profile:
     """What was measured, on what. `step` is the unmodified model's whole step, measured in between.
 
-    `sums` is how fast the workers sum gradients, where several were measured together.
+    `sums` is how fast the workers sum gradients, where several were measured together. `loading_s` is what a
+    microbatch takes to be fetched, where the worker that computes does that too.
     """
 
     model: str
@@ -63,11 +65,18 @@ class Profile:
     shared: tuple[SharedParameter, ...] = ()
     links: tuple[Link, ...] = ()
     sums: tuple[Sum, ...] = ()
+    loading_s: float = 0.0
 
     @property
     def coverage(self) -> float:
         """The sum over the layers as a share of the whole step."""
         return self.graph.compute_s() / self.step.seconds
+
+    def loaded_graph(self) -> Graph:
+        """The graph whose first layer fetches the microbatch too: what a worker of the first stage does."""
+        first, *rest = self.graph.nodes
+        first = replace(first, forward_s=first.forward_s + self.loading_s)
+        return Graph((first, *rest), self.graph.edges)
 
     def with_links(self, links: tuple[Link, ...], sums: tuple[Sum, ...] = ()) -> Profile:
         return replace(self, links=links, sums=sums)
@@ -91,6 +100,7 @@ def profile_model(
     device: torch.device | str | None = None,
     warmup: int = 2,
     repeats: int = 5,
+    least_s: float = 0.0,
     name: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
@@ -99,7 +109,8 @@ def profile_model(
     `loss` takes what the model returns and gives a scalar; without one, the model's own `loss` or the mean
     of its outputs serves. The model runs on `device` (where it is when None) and is left as it was: buffers,
     gradients, device and random state. Steps by layers and whole steps take turns, so that a change of the
-    machine's speed meets both.
+    machine's speed meets both; they go on for `least_s` seconds at least, so that a short one does not count
+    for all.
     """
     if warmup < 0 or repeats < 1:
         raise InputError(f"found {warmup} warm-up steps and {repeats} repeats; expected at least 0 and 1")
@@ -116,10 +127,11 @@ def profile_model(
         inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), inputs)
         traced = trace(model, inputs)
         session = _Session(traced, inputs, loss or default_loss, place)
-        weights = weigh(traced, session.layered, session.tensors)
+        weights = weigh(traced, session.layered, session.tensors, session.loss, place)
         progress()
         steps: list[tuple[StepTimes, float]] = []
-        for _ in range(warmup + repeats):
+        end = time.perf_counter() + least_s
+        while len(steps) < warmup + repeats or time.perf_counter() < end:
             steps.append(session.measure())
             progress()
     return _profile(traced, session, weights, steps[warmup:], name or type(model).__name__)
@@ -145,16 +157,16 @@ class _Session:
         self.tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         self.device = device
         self._args, self._kwargs = ((), dict(inputs)) if isinstance(inputs, dict) else (tuple(inputs), {})
-        self._loss = loss
+        self.loss = loss
         self._clock = Clock(device)
         self._measured = 0
         self._head_start_s = 0.0
 
     def measure(self) -> tuple[StepTimes, float]:
         self._drop_gradients()
-        layers = time_layers(self.layered, self.tensors, self._loss, self._clock, self._head_start_s)
+        layers = time_layers(self.layered, self.tensors, self.loss, self._clock, self._head_start_s)
         self._drop_gradients()
-        whole_s, host_s = time_whole(self.traced.model, self._args, self._kwargs, self._loss, self._clock)
+        whole_s, host_s = time_whole(self.traced.model, self._args, self._kwargs, self.loss, self._clock)
         self._drop_gradients()
         self._measured += 1
         if self._measured == 2:  # the first is cold; later ones may have waited for a GPU that sleeps
@@ -241,11 +253,14 @@ def _graph(traced: TracedModel, weights: Weights, forward: list[Timed], backward
                 parameter_bytes=sum(parameter_bytes.pop(key, 0) for key in layer.parameters),
                 buffer_bytes=sum(buffer_bytes.pop(key, 0) for key in layer.buffers),
                 activation_bytes=weights.kept_bytes[i],
+                working_bytes=weights.working_bytes[i],
             )
         )
         sources = [(traced.layer_of.get(value), value) for value in boundary.inputs]
         edges += [
-            Edge(source, layer.id, weights.value_bytes[value], value) for source, value in sources if source
+            Edge(source, layer.id, weights.value_bytes[value], value, weights.keepers.get(value) == i)
+            for source, value in sources
+            if source
         ]
     return Graph(tuple(nodes), tuple(edges))
 

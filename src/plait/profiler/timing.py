@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,13 @@ class Timed:
             return Timed(samples[0], 0.0)
         low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
         return Timed(statistics.median(samples), high - low)
+
+
+class Marks(Protocol):
+    """What puts marks between layers and tells something of the time between two of them."""
+
+    def mark(self) -> Any: ...
+    def between(self, start: Any, end: Any) -> float: ...
 
 
 class Clock:
@@ -159,12 +166,12 @@ def time_layers(
     clock.settle()
     began = time.perf_counter()
     clock.sleep(head_start_s)
-    stopwatch = _Stopwatch(clock)
+    stopwatch = Stopwatch(clock)
     output, ends = model.run(inputs, stopwatch.lap)
     with stopwatch.lap(len(ends)):
         value = loss(output)
     del output
-    backward = _BackwardTimer(clock, [*ends, [value.grad_fn]])
+    backward = BackwardTimer(clock, [*ends, [value.grad_fn]])
     backward.run(value)
     host_s = time.perf_counter() - began
     clock.settle()
@@ -177,14 +184,14 @@ def _fold_loss(seconds: list[float]) -> list[float]:
     return layers
 
 
-class _Stopwatch:
+class Stopwatch:
     """Seconds spent inside `lap(i)`, for each i in turn."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Marks) -> None:
         self._clock = clock
         self._marks: list[tuple[Any, Any]] = []
 
-    def lap(self, _index: int) -> _Stopwatch:
+    def lap(self, _index: int) -> Stopwatch:
         return self
 
     def __enter__(self) -> None:
@@ -197,14 +204,14 @@ class _Stopwatch:
         return [self._clock.between(start, end) for start, end in self._marks]
 
 
-class _BackwardTimer:
+class BackwardTimer:
     """Attributes the time of one backward pass to the layers whose autograd nodes run."""
 
-    def __init__(self, clock: Clock, ends: list[list[Any]]) -> None:
+    def __init__(self, clock: Marks, ends: list[list[Any]]) -> None:
         self._clock = clock
         self._count = len(ends)
         self._current = self._count - 1
-        self._switches: list[tuple[int, Any]] = []
+        self.switches: list[tuple[int, Any]] = []
         # Holding the nodes keeps their Python identity, by which they are told apart.
         self._nodes: set[Any] = set()
         for layer, nodes in enumerate(ends):
@@ -228,17 +235,17 @@ class _BackwardTimer:
     def _enter(self, layer: int) -> None:
         if layer != self._current:
             self._current = layer
-            self._switches.append((layer, self._clock.mark()))
+            self.switches.append((layer, self._clock.mark()))
 
     def run(self, value: Tensor) -> None:
-        self._switches.append((self._current, self._clock.mark()))
+        self.switches.append((self._current, self._clock.mark()))
         value.backward()
-        self._switches.append((-1, self._clock.mark()))
+        self.switches.append((-1, self._clock.mark()))
         self._nodes.clear()
 
     def laps(self) -> list[float]:
         seconds = [0.0] * self._count
-        for (layer, start), (_, end) in zip(self._switches, self._switches[1:]):
+        for (layer, start), (_, end) in zip(self.switches, self.switches[1:]):
             seconds[layer] += self._clock.between(start, end)
         return seconds
 

@@ -29,6 +29,8 @@ from plait.runtime.settings import OptimizerSettings, PipelineSettings, TrainSet
 
 # Microbatches a worker has of each step where nothing else is asked for.
 _PER_WORKER = 4
+# How long layers are measured at least: a machine's speed changes from one second to the next.
+_MEASURE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,16 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan
     microbatches = wish.microbatches or min(batch, _PER_WORKER * workers)
     build.check(settings)
     with tempfile.TemporaryDirectory() as logs:
-        profile = profile_together(settings, placement, max(1, batch // microbatches), Path(logs))
+        size = max(1, batch // microbatches)
+        profile = profile_together(settings, placement, size, Path(logs), least_s=_MEASURE_S)
+    graph = profile.loaded_graph()
     cluster = _machines(placement, profile)
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
     schedule = Schedule(wish.schedule or "stash")
     asked = Settings(schedule, microbatches, memory=memory)
     if wish.plan == "model-parallel":
-        return model_parallel_plan(profile.graph, cluster, asked)
-    return make_plan(profile.graph, cluster, asked)
+        return model_parallel_plan(graph, cluster, asked)
+    return make_plan(graph, cluster, asked)
 
 
 def _machines(placement: Placement, profile: Profile) -> Machines:

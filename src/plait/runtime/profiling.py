@@ -38,6 +38,7 @@ def profile_job(
     *,
     threads: int | None = 1,
     repeats: int = 5,
+    least_s: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
     local_rank: int = 0,
 ) -> Profile:
@@ -58,13 +59,15 @@ def profile_job(
             lambda output: loss(output, target),
             device=device,
             repeats=repeats,
+            least_s=least_s,
             name=settings.model.factory,
             on_progress=on_progress,
         )
         updates = time_updates(model.to(device), trace(model, inputs), settings.optimizer, repeats)
+        loading_s = _loading_s(settings, found.batch, device)
     finally:
         torch.set_num_threads(before)
-    return replace(found, graph=_with_updates(found.graph, updates))
+    return replace(found, graph=_with_updates(found.graph, updates), loading_s=loading_s)
 
 
 def time_updates(
@@ -137,14 +140,19 @@ def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> 
 
 
 def profile_together(
-    settings: TrainSettings, placement: Placement, batch_size: int, logs: Path, repeats: int = 5
+    settings: TrainSettings,
+    placement: Placement,
+    batch_size: int,
+    logs: Path,
+    repeats: int = 5,
+    least_s: float = 0.0,
 ) -> Profile:
     """The job measured on all of its workers at once, with the links between them and their sums.
 
     Neighbours share memory and caches, so layers take longer beside busy workers than alone; and what is
     measured where the job will run has its threads, its libraries and its processors.
     """
-    order = {"settings": encode(settings), "batch_size": batch_size, "repeats": repeats}
+    order = {"settings": encode(settings), "batch_size": batch_size, "repeats": repeats, "least_s": least_s}
     entry = "plait.runtime.profiling:profile_worker"
     launch = placement.launch(entry, order, logs, preload=("torch._dynamo",))
     results = Supervisor(launch, Unwatched()).run()
@@ -155,10 +163,13 @@ def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     """Be one worker of a profile; every rank gets the same answer."""
     worker.join("gloo")
     settings = decode(TrainSettings, order["settings"], "settings")
-    return {"profile": encode(profile_here(worker, settings, order["batch_size"], order["repeats"]))}
+    found = profile_here(worker, settings, order["batch_size"], order["repeats"], order["least_s"])
+    return {"profile": encode(found)}
 
 
-def profile_here(worker: Worker, settings: TrainSettings, batch_size: int, repeats: int = 5) -> Profile:
+def profile_here(
+    worker: Worker, settings: TrainSettings, batch_size: int, repeats: int = 5, least_s: float = 0.0
+) -> Profile:
     """The mean of what all workers measured at once, with links and sums.
 
     All workers call it together, in a gloo group.
@@ -173,6 +184,7 @@ def profile_here(worker: Worker, settings: TrainSettings, batch_size: int, repea
         batch_size,
         threads=None,
         repeats=repeats,
+        least_s=least_s,
         on_progress=start_together,
         local_rank=worker.local_rank,
     )
@@ -189,6 +201,22 @@ def _two_of_each_host(worker: Worker) -> list[int]:
     hosts: list[str] = [""] * worker.world_size
     dist.all_gather_object(hosts, worker.host)
     return [rank for rank, host in enumerate(hosts) if hosts[:rank].count(host) < 2]
+
+
+def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, repeats: int = 7) -> float:
+    """Seconds in which a worker fetches a microbatch; none where loader processes do it meanwhile."""
+    if settings.data.loaders > 0:
+        return 0.0
+    dataset = build.build_data(settings.data, "train")
+    samples = SeededSamples(dataset, settings.seed)
+    dtype = torch.float64 if settings.precision == "float64" else None
+    seconds = []
+    for start in range(0, repeats * batch_size, batch_size):
+        keys = [(0, i % len(dataset)) for i in range(start, start + batch_size)]
+        started = time.perf_counter()
+        to_device(samples.__getitems__(keys), device, dtype)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 def _mean_of_workers(graph: Graph) -> Graph:
