@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from plait.fusion import FusedOptimizer, FusionError, Shared, fuse, fuse_optimizers, split_optimizer
+from plait.fusion import FusedOptimizer, FusionError, fuse, fuse_optimizers, split_optimizer
 from plait.workloads import alexnet, bert, lstm, mlp, mobilenet, pointnet, resnet, transformer, vgg
-from plait.workloads.data.digits import digits
 
 TRIALS = 3
 KINDS = {
@@ -205,34 +204,6 @@ def test_dropout_trains_each_trial_as_it_does_alone(name):
         own = ((x[number : number + 1], y[number : number + 1]) for x, y in batches(50, **shape))
         train_fused(lone, FusedOptimizer(lone, "adamw", lr=rates[number], **options), own)
         assert_same_state(fused.trial(number), lone.trial(0))
-
-
-def test_learning_curves_on_real_images_lie_on_the_serial_ones():
-    images = digits("train")
-    samples = [images[number] for number in range(160)]
-    x = torch.stack([image for image, _ in samples]).double().view(10, 16, 1, 8, 8)
-    y = torch.tensor([int(label) for _, label in samples]).view(10, 16)
-    rates = [0.003, 0.01, 0.03]
-    models = make_models(resnet.resnet18_tiny)
-    fused = fuse(models)
-    optimizer = FusedOptimizer(fused, "sgd", lr=rates, momentum=0.9)
-    curves = []
-    for step in range(20):
-        optimizer.zero_grad()
-        target = y[step % 10].expand(TRIALS, -1)
-        losses = fused.map(loss_of, fused(Shared(x[step % 10])), target)
-        losses.sum().backward()
-        optimizer.step()
-        curves.append(losses.detach())
-    for number, model in enumerate(models):
-        lone = torch.optim.SGD(model.parameters(), lr=rates[number], momentum=0.9)
-        for step, together in enumerate(curves):
-            lone.zero_grad()
-            loss = loss_of(model(x[step % 10]), y[step % 10])
-            loss.backward()
-            lone.step()
-            torch.testing.assert_close(together[number], loss.detach(), rtol=1e-8, atol=1e-8)
-    assert (curves[-1] < 0.8 * curves[0]).all()
 
 
 def test_a_schedule_is_a_vector():

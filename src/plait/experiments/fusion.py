@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
 
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
@@ -24,26 +21,33 @@ from plait.experiments.fusion_cases import (
     Case,
     Step,
     compiled_step,
+    finish,
     fused_step,
+    seconds_of,
     serial_step,
     vmap_step,
 )
 from plait.experiments.fusion_convergence import convergence, write_curves
-from plait.experiments.fusion_gan import gan_fused_step, gan_serial_step, gan_vmap_step
+from plait.experiments.fusion_gan import (
+    gan_compiled_step,
+    gan_fused_step,
+    gan_serial_step,
+    gan_vmap_step,
+)
+from plait.experiments.fusion_processes import PROCESS_MODES, times_of_processes
 from plait.experiments.nvml import GpuWatch
 from plait.fusion.capture import CapturedStep
 
 MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")
 PARTS = {
     "speed": "all models in the modes that one process has",
-    "modes": "all modes, also several processes at once and under MPS, over widths from 1 to 32",
+    "modes": "all modes, also several processes at once and under MPS, fused widths from 1 to 32",
     "convergence": "learning curves of fused trials on the serial ones",
 }
 DCGAN = "dcgan"
 # Speed-ups over the plain loop that were set as goals before anything was measured.
 _CPU_GOALS = {"mlp": 4.0, "transformer": 2.5, "cnn": 1.5}
 _GPU_GOALS = {"pointnet-cls": 4.0, "resnet18": 16.0, DCGAN: 9.0}
-_JOIN_S = 300.0
 # How long a GPU is watched at work.
 _WATCH_S = 0.3
 
@@ -94,12 +98,14 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 def _usual(device: torch.device, everything: bool) -> tuple[list[str], list[int]]:
     """The modes and widths that are measured where none are named."""
-    if device.type == "cuda":
-        modes = [mode for mode in MODES if everything or mode not in ("processes", "mps")]
-        return modes, [1, 2, 4, 8, 16, 32] if everything else [8, 32]
-    if everything:
-        return ["serial", "serial-compile", "processes", "vmap", "fused"], [1, 2, 4, 8, 16, 32]
-    return ["serial", "vmap", "fused"], [8]
+    on_gpu = device.type == "cuda"
+    if not everything:
+        modes = (
+            [mode for mode in MODES if mode not in PROCESS_MODES] if on_gpu else ["serial", "vmap", "fused"]
+        )
+        return modes, [8, 32] if on_gpu else [8]
+    modes = list(MODES) if on_gpu else ["serial", "serial-compile", "processes", "vmap", "fused"]
+    return modes, [1, 2, 4, 8, 16, 32]
 
 
 def _measure_all(
@@ -108,14 +114,49 @@ def _measure_all(
     cases = GPU_CASES if place.type == "cuda" else CPU_CASES
     names = list(models) or [*cases, DCGAN]
     _check(names, [*cases, DCGAN], "models")
+    serial = {name: _best_serial_step(name, cases, place) for name in names}
     rows: list[Row] = []
     for name in names:
-        serial = _best_serial_step(name, cases, place)
         for mode in modes:
-            for width in (1,) if mode.startswith("serial") else widths:
-                rows.append(_row(name, cases.get(name), mode, width, place, repeats, serial))
+            for width in _widths(mode, widths):
+                rows.append(_row(name, cases.get(name), mode, width, place, repeats, serial[name]))
                 if place.type == "cuda":
                     torch.cuda.empty_cache()
+    for mode in PROCESS_MODES:
+        for width in widths if mode in modes else ():
+            rows += _process_rows(names, mode, width, place, repeats, serial)
+    return rows
+
+
+def _widths(mode: str, widths: list[int]) -> list[int]:
+    """The widths at which a mode of this process is measured: a plain loop has one trial at a time."""
+    if mode in PROCESS_MODES:
+        return []
+    return [1] if mode.startswith("serial") else widths
+
+
+def _process_rows(
+    names: list[str],
+    mode: str,
+    width: int,
+    device: torch.device,
+    repeats: int,
+    serial: dict[str, Step],
+) -> list[Row]:
+    """A row for each model, trained by so many processes at once; they start once for all models."""
+    heads: list[Row] = [{"model": name, "mode": mode, "trials": width} for name in names]
+    try:
+        found = times_of_processes(names, mode, width, device, repeats)
+    except Exception as failure:  # the rows say how
+        return [{**head, "failed": _told(failure)} for head in heads]
+    rows: list[Row] = []
+    for head, name in zip(heads, names):
+        times, watch = found[name]
+        if isinstance(times, str):
+            rows.append({**head, "failed": times})
+            continue
+        pairs = [(seconds_of(serial[name], device), step_s) for step_s in times]
+        rows.append({**head, **_numbers(pairs, width, watch)})
     return rows
 
 
@@ -132,7 +173,7 @@ def _best_serial_step(name: str, cases: dict[str, Case], device: torch.device) -
     steps = [serial_step(cases[name], device)]
     if device.type == "cuda" and cases[name].data()[0].dim() == 4:
         steps.append(serial_step(cases[name], device, channels_last=True))
-    return min(steps, key=lambda step: _seconds(step, device)) if len(steps) > 1 else steps[0]
+    return min(steps, key=lambda step: seconds_of(step, device)) if len(steps) > 1 else steps[0]
 
 
 def _row(
@@ -140,12 +181,19 @@ def _row(
 ) -> Row:
     row: Row = {"model": name, "mode": mode, "trials": width}
     try:
-        pairs, watch = _measured(name, case, mode, width, device, repeats, serial)
+        pairs, watch = _measured(case, mode, width, device, repeats, serial)
     except Exception as failure:  # any mode may fail on any model; the row says how
-        return {**row, "failed": f"{type(failure).__name__}: {str(failure).splitlines()[0][:80]}"}
+        return {**row, "failed": _told(failure)}
+    return {**row, **_numbers(pairs, width, watch)}
+
+
+def _told(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:80]}"
+
+
+def _numbers(pairs: list[tuple[float, float]], width: int, watch: GpuWatch) -> Row:
     speedups = sorted(serial_s * width / step_s for serial_s, step_s in pairs)
     return {
-        **row,
         "serial_ms": 1e3 * statistics.median(serial_s for serial_s, _ in pairs),
         "step_ms": 1e3 * statistics.median(step_s for _, step_s in pairs),
         "speedup": statistics.median(speedups),
@@ -157,33 +205,23 @@ def _row(
 
 
 def _measured(
-    name: str,
-    case: Case | None,
-    mode: str,
-    width: int,
-    device: torch.device,
-    repeats: int,
-    serial: Step,
+    case: Case | None, mode: str, width: int, device: torch.device, repeats: int, serial: Step
 ) -> tuple[list[tuple[float, float]], GpuWatch]:
     """Seconds of a serial step and of a step of all trials, turn by turn, and what the GPU did meanwhile.
 
     The two take turns because a machine's speed drifts: a ratio of neighbours means more than one of means.
     """
-    watch = GpuWatch(device)
-    if mode in ("processes", "mps"):
-        with watch:
-            together = _times_of_processes(name, mode, width, device, repeats)
-        return [(_seconds(serial, device), step_s) for step_s in together], watch
     step = serial if mode == "serial" else _step_of(case, mode, width, device)
     for _ in range(3):
         step()
-    pairs = [(_seconds(serial, device), _seconds(step, device)) for _ in range(repeats)]
+    pairs = [(seconds_of(serial, device), seconds_of(step, device)) for _ in range(repeats)]
+    watch = GpuWatch(device)
     if device.type == "cuda":
         with watch:
             end = time.perf_counter() + _WATCH_S
             while time.perf_counter() < end:
                 step()
-                _finish(device)
+                finish(device)
     return pairs, watch
 
 
@@ -192,9 +230,8 @@ def _step_of(case: Case | None, mode: str, width: int, device: torch.device) -> 
     if mode == "vmap":
         return vmap_step(case, device, width) if case else gan_vmap_step(device, width, tiny)
     if mode == "serial-compile":
-        if case is None:
-            raise InputError("not written for a pair of models")
-        return _replayed(compiled_step(case, device), device)
+        parts = compiled_step(case, device) if case else gan_compiled_step(device, tiny)
+        return _replayed(parts, device)
     # One trial of the fused array is the model itself.
     count = 1 if mode == "serial-graph" else width
     parts = fused_step(case, device, count) if case else gan_fused_step(device, count, tiny)
@@ -215,57 +252,6 @@ def _replayed(parts: tuple[Callable[..., Any], list[torch.Tensor], Step], device
 def _captured(step: Callable[..., Any], inputs: list[torch.Tensor], clear: Step) -> Step:
     captured = CapturedStep(step, inputs, clear=clear)
     return lambda: captured(*inputs)
-
-
-def _seconds(step: Step, device: torch.device, inner: int = 5) -> float:
-    """Seconds a step takes, the mean of a few after one that warms up."""
-    step()
-    _finish(device)
-    start = time.perf_counter()
-    for _ in range(inner):
-        step()
-    _finish(device)
-    return (time.perf_counter() - start) / inner
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _times_of_processes(name: str, mode: str, width: int, device: torch.device, repeats: int) -> list[float]:
-    """Seconds in which each of `width` processes makes a step, all at once."""
-    if mode == "mps" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
-        raise InputError("CUDA_MPS_PIPE_DIRECTORY is not set; start nvidia-cuda-mps-control first")
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(width), context.Queue()
-    workers = [
-        context.Process(target=_one_process, args=(name, str(device), repeats, barrier, results), daemon=True)
-        for _ in range(width)
-    ]
-    for worker in workers:
-        worker.start()
-    try:
-        found = [results.get(timeout=_JOIN_S) for _ in workers]
-    finally:
-        for worker in workers:
-            worker.join(5.0)
-            worker.terminate()
-    # All began together at each round, so the slowest says how long the round took.
-    return [max(times) for times in zip(*found)]
-
-
-def _one_process(name: str, device: str, repeats: int, barrier: Barrier, results: Any) -> None:
-    torch.set_num_threads(1)
-    place = torch.device(device)
-    cases = GPU_CASES if place.type == "cuda" else CPU_CASES
-    step = gan_serial_step(place, place.type == "cpu") if name == DCGAN else serial_step(cases[name], place)
-    _seconds(step, place)
-    times = []
-    for _ in range(repeats):
-        barrier.wait(_JOIN_S)
-        times.append(_seconds(step, place, inner=10))
-    results.put(times)
 
 
 def _claims(rows: Sequence[Row], device: torch.device) -> list[Claim]:
@@ -300,14 +286,25 @@ def write_plot(bench: Bench, path: Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in timed))
     if not models:
         return
-    figure, axes = plt.subplots(1, len(models), figsize=(3.2 * len(models), 3.0), squeeze=False)
-    for axis, model in zip(axes[0], models):
+    across = min(4, len(models))
+    down = -(-len(models) // across)
+    figure, axes = plt.subplots(down, across, figsize=(3.2 * across, 3.0 * down), squeeze=False)
+    for axis in axes.flat[len(models) :]:
+        axis.axis("off")
+    for axis, model in zip(axes.flat, models):
         own = [row for row in timed if row["model"] == model]
-        for mode in dict.fromkeys(row["mode"] for row in own):
+        for mode in dict.fromkeys(str(row["mode"]) for row in own):
             points = [(row["trials"], row["speedup"]) for row in own if row["mode"] == mode]
-            axis.plot(*zip(*points), marker="o", label=str(mode))
+            colour = f"C{MODES.index(mode)}"
+            if mode.startswith("serial"):  # one trial after another is as fast for any number of them
+                axis.axhline(points[0][1], color=colour, linestyle="--", linewidth=1, label=mode)
+            else:
+                axis.plot(*zip(*points), marker="o", color=colour, label=mode)
         axis.set(title=str(model), xlabel="trials", ylabel="speed-up over serial")
-        axis.legend(fontsize=7)
+        axis.set_xscale("log", base=2)
+    known = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
+    # In a panel that no model needs, where there is one: elsewhere it hides curves.
+    axes.flat[-1].legend(known.values(), known.keys(), fontsize=7, loc="best")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
     plt.close(figure)

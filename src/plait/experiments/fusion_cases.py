@@ -6,6 +6,7 @@ on a CPU.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ def _images(batch: int, channels: int, size: int, classes: int = 10) -> Callable
     return lambda: (torch.randn(batch, channels, size, size), torch.randint(0, classes, (batch,)))
 
 
-def _tokens(batch: int, time: int, vocabulary: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    shape = (batch, time)
+def _tokens(batch: int, length: int, vocabulary: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    shape = (batch, length)
     return lambda: (torch.randint(0, vocabulary, shape), torch.randint(0, vocabulary, shape))
 
 
@@ -93,6 +94,23 @@ def precision(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
+def seconds_of(step: Step, device: torch.device, inner: int = 5) -> float:
+    """Seconds a step takes, the mean of a few after one that warms up."""
+    step()
+    finish(device)
+    start = time.perf_counter()
+    for _ in range(inner):
+        step()
+    finish(device)
+    return (time.perf_counter() - start) / inner
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the device to have done all it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def serial_step(case: Case, device: torch.device, channels_last: bool = False) -> Step:
     """One step of one trial, as a plain loop has it."""
     model = case.make().to(device)
@@ -137,7 +155,8 @@ def stacked_data(case: Case, device: torch.device, width: int) -> list[Tensor]:
 
 def fused_step(case: Case, device: torch.device, width: int) -> tuple[Callable[..., Any], list[Tensor], Step]:
     """A step of the fused array as a function of its inputs, such inputs, and what clears its gradients."""
-    fused = fuse([case.make().to(device) for _ in range(width)])
+    with device:  # where their first weights are drawn fastest
+        fused = fuse([case.make() for _ in range(width)])
     if device.type == "cuda":
         fused.channels_last()
     optimizer = FusedOptimizer(fused, "adam", lr=[1e-3 * (1 + number) for number in range(width)])

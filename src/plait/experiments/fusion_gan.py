@@ -42,15 +42,32 @@ def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 def gan_serial_step(device: torch.device, tiny: bool = False) -> Step:
     """One step of one DCGAN: the discriminator on real and made images, then the generator."""
-    make_generator, make_discriminator, shape, noise = gan_parts(tiny)
-    maker, judge = make_generator().to(device), make_discriminator().to(device)
-    optimizers = [
-        torch.optim.Adam(m.parameters(), lr=2e-4, betas=(0.5, 0.999), fused=device.type == "cuda")
-        for m in (maker, judge)
-    ]
-    real, z = torch.randn(shape, device=device), torch.randn(shape[0], noise, 1, 1, device=device)
+    step, inputs, _ = _lone_step(device, tiny, compiled=False)
+    return lambda: step(*inputs)
 
-    def step() -> None:
+
+def gan_compiled_step(
+    device: torch.device, tiny: bool = False
+) -> tuple[Callable[..., Any], list[Tensor], Step]:
+    """The same step by torch.compile, as a function of its inputs, and what clears its gradients."""
+    return _lone_step(device, tiny, compiled=True)
+
+
+def _lone_step(
+    device: torch.device, tiny: bool, compiled: bool
+) -> tuple[Callable[..., Any], list[Tensor], Step]:
+    make_generator, make_discriminator, shape, noise = gan_parts(tiny)
+    on_gpu = device.type == "cuda"
+    modules = [make().to(device) for make in (make_generator, make_discriminator)]
+    optimizers = [
+        torch.optim.Adam(
+            m.parameters(), lr=2e-4, betas=(0.5, 0.999), fused=on_gpu, capturable=on_gpu and compiled
+        )
+        for m in modules
+    ]
+    maker, judge = (torch.compile(module) if compiled else module for module in modules)
+
+    def step(real: Tensor, z: Tensor) -> Tensor:
         optimizers[1].zero_grad()
         with precision(device):
             made = maker(z)
@@ -58,12 +75,18 @@ def gan_serial_step(device: torch.device, tiny: bool = False) -> Step:
         loss.backward()
         optimizers[1].step()
         optimizers[0].zero_grad()
-        with precision(device), _without_gradients(judge.parameters()):
+        with precision(device), _without_gradients(modules[1].parameters()):
             loss = gan_loss(judge(made), 1.0)
         loss.backward()
         optimizers[0].step()
+        return loss.detach()
 
-    return step
+    def clear() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    inputs = [torch.randn(shape, device=device), torch.randn(shape[0], noise, 1, 1, device=device)]
+    return step, inputs, clear
 
 
 def gan_fused_step(
@@ -71,8 +94,9 @@ def gan_fused_step(
 ) -> tuple[Callable[..., Any], list[Tensor], Step]:
     """The same step for a fused array of generators and one of discriminators."""
     make_generator, make_discriminator, shape, noise = gan_parts(tiny)
-    makers = fuse([make_generator().to(device) for _ in range(width)])
-    judges = fuse([make_discriminator().to(device) for _ in range(width)])
+    with device:
+        makers = fuse([make_generator() for _ in range(width)])
+        judges = fuse([make_discriminator() for _ in range(width)])
     if device.type == "cuda":
         makers.channels_last()
         judges.channels_last()
