@@ -35,7 +35,7 @@ MICROBATCHES = 2
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED)
 
 
-def run(seeds: Sequence[int] = (0, 1, 2), steps: int = 600) -> tuple[list[Row], list[Claim]]:
+def run(seeds: Sequence[int] = (0, 1, 2), steps: int = 2000) -> tuple[list[Row], list[Claim]]:
     """Test accuracy of both models under every schedule and plainly, for every seed."""
     rows: list[Row] = []
     for settings in (digits_job(steps), text_job(steps)):
