@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.fusion import FusedOptimizer, FusionError, fuse
+from plait.fusion.kernels import can_run_on
 from plait.fusion.width import Need, measure_need, saturated_width, step_bytes
 
 
@@ -44,3 +46,10 @@ def test_the_largest_width_fits_and_the_next_does_not():
 def test_widening_ends_where_it_no_longer_pays():
     assert saturated_width({1: 10.0, 2: 18.0, 4: 30.0, 8: 31.0, 16: 31.2}) == 4
     assert saturated_width({1: 10.0, 2: 20.0}) == 2
+
+
+def test_our_kernels_leave_tensors_without_memory_alone(monkeypatch):
+    monkeypatch.setattr("plait.fusion.kernels.find_spec", lambda name: object())
+    with FakeTensorMode():
+        assert not can_run_on(torch.empty(2, device="cuda"))
+    assert not can_run_on(torch.empty(2))

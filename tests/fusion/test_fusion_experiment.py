@@ -8,6 +8,7 @@ from plait.core.errors import InputError
 from plait.experiments.bench import as_json
 from plait.experiments.fusion import run, write_plot
 from plait.experiments.fusion_convergence import convergence, write_curves
+from plait.experiments.fusion_processes import together
 
 
 def test_rows_claims_and_picture_cover_what_was_asked_for(tmp_path):
@@ -24,6 +25,11 @@ def test_rows_claims_and_picture_cover_what_was_asked_for(tmp_path):
     assert as_json(bench)["name"] == "fusion"
     write_plot(bench, tmp_path / "fusion.png")
     assert (tmp_path / "fusion.png").stat().st_size > 1000
+
+
+def test_the_slowest_of_several_processes_says_how_long_a_round_took():
+    assert together([[1.0, 4.0], [2.0, 3.0]]) == [2.0, 4.0]
+    assert together([[1.0], "OutOfMemoryError: no memory"]) == "OutOfMemoryError: no memory"
 
 
 def test_an_unknown_model_or_mode_is_refused_with_the_nearest():

@@ -45,10 +45,10 @@ def times_of_processes(
         for worker in workers:
             worker.join(5.0)
             worker.terminate()
-    return {name: (_together([own[name] for own in found]), watches[name]) for name in names}
+    return {name: (together([own[name] for own in found]), watches[name]) for name in names}
 
 
-def _together(times: Sequence[Times]) -> Times:
+def together(times: Sequence[Times]) -> Times:
     """All began together at each round, so the slowest says how long the round took."""
     failures = [own for own in times if isinstance(own, str)]
     if failures:

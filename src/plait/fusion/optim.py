@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
+from plait.fusion.kernels import can_run_on
 from plait.fusion.module import FusedModule
 from plait.fusion.updates import KINDS, Kind, Pieces, kind_of
 
@@ -146,9 +146,8 @@ class FusedOptimizer:
 
     def _in_one_pass(self) -> bool:
         """Whether a kernel of ours updates all trials of a parameter at once."""
-        whole = self.steps.is_cuda and all(p.dtype == torch.float32 for p in self.parameters)
         known = self.kind.one_pass is not None and not self.common.get("amsgrad", False)
-        return whole and known and find_spec("triton") is not None
+        return known and all(p.dtype == torch.float32 and can_run_on(p) for p in self.parameters)
 
     def _step_by_kernel(self, updated: Updated, gradients: list[Tensor], skip: Tensor | None) -> None:
         """Trial by trial, each in one pass over its memory, by torch's own kernels."""

@@ -171,8 +171,8 @@ def _box_gradient(
 def fits(source: Tensor, taps: Tensor, stride: int, size: Sequence[int]) -> bool:
     """Whether boxes can be cut from `source`, where the large images have this size, on its GPU."""
     outs, channels = taps.shape[1], taps.shape[-1]
-    aligned = all(number * 2 % _ALIGNED_BYTES == 0 for number in (outs, channels))
-    aligned = aligned and source.data_ptr() % _ALIGNED_BYTES == 0
+    places = (outs * 2, channels * 2, source.data_ptr(), taps.data_ptr())
+    aligned = all(place % _ALIGNED_BYTES == 0 for place in places)
     # With a stride the descriptor has no axis left for the trials, and cannot tell one's end from the next.
     phased = stride == 1 or (channels % 64 == 0 and size[0] % stride == 0 and size[1] % stride == 0)
     return aligned and phased and torch.cuda.get_device_capability(source.device) >= (9, 0)

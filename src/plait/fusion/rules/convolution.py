@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.fusion.choice import choose
 from plait.fusion.fallback import vmap_rule
+from plait.fusion.kernels import can_run_on
 from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
@@ -155,7 +156,7 @@ def _unfolded(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None
 def _gathered(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """Our own kernel: products of gathered rows, all trials in one launch."""
     stride, dilation = set(options["stride"]), set(options["dilation"])
-    if not x.is_cuda or len(stride) > 1 or dilation != {1}:
+    if not can_run_on(x) or len(stride) > 1 or dilation != {1}:
         raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
     from plait.fusion.kernels.convolution import trial_convolution  # needs Triton, which a CPU build has not
 
@@ -249,8 +250,8 @@ def _grouped_up(
 def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """Our own kernel for transposed convolutions."""
     stride = set(options["stride"])
-    if len(stride) > 1 or set(options["dilation"]) != {1}:
-        raise RuntimeError("the kernel is for equal strides and no dilation")
+    if not can_run_on(x) or len(stride) > 1 or set(options["dilation"]) != {1}:
+        raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
     from plait.fusion.kernels.convolution import trial_convolution  # needs Triton, which a CPU build has not
 
     pad = options["padding"]

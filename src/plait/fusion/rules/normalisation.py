@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.fallback import loop, vmap_rule
+from plait.fusion.kernels import can_run_on
 from plait.fusion.padding import masked_norm, numbers
 from plait.fusion.pending import PendingNorm
 from plait.fusion.per_trial import PerTrial
@@ -66,7 +67,7 @@ def _waits(folded: Tensor) -> bool:
     """Whether our kernels compute the norm: on a GPU, in 16 bits, with the channels innermost."""
     half = folded.dtype in (torch.bfloat16, torch.float16)
     several = folded.numel() > folded.shape[1]  # of one value a channel torch says what is wrong
-    ours = folded.is_cuda and half and folded.dim() in (3, 4) and several
+    ours = can_run_on(folded) and half and folded.dim() in (3, 4) and several
     return ours and folded.movedim(1, -1).is_contiguous()
 
 
