@@ -74,3 +74,11 @@ def test_measured_levels_go_by_their_slowest_link_and_sum():
     assert (one.bytes_per_s, one.sum_bytes_per_s, one.sum_latency_s) == (1e9, 2e8, 5e-4)
     with pytest.raises(PlanError, match="found 2 levels .2x2., but links of 1 were measured"):
         measured_machines((2, 2), (near,), (inside,))
+
+
+def test_what_a_microbatch_costs_a_worker_beside_its_layers_is_in_the_prediction():
+    graph, plain = chain([1.0] * 2, 0.0, 0.0), Settings(Schedule.STASH, 4, straight=True)
+    quick = make_plan(graph, machines(2, 1e9), plain)
+    slow = make_plan(graph, replace(machines(2, 1e9), overhead_s=0.5), plain)
+    assert slow.step_s == pytest.approx(quick.step_s + 4 * 0.5)
+    assert slow.bottleneck_s == quick.bottleneck_s

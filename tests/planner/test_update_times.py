@@ -1,6 +1,7 @@
 """The optimizer's time counts where it is spent: under stash after every microbatch, else once a batch."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,20 @@ def chain(last_update_s: float) -> Graph:
     updates = [0.0, 0.0, 0.0, last_update_s]
     nodes = [Node(n, n, 1.0, 2.0, 1.0, 1.0, update_s=u) for n, u in zip(names, updates)]
     return Graph(tuple(nodes), tuple(Edge(a, b, 1.0) for a, b in itertools.pairwise(names)))
+
+
+def test_only_the_last_stage_writes_over_its_weights_under_stash():
+    nodes = [replace(node, update_s=0.0, version_s=3.0) for node in chain(0.0).nodes]
+    graph = Graph(tuple(nodes), chain(0.0).edges)
+    stash = make_plan(graph, TWO, Settings(Schedule.STASH, 4, straight=True))
+    # Three seconds a layer, and three more for each layer that is not in the last stage.
+    assert [stage.layers for stage in stash.stages] == [("a",), ("b", "c", "d")]
+    assert [stage.update_s for stage in stash.stages] == [3.0, 0.0]
+    assert stash.bottleneck_s == pytest.approx(9.0)
+    flush = make_plan(graph, TWO, Settings(Schedule.FLUSH, 4, straight=True))
+    assert [stage.update_s for stage in flush.stages] == [0.0, 0.0]
+    buffered = make_plan(graph, TWO, Settings(Schedule.TWO_BUFFERED, 4, straight=True))
+    assert [stage.update_s for stage in buffered.stages] == [6.0, 6.0]
 
 
 def planned(schedule: Schedule, last_update_s: float):

@@ -1,4 +1,4 @@
-"""Sums are timed between real processes."""
+"""Sums, and what a pipeline costs by itself, are timed between real processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.profiler.links import Sum
+from plait.runtime.overhead import measure_overhead
 from plait.runtime.sums import groups_of, measure_sums
 from plait.sync.wish import TopologyWish
 from support.world import run_ranks
@@ -61,3 +62,13 @@ def test_workers_of_two_hosts_learn_both_speeds() -> None:
     near, far = run_ranks(4, sums_of, hosts=["a", "a", "b", "b"])[0]
     assert (near.same_host, far.same_host) == (True, False)
     assert near.workers == far.workers == 2
+
+
+def overhead_of(rank: int) -> float:
+    return measure_overhead(rank, ["here"] * 3)
+
+
+def test_all_ranks_learn_what_a_pipeline_costs_beside_its_layers() -> None:
+    found = run_ranks(3, overhead_of)
+    assert found[0] == found[1] == found[2]
+    assert 1e-5 < found[0] < 0.1

@@ -259,7 +259,9 @@ def _machines(
     each = _each_device(speeds, memories)
     limit = float(parse_bytes(memory, "--memory")) if memory is not None else None
     if bandwidth is None and measured is not None and measured.links:
-        return measured_machines(counts, measured.links, measured.sums, limit, each)
+        return measured_machines(
+            counts, measured.links, measured.sums, limit, each, overhead_s=measured.overhead_s
+        )
     if bandwidth is not None:
         rates = tuple(
             _number(part, "--bandwidth", float, "1e9 or 10e9,1.25e9") for part in bandwidth.split(",")

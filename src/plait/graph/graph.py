@@ -24,7 +24,8 @@ class Node:
     """One operation (or layer) of the model, with what it costs for one microbatch.
 
     `output_bytes` counts all tensors it returns, `activation_bytes` what autograd keeps until the
-    backward pass, `update_s` what the optimizer takes for its parameters, and `working_bytes` what it takes
+    backward pass, `update_s` what the optimizer takes for its parameters, `version_s` what it takes more
+    where microbatches in flight still need the weights before, and `working_bytes` what the operation takes
     while it runs beyond what the layers before it keep (0 where nobody measured them).
     """
 
@@ -38,6 +39,7 @@ class Node:
     activation_bytes: float = 0.0
     update_s: float = 0.0
     working_bytes: float = 0.0
+    version_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -171,6 +173,7 @@ def _check_nodes(nodes: Iterable[Node]) -> None:
             "activation_bytes",
             "update_s",
             "working_bytes",
+            "version_s",
         ):
             _check_amount(getattr(node, field), f"node {node.id!r}: {field}")
 

@@ -53,13 +53,15 @@ class Machines:
     """Levels from the innermost out (devices in a host, hosts in a cluster), and the devices' memory.
 
     `devices` is empty where all are like the profiled one; else it names each, in the order of placement.
-    `latency_s` is what each transfer costs before its first byte arrives.
+    `latency_s` is what each transfer costs before its first byte arrives, `overhead_s` what each microbatch
+    costs the worker of a stage beside its layers: half of it forward and half backward.
     """
 
     levels: tuple[Level, ...]
     memory_bytes: float | None = None
     devices: tuple[Device, ...] = ()
     latency_s: float = 0.0
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -122,6 +124,7 @@ def measured_machines(
     sums: Sequence[Sum],
     memory_bytes: float | None = None,
     devices: tuple[Device, ...] = (),
+    overhead_s: float = 0.0,
 ) -> Machines:
     """Machines with one or two levels as fast as what was measured within and between hosts.
 
@@ -140,7 +143,7 @@ def measured_machines(
             f"found {len(counts)} levels ({'x'.join(map(str, counts))}), but links of {kinds} were measured; "
             f"expected a bandwidth for each level, the innermost first"
         )
-    return Machines(found, memory_bytes, devices, max(link.latency_s for link in links))
+    return Machines(found, memory_bytes, devices, max(link.latency_s for link in links), overhead_s)
 
 
 def _measured(count: int, links: Sequence[Link], sums: Sequence[Sum]) -> Level | None:

@@ -188,6 +188,8 @@ def _build_stage(
     parameters = math.fsum(node.parameter_bytes for node in nodes)
     agree = _agree_s(machines, placed.devices, parameters)
     write = math.fsum(node.update_s for node in nodes)
+    if settings.schedule is Schedule.TWO_BUFFERED or (settings.schedule is Schedule.STASH and held > 1):
+        write += math.fsum(node.version_s for node in nodes)
     each = write if settings.schedule is Schedule.STASH else 0.0
     slowest = min(machines.device(device).speed for device in placed.devices)
     stage = Stage(

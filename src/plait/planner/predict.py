@@ -52,7 +52,7 @@ def predict_stages(
 ) -> Prediction:
     """Replay one pipeline; asynchronous schedules, which never drain, are timed in their steady state."""
     memory = MemorySettings(optimizer_copies, recompute)
-    costs = [_costs(stage, schedule, memory) for stage in stages]
+    costs = [_costs(stage, schedule, memory, machines.overhead_s / 2) for stage in stages]
     fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout, depths)
     drain = 0 if schedule.synchronous else fill
     ops = operations(schedule, layout, fill + window + drain, dict(enumerate(depths)))
@@ -90,10 +90,10 @@ def compare_schedules(plan: Plan, microbatches: int | None = None) -> dict[Sched
     return {kind: predict(plan, kind, microbatches) for kind in ([plan.schedule] if shared else kinds)}
 
 
-def _costs(stage: Stage, schedule: Schedule, memory: MemorySettings) -> StageCosts:
+def _costs(stage: Stage, schedule: Schedule, memory: MemorySettings, overhead_s: float) -> StageCosts:
     return StageCosts(
-        forward_s=stage.forward_s,
-        backward_s=stage.backward_s,
+        forward_s=stage.forward_s + overhead_s,
+        backward_s=stage.backward_s + overhead_s,
         output_bytes=stage.output_bytes,
         update_s=stage.update_s,
         parameter_bytes=stage.parameter_bytes,

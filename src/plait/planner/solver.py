@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from plait.graph.ideals import Bools, Floats, Ideals
 from plait.planner.cover import CLOSE, Choice, Problem, partition, tidy
-from plait.planner.depth import Depth
+from plait.planner.depth import Depth, Schedule
 from plait.planner.machines import Level
 from plait.planner.memory import StageMemory
 
@@ -63,8 +63,15 @@ class Ranges:
 
 
 def ranges_of(ideals: Ideals, memory: StageMemory, depth: Depth) -> Ranges:
-    """The costs of every stage that two of the ideals bound."""
+    """The costs of every stage that two of the ideals bound.
+
+    Under stash all stages but the last have microbatches in flight that need the weights before an update.
+    """
     compute = ideals.compute_s[None, :] - ideals.compute_s[:, None]
+    if depth.schedule is Schedule.STASH:
+        graph = ideals.graph
+        more = ideals.sums([graph.node_by_id[name].version_s for name in graph.order])
+        compute[:, :-1] += more[None, :-1] - more[:, None]
     parameters = ideals.parameter_bytes[None, :] - ideals.parameter_bytes[:, None]
     # Rounding must not make the difference of two sums negative.
     compute = np.where(ideals.nested, np.maximum(compute, 0), np.inf)

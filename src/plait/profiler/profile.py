@@ -49,7 +49,8 @@ class Profile:
     """What was measured, on what. `step` is the unmodified model's whole step, measured in between.
 
     `sums` is how fast the workers sum gradients, where several were measured together. `loading_s` is what a
-    microbatch takes to be fetched, where the worker that computes does that too.
+    microbatch takes to be fetched, where the worker that computes does that too, and `overhead_s` what it
+    costs a worker of a pipeline beside its layers.
     """
 
     model: str
@@ -66,6 +67,7 @@ class Profile:
     links: tuple[Link, ...] = ()
     sums: tuple[Sum, ...] = ()
     loading_s: float = 0.0
+    overhead_s: float = 0.0
 
     @property
     def coverage(self) -> float:

@@ -93,7 +93,7 @@ def _machines(placement: Placement, profile: Profile) -> Machines:
         return machines(sum(slots), 1e9)
     two_levels = len(slots) > 1 and len(set(slots)) == 1 and slots[0] > 1
     counts = (slots[0], len(slots)) if two_levels else (sum(slots),)
-    return measured_machines(counts, profile.links, profile.sums)
+    return measured_machines(counts, profile.links, profile.sums, overhead_s=profile.overhead_s)
 
 
 def _optimizer_copies(optimizer: OptimizerSettings) -> float:

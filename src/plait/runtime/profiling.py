@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from plait.runtime import build
 from plait.runtime.launch import Placement
 from plait.runtime.loading import SeededSamples, to_device
 from plait.runtime.optim import build_optimizer
+from plait.runtime.overhead import measure_overhead
 from plait.runtime.settings import OptimizerSettings, TrainSettings
 from plait.runtime.sums import measure_sums
 from plait.stages.versions import WeightVersions
@@ -63,51 +64,65 @@ def profile_job(
             name=settings.model.factory,
             on_progress=on_progress,
         )
-        updates = time_updates(model.to(device), trace(model, inputs), settings.optimizer, repeats)
+        updates = time_updates(model.to(device), trace(model, inputs), settings.optimizer, max(repeats, 9))
         loading_s = _loading_s(settings, found.batch, device)
     finally:
         torch.set_num_threads(before)
     return replace(found, graph=_with_updates(found.graph, updates), loading_s=loading_s)
 
 
+@dataclass(frozen=True)
+class UpdateTimes:
+    """Seconds of an update that writes over the weights, and of one that leaves the version before."""
+
+    in_place_s: float
+    kept_s: float
+
+
 def time_updates(
     model: nn.Module, traced: TracedModel, optimizer: OptimizerSettings, repeats: int
-) -> dict[str, float]:
-    """Seconds that the optimizer takes to write the next version of each layer's weights.
+) -> dict[str, UpdateTimes]:
+    """What the optimizer takes to write the next version of each layer's weights.
 
     The whole model's update is shared out by what each layer's takes alone, since an optimizer has costs of
     its own whatever it holds. A parameter that several layers use counts for the first. The model is
     trained by it, with gradients of zero.
     """
     named = dict(model.named_parameters())
-    alone: dict[str, float] = {}
+    alone: dict[str, UpdateTimes] = {}
     for layer in traced.layers:
         own = [p for name in layer.parameters if (p := named.pop(name, None)) is not None]
         own = [p for p in own if p.requires_grad]
         if own:
-            alone[layer.id] = _update_s(model, own, optimizer, repeats)
-    whole = _update_s(model, [p for p in model.parameters() if p.requires_grad], optimizer, repeats)
-    total = sum(alone.values())
-    return {layer: seconds * whole / total for layer, seconds in alone.items()}
+            alone[layer.id] = _update_times(model, own, optimizer, repeats)
+    whole = _update_times(model, [p for p in model.parameters() if p.requires_grad], optimizer, repeats)
+    in_place = whole.in_place_s / sum(times.in_place_s for times in alone.values())
+    kept = whole.kept_s / sum(times.kept_s for times in alone.values())
+    return {id: UpdateTimes(t.in_place_s * in_place, t.kept_s * kept) for id, t in alone.items()}
 
 
-def _update_s(model: nn.Module, parameters: list[Any], settings: OptimizerSettings, repeats: int) -> float:
-    """Seconds of one update that leaves the version before it as it is."""
+def _update_times(
+    model: nn.Module, parameters: list[Any], settings: OptimizerSettings, repeats: int
+) -> UpdateTimes:
+    """One update, with all that a pipeline does for it; both kinds take turns."""
     optimizer = build_optimizer(settings, parameters)
     versions = WeightVersions(model, parameters)
-    samples = []
+    samples: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(repeats + 2):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        _settle(parameters[0])
-        started = time.perf_counter()
-        versions.update(optimizer.step, versions.newest)
-        _settle(parameters[0])
-        samples.append(time.perf_counter() - started)
+        for kept, times in samples.items():
+            for leaf in versions.leaves(versions.newest):
+                leaf.grad = torch.zeros_like(leaf)
+            _settle(parameters[0])
+            started = time.perf_counter()
+            versions.collect()
+            versions.update(optimizer.step, versions.newest if kept else versions.newest + 1)
+            versions.put(versions.newest)
+            optimizer.zero_grad(set_to_none=True)
+            _settle(parameters[0])
+            times.append(time.perf_counter() - started)
     versions.settle()
-    optimizer.zero_grad(set_to_none=True)
     # The first makes the optimizer's state, the second the last buffer.
-    return statistics.median(samples[2:])
+    return UpdateTimes(statistics.median(samples[False][2:]), statistics.median(samples[True][2:]))
 
 
 def _settle(tensor: torch.Tensor) -> None:
@@ -115,8 +130,13 @@ def _settle(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def _with_updates(graph: Graph, update_s: dict[str, float]) -> Graph:
-    return Graph(tuple(replace(n, update_s=update_s.get(n.id, 0.0)) for n in graph.nodes), graph.edges)
+def _with_updates(graph: Graph, updates: dict[str, UpdateTimes]) -> Graph:
+    nodes = []
+    for node in graph.nodes:
+        times = updates.get(node.id, UpdateTimes(0.0, 0.0))
+        more = max(0.0, times.kept_s - times.in_place_s)
+        nodes.append(replace(node, update_s=times.in_place_s, version_s=more))
+    return Graph(tuple(nodes), graph.edges)
 
 
 def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
@@ -192,14 +212,15 @@ def profile_here(
     if worker.world_size == 1:
         return found
     model = build.build_model(settings.model, settings.seed)
-    links = measure_links(_two_of_each_host(worker), host=worker.host)
+    hosts: list[str] = [""] * worker.world_size
+    dist.all_gather_object(hosts, worker.host)
+    links = measure_links(_two_of_each(hosts), host=worker.host)
+    found = replace(found, overhead_s=measure_overhead(worker.rank, hosts))
     return found.with_links(links, measure_sums(model, worker.host, settings.topology))
 
 
-def _two_of_each_host(worker: Worker) -> list[int]:
+def _two_of_each(hosts: list[str]) -> list[int]:
     """Ranks whose links stand for all: the workers of a host are alike, and all pairs would take long."""
-    hosts: list[str] = [""] * worker.world_size
-    dist.all_gather_object(hosts, worker.host)
     return [rank for rank, host in enumerate(hosts) if hosts[:rank].count(host) < 2]
 
 
@@ -221,7 +242,7 @@ def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, r
 
 def _mean_of_workers(graph: Graph) -> Graph:
     """The graph with times that are the mean over all workers; all call it together."""
-    columns = ("forward_s", "backward_s", "update_s")
+    columns = ("forward_s", "backward_s", "update_s", "version_s")
     times = torch.tensor([[getattr(n, c) for c in columns] for n in graph.nodes], dtype=torch.float64)
     dist.all_reduce(times)
     means = (times / dist.get_world_size()).tolist()
