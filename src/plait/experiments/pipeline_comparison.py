@@ -4,7 +4,7 @@ Every worker takes minibatches of one size, as in PipeDream's tables: data paral
 one minibatch of each worker; stash updates after each minibatch (each round of them, where stages are
 replicated); gpipe, 2bw and model parallelism after four minibatches a worker. Plans are the planner's own,
 from a profile that all workers took at once. All sides of a model run in one world, in turn, one thread a
-worker, for about as long each, but model parallelism, which more workers make no faster, for a few minibatches.
+worker, for about as long each, but model parallelism, which more workers make no faster, for a few.
 
 On a machine without the job file's dependencies, for several numbers of workers at once:
 
