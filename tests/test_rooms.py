@@ -26,6 +26,7 @@ LEVEL = {
     "experiments": 10,
     "config": 11,
     "sweeping": 12,
+    "training": 12,
     "cli": 13,
 }
 

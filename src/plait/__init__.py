@@ -23,7 +23,7 @@ _ROOMS: dict[str, tuple[str, str]] = {
     "profile": ("plait.profiler.profile", "profile_model"),
     "read_job": ("plait.config", "read_job"),
     "sweep": ("plait.sweeping", "sweep"),
-    "train": ("plait.config", "train"),
+    "train": ("plait.training", "train"),
 }
 
 __all__ = ["__version__", *_ROOMS]

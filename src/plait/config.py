@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,8 +18,7 @@ from plait.cluster.hosts import LOCAL, Host, parse_hosts
 from plait.core.errors import JobError
 from plait.core.names import did_you_mean
 from plait.runtime import settings as run
-from plait.runtime.folder import choose_folder
-from plait.runtime.launch import Display, Placement, Silent, launch
+from plait.runtime.launch import Placement
 from plait.sync.options import TOLERANT, read_options
 from plait.sync.wish import AUTO, find_topology, read_wish
 
@@ -222,7 +220,7 @@ class Job(Section):
                 f"agree by all-reduce or, side by side, by {', '.join(TOLERANT)}"
             )
         if parallel.plan == "data-parallel" or workers > 1:
-            _check_slow(parallel.slow, workers)
+            check_slow(parallel.slow, workers)
         if parallel.jitter is not None and not (0 <= parallel.jitter[0] <= 1 and parallel.jitter[1] >= 0):
             raise JobError(
                 f"parallel.jitter: found {parallel.jitter}, expected a probability from 0 to 1 and "
@@ -305,7 +303,8 @@ class Job(Section):
         return yaml.safe_dump(self.model_dump(exclude_unset=True), sort_keys=False)
 
 
-def _check_slow(slow: Mapping[int, float], workers: int) -> None:
+def check_slow(slow: Mapping[int, float], workers: int) -> None:
+    """Refuse to slow a worker that is not there, or to make one faster."""
     for rank, factor in slow.items():
         if not 0 <= rank < workers or factor < 1:
             raise JobError(
@@ -341,49 +340,6 @@ def make_job(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job:
         return Job.model_validate(tree)
     except ValidationError as failure:
         raise JobError("\n".join(_explain(error) for error in failure.errors())) from None
-
-
-def train(
-    job: Job, *, resume: bool = False, run_folder: str | None = None, display: Display | None = None
-) -> dict[str, Any]:
-    """Run `job` on its workers to its end; what it came to, with `run`, the folder it left.
-
-    The same as `plait train`: the folder is new, `run_folder`, or on resume the latest of this job.
-    """
-    settings, placement = job.settings(), job.placement()
-    if job.parallel.plan != "data-parallel":
-        settings, placement = _planned(job, settings, placement)
-    folder = choose_folder(Path(job.run_dir), job.name, resume, run_folder)
-    result = launch(settings, placement, folder, display or Silent(), resume=resume, job_text=job.text())
-    return {**result, "run": str(folder.path)}
-
-
-def _planned(
-    job: Job, settings: run.TrainSettings, placement: Placement
-) -> tuple[run.TrainSettings, Placement]:
-    """The job's settings with its plan, which says how many workers there are where the job does not."""
-    from plait.runtime.pipeline_trainer import check_pipeline
-    from plait.runtime.planned import PlanWish, planned
-
-    wish = job.parallel
-    settings, plan = planned(
-        settings,
-        placement,
-        PlanWish(
-            wish.plan,
-            wish.schedule,
-            wish.microbatches,
-            wish.vertical_sync,
-            wish.depths,
-            tuple(wish.recompute),
-        ),
-    )
-    if wish.workers is None and not job.cluster.hosts:
-        placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
-    workers = sum(host.slots for host in placement.hosts)
-    _check_slow(wish.slow, workers)
-    check_pipeline(settings, workers)
-    return settings, placement
 
 
 class _Loader(yaml.SafeLoader):

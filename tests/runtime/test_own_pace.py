@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.config import make_job, train
+from plait.config import make_job
 from plait.core.errors import JobError
 from plait.core.events import read
 from plait.runtime import build, events
@@ -22,6 +22,7 @@ from plait.runtime.claims import _Speed
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import EvaluateSettings, ModelSettings, SlowSettings, TrainSettings
 from plait.runtime.worker import make_trainer
+from plait.training import train
 from support.averaging import job_store
 from support.syncs import StoreWorker, run_sync, settings_of
 from support.training import largest_difference
