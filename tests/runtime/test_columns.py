@@ -46,16 +46,17 @@ def side_by_side(sync: str = "partial-reduce", options: dict[str, Any] | None = 
     return replace(planned((2, 2), **values), sync=SyncSettings(sync, options or {}))
 
 
-def train_rank(rank: int, port: int, settings: TrainSettings, folder: Path, resume: bool = False) -> Any:
+def train_rank(rank: int, port: int, settings: TrainSettings, folder: Path, hosts: str = "aaaa") -> Any:
     torch.set_num_threads(1)
     worker: Any = StoreWorker(rank, dist.get_world_size(), port, None)
+    worker.host = hosts[rank]
     parts = build.build(settings, torch.device("cpu"))
-    return make_trainer(worker, settings, parts, RunFolder(folder)).run(resume)
+    return make_trainer(worker, settings, parts, RunFolder(folder)).run(resume=False)
 
 
-def train(settings: TrainSettings, folder: Path, resume: bool = False, **more: Any) -> list[Any]:
+def train(settings: TrainSettings, folder: Path) -> list[Any]:
     with job_store() as port:
-        return run_ranks(4, train_rank, port, settings, folder, resume, **more)
+        return run_ranks(4, train_rank, port, settings, folder)
 
 
 def final_weights(folder: Path) -> dict[str, Any]:
@@ -76,6 +77,8 @@ def test_where_all_average_after_every_update_two_pipelines_equal_one_process(tm
     assert 0.0 < result["train_loss"] < 2.3
     _, resumed = train_here(digits_job(steps=20, optimizer=PLAIN), tmp_path / "pipelines", resume=True)
     assert largest_difference(resumed, weights) < 1e-10
+    started, _ = recorded(tmp_path / "pipelines", 0, events.RunStarted)
+    assert started.parameters == sum(value.numel() for value in weights.values())
     # Each stage settled by itself, with the workers that hold it.
     assert [e.members for e in recorded(tmp_path / "pipelines", 0, events.Settled)] == [(0, 1), (0, 1)]
     assert [e.members for e in recorded(tmp_path / "pipelines", 3, events.Settled)] == [(2, 3), (2, 3)]
@@ -95,7 +98,9 @@ def test_a_slow_worker_holds_up_its_own_pipeline_only(tmp_path: Path):
     assert [samples_of(tmp_path, rank) for rank in (2, 3)] == [slow, fast]
 
 
-def lose_a_worker(rank: int, port: int, victim: int, settings: TrainSettings, folder: Path) -> Any:
+def lose_a_worker(
+    rank: int, port: int, victim: int, settings: TrainSettings, folder: Path, hosts: str
+) -> Any:
     """The run of one rank; the victim is killed before its fifth update, others say why they end."""
     if rank == victim:
         update, count = Column.update, iter(range(5))
@@ -107,17 +112,19 @@ def lose_a_worker(rank: int, port: int, victim: int, settings: TrainSettings, fo
 
         Column.update = update_or_end  # type: ignore[method-assign]
     try:
-        return train_rank(rank, port, settings, folder)
+        return train_rank(rank, port, settings, folder, hosts)
     except PeerError as failure:
         return str(failure)
 
 
-@pytest.mark.parametrize(("victim", "sync"), [(0, "partial-reduce"), (3, "ad-psgd")])
-def test_a_pipeline_that_loses_a_worker_ends_and_the_other_goes_on(victim: int, sync: str, tmp_path: Path):
+@pytest.mark.parametrize(("victim", "sync", "hosts"), [(0, "partial-reduce", "aaaa"), (3, "ad-psgd", "aabb")])
+def test_a_pipeline_that_loses_a_worker_ends_and_the_other_goes_on(
+    victim: int, sync: str, hosts: str, tmp_path: Path
+):
     """Worker 0 is the first of pipeline 0, and keeps the record; worker 3 is the second of pipeline 1."""
     settings = side_by_side(sync, {"lease_s": 0.5}, precision="float32")
     with job_store() as port:
-        found = run_ranks(4, lose_a_worker, port, victim, settings, tmp_path, may_die=(victim,))
+        found = run_ranks(4, lose_a_worker, port, victim, settings, tmp_path, hosts, may_die=(victim,))
     broken, whole = ((0, 2), 1) if victim == 0 else ((1, 3), 0)
     (mate,) = set(broken) - {victim}
     assert f"worker {victim} is gone" in found[mate]

@@ -22,10 +22,10 @@ def die_or_gossip(rank: int, port: int, size: int, sync: str, victim: int) -> di
     weights = [torch.full((1000,), float(rank))]
     make = ad_psgd if sync == "ad-psgd" else pair_averaging
     gossip = make(Peers(store, "t", mail, presence), [lambda: weights], seed=0)
-    end, longest, late = time.monotonic() + 1.2, 0.0, 0
+    end, longest, late = time.monotonic() + 1.0, 0.0, 0
     while time.monotonic() < end:
         time.sleep(0.01)
-        if rank == victim and time.monotonic() > end - 0.9:
+        if rank == victim and time.monotonic() > end - 0.7:
             os.kill(os.getpid(), signal.SIGKILL)
         weights[0].add_(0.01 * rank)
         started, before = time.monotonic(), gossip.tally.groups
@@ -39,9 +39,8 @@ def die_or_gossip(rank: int, port: int, size: int, sync: str, victim: int) -> di
     return {"longest": longest, "late": late, "members": members, "value": value}
 
 
-@pytest.mark.parametrize(("sync", "victim"), [("ad-psgd", 0), ("ad-psgd", 1), ("pair-averaging", 2)])
+@pytest.mark.parametrize(("sync", "victim"), [("ad-psgd", 0), ("pair-averaging", 1)])
 def test_a_killed_worker_leaves_the_rest_averaging(sync: str, victim: int):
-    """Under AD-PSGD worker 0 asks and worker 1 answers."""
     living = tuple(rank for rank in range(4) if rank != victim)
     with job_store() as port:
         found = run_ranks(4, die_or_gossip, port, 4, sync, victim, may_die=(victim,), deadline_s=20)

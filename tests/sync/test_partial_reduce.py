@@ -61,9 +61,9 @@ def test_workers_of_several_hosts_average_over_connections():
 
 def test_a_late_worker_holds_nobody_up():
     with job_store() as port:
-        found = run_ranks(4, take_steps, port, 4, 5, [0.1, 0.1, 0.1, 0.6])
+        found = run_ranks(4, take_steps, port, 4, 4, [0.1, 0.1, 0.1, 0.5])
     for worker in found[:3]:
-        assert worker["seconds"] < 0.9
+        assert worker["seconds"] < 0.8
     assert len({worker["value"] for worker in found}) == 1
 
 
@@ -119,7 +119,7 @@ def step_in_two_speeds(rank: int, port: int, size: int, every: int) -> None:
     weights = [torch.full((10,), float(rank))]
     sync = partial_reduce(rank, size, port, weights, every=every)
     # Two camps that would never meet by themselves: they step in turns.
-    end = time.monotonic() + 2.5
+    end = time.monotonic() + 1.8
     time.sleep(0.0 if rank < 2 else 0.05)
     while time.monotonic() < end:
         time.sleep(0.1)
@@ -132,6 +132,6 @@ def test_two_camps_that_step_in_turns_stay_connected():
     with job_store() as port:
         run_ranks(4, step_in_two_speeds, port, 4, 4)
         groups = closed_rounds(port)
-    assert len(groups) > 15
+    assert len(groups) > 10
     assert any(len(group) < 4 for group in groups)
     assert first_disconnected(groups, (0, 1, 2, 3), 4) is None

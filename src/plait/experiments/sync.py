@@ -85,7 +85,7 @@ def _draw(rows: Sequence[Row], panels: Sequence[tuple[str, str, str]], path: Pat
             places = [c + 0.8 * (i - (len(syncs) - 1) / 2) / len(syncs) for c in range(len(cases))]
             heights = [values.get(case, 0.0) for case in cases]
             axis.bar(places, heights, width=0.8 / len(syncs), label=sync)
-        axis.set_xticks(range(len(cases)), cases)
+        axis.set_xticks(range(len(cases)), cases, fontsize=8 if len(cases) <= 8 else 6.5)
         axis.set_ylabel(label)
         axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
@@ -94,4 +94,4 @@ def _draw(rows: Sequence[Row], panels: Sequence[tuple[str, str, str]], path: Pat
 
 
 def _case_of(row: Row) -> str:
-    return f"{row['model']}, {row['case']}" if "model" in row else str(row["case"])
+    return f"{row['model']},\n{row['case']}" if "model" in row else str(row["case"])

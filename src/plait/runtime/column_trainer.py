@@ -25,6 +25,7 @@ from plait.runtime.pace import Pace
 from plait.runtime.sampling import share
 from plait.runtime.settings import TrainSettings
 from plait.runtime.spans import operations_event
+from plait.runtime.stretch_trainer import StretchTrainer
 from plait.runtime.trainer import Trainer
 from plait.sync.averaging import Averaging
 
@@ -56,6 +57,11 @@ class HeadTrainer(OwnPaceTrainer):
 
     def _make_engine(self) -> None:
         return None
+
+    def begin(self, steps: int) -> None:
+        """Get ready to go on: tell of the whole model, then cut it."""
+        StretchTrainer.begin(self, steps)
+        self._link()
 
     def _open(self) -> Averaging:
         self._column = Column(self.worker, self.settings, self.parts, self._whole, self._hosts)

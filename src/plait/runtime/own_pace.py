@@ -78,10 +78,13 @@ class OwnPaceTrainer(StretchTrainer):
     def begin(self, steps: int) -> None:
         """Get ready to go on, and link up with the other workers."""
         # Before the clock starts, as where gradients are summed.
+        self._link()
+        super().begin(steps)
+
+    def _link(self) -> None:
         self._averaging = self._open()
         if self._averaging.tolerant:
             leave_world(self._links_by_world())
-        super().begin(steps)
 
     def _links_by_world(self) -> bool:
         """Whether the links between some workers go through the world's process group."""
