@@ -72,15 +72,14 @@ def test_the_loss_counts_for_the_last_layer() -> None:
         (transformer_tiny, lambda: torch.randint(0, 256, (8, 64))),
     ],
 )
-def test_the_sum_over_layers_is_near_the_whole_step(model: object, inputs: object) -> None:
-    """The benchmark checks 10% at full size; here the machine is shared and the layers are tiny."""
+def test_the_sum_over_layers_is_near_the_whole_step(
+    model: object, inputs: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The benchmark checks 10% at full size; here the layers are tiny; what others compute is left out."""
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
     x = inputs()  # type: ignore[operator]
-    found = []
-    while len(found) < 3:  # a burst of other work may meet one of the two
-        found.append(profile_model(model(), (x,), warmup=2, repeats=7).coverage)  # type: ignore[operator]
-        if 0.8 < found[-1] < 1.25:
-            return
-    pytest.fail(f"the layers add up to {found} of the step, in three attempts")
+    coverage = profile_model(model(), (x,), warmup=2, repeats=7).coverage  # type: ignore[operator]
+    assert 0.8 < coverage < 1.25
 
 
 def test_bytes_are_those_of_the_real_tensors() -> None:
