@@ -75,17 +75,21 @@ def _draw(rows: Sequence[Row], panels: Sequence[tuple[str, str, str]], path: Pat
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    everywhere = list(dict.fromkeys(str(row["sync"]) for row in rows))
     figure, axes = plt.subplots(len(panels), 1, figsize=(11, 4 * len(panels)), squeeze=False)
     for axis, (part, column, label) in zip(axes[:, 0], panels):
         own = [row for row in rows if row["part"] == part]
         syncs = list(dict.fromkeys(str(row["sync"]) for row in own))
         cases = list(dict.fromkeys(_case_of(row) for row in own))
         for i, sync in enumerate(syncs):
+            # A sync has one colour in all panels.
+            colour = f"C{everywhere.index(sync) % 10}"
             values = {_case_of(row): float(row[column] or 0) for row in own if row["sync"] == sync}
             places = [c + 0.8 * (i - (len(syncs) - 1) / 2) / len(syncs) for c in range(len(cases))]
             heights = [values.get(case, 0.0) for case in cases]
-            axis.bar(places, heights, width=0.8 / len(syncs), label=sync)
-        axis.set_xticks(range(len(cases)), cases, fontsize=8 if len(cases) <= 8 else 6.5)
+            axis.bar(places, heights, width=0.8 / len(syncs), label=sync, color=colour)
+        words = [case.replace(" ", "\n") if len(cases) > 8 else case for case in cases]
+        axis.set_xticks(range(len(cases)), words, fontsize=8)
         axis.set_ylabel(label)
         axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
