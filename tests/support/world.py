@@ -85,6 +85,9 @@ def _rank_main(
             store = dist.FileStore(os.path.join(folder, "store"), n)
             timeout = timedelta(seconds=deadline_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timeout)
+            # Who is done at once must not end while others are still connecting to it.
+            store.set(f"connected {rank}", "")
+            store.wait([f"connected {other}" for other in range(n)], timeout)
             answer = (True, fn(rank, *args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -92,7 +95,7 @@ def _rank_main(
         pipe.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Other ranks may still use their connections to this one; the caller ends us.
+        # Threads and connections that are left would hold up an ordinary exit.
         os._exit(0)
 
 
