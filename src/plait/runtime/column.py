@@ -18,7 +18,7 @@ from plait.runtime.averagings import PREFIX, averages_gradients, make_averaging,
 from plait.runtime.build import Parts
 from plait.runtime.columns import check_ties, columns_of
 from plait.runtime.evaluate import sums_of
-from plait.runtime.open_pipeline import open_pipeline, trace_parts
+from plait.runtime.open_pipeline import State, open_pipeline, trace_parts
 from plait.runtime.sampling import mix
 from plait.runtime.settings import TrainSettings
 from plait.sync.averaging import Averaging
@@ -28,7 +28,6 @@ from plait.sync.options import read_options
 ORDERS, ANSWERS = 1 << 16, (1 << 16) + 1
 # A partner that is late by so many steps may itself wait for this column in another stage.
 OVERDUE = 1.0
-State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from plait.runtime.column import Column
 from plait.runtime.columns import columns_of
 from plait.runtime.evaluate import in_order
 from plait.runtime.folder import RunFolder
-from plait.runtime.open_pipeline import further_names
+from plait.runtime.open_pipeline import State, further_names, with_gathered
 from plait.runtime.own_pace import OwnPaceTrainer, leave_world
 from plait.runtime.pace import Pace
 from plait.runtime.sampling import share
@@ -46,7 +45,7 @@ class HeadTrainer(OwnPaceTrainer):
         self._columns = [column.workers for column in columns_of(arrangement)]
         super().__init__(worker, settings, parts, folder, hosts)
         self._tied = further_names(parts.model)
-        self._gathered: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._gathered: State = ({}, {})
 
     def _seat(self) -> tuple[int, int]:
         places = [place for place, workers in enumerate(self._columns) if self.worker.rank in workers]
@@ -118,13 +117,7 @@ class HeadTrainer(OwnPaceTrainer):
         self._gathered = ({}, {})
 
     def _state(self) -> checkpoints.Checkpoint:
-        state = super()._state()
-        model, optimizer = self._gathered
-        if not model:
-            return state
-        whole = {**state.model, **model}
-        whole |= {name: whole[first] for name, first in self._tied.items()}
-        return replace(state, model=whole, optimizer=optimizer)
+        return with_gathered(super()._state(), self._gathered, self._tied)
 
 
 class FollowerTrainer(Trainer):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from plait.cluster.channels import Channels, connect
 from plait.cluster.clock import clock_offset
@@ -15,9 +17,13 @@ from plait.runtime import loading
 from plait.runtime import pipeline as pipelines
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts
+from plait.runtime.checkpoint import Checkpoint
 from plait.runtime.optim import build_optimizer
 from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
+
+# The model's and the optimizer's state, by name.
+State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def trace_parts(settings: TrainSettings, parts: Parts) -> TracedModel:
@@ -81,6 +87,16 @@ def _let_go(parts: Parts, pipeline: pipelines.Pipeline, everywhere: set[str]) ->
         if id(tensor) not in kept and name in everywhere:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     parts.optimizer.state.clear()
+
+
+def with_gathered(state: Checkpoint, gathered: State, tied: Mapping[str, str]) -> Checkpoint:
+    """`state` with the model's and the optimizer's state as gathered from all stages, if it has been."""
+    model, optimizer = gathered
+    if not model:
+        return state
+    whole = {**state.model, **model}
+    whole |= {name: whole[first] for name, first in tied.items()}
+    return replace(state, model=whole, optimizer=optimizer)
 
 
 def further_names(model: torch.nn.Module) -> dict[str, str]:

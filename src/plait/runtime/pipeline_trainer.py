@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
@@ -28,7 +27,7 @@ from plait.runtime.columns import check_columns
 from plait.runtime.evaluate import in_order, mean_of_all, sums_of
 from plait.runtime.folder import RunFolder
 from plait.runtime.notes import Notes
-from plait.runtime.open_pipeline import further_names, open_pipeline, trace_parts
+from plait.runtime.open_pipeline import State, further_names, open_pipeline, trace_parts, with_gathered
 from plait.runtime.sampling import GlobalBatch, Position
 from plait.runtime.settings import PipelineSettings, TrainSettings
 from plait.runtime.spans import operations_event
@@ -97,7 +96,7 @@ class PipelineTrainer(StretchTrainer):
         super().__init__(worker, settings, parts, folder)
         self._arrangement = check_pipeline(settings, worker.world_size)
         self._hosts = hosts
-        self._gathered: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._gathered: State = ({}, {})
 
     def _make_engine(self) -> None:
         return None
@@ -232,13 +231,7 @@ class PipelineTrainer(StretchTrainer):
 
     def _state(self) -> checkpoints.Checkpoint:
         """What all workers hold together, where they have just brought it here; else the start's."""
-        state = super()._state()
-        model, optimizer = self._gathered
-        if not model:
-            return state
-        whole = {**state.model, **model}
-        whole |= {name: whole[first] for name, first in self._tied.items()}
-        return replace(state, model=whole, optimizer=optimizer)
+        return with_gathered(super()._state(), self._gathered, self._tied)
 
     def _record_operations(self) -> None:
         """Write down when each operation of the stretch began and ended."""
