@@ -195,3 +195,13 @@ def test_quantities_are_shown_short():
         "4 min 05 s",
         "2 h 10 min",
     ]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    way: Literal["up", "down"] = "up"
+
+
+def test_a_choice_that_is_none_is_answered_with_those_there_are():
+    with pytest.raises(ArtefactError, match=r"Chosen\.way: found 'left', expected one of up, down"):
+        decode(Chosen, {"way": "left"})

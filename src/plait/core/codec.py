@@ -10,7 +10,7 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -58,7 +58,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _decode_union(typing.get_args(kind), data, where)
     if origin is typing.Literal:
-        return _expect(data in typing.get_args(kind), data, kind, where)
+        choices = typing.get_args(kind)
+        return _expect(data in choices, data, _one_of(choices), where)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(cast("type", kind), data, where)
     if origin is tuple:
@@ -80,7 +81,8 @@ def _decode_key(kind: Any, key: str) -> Any:
 
 def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        _expect(data in [m.value for m in kind], data, kind, where)
+        choices = [member.value for member in kind]
+        _expect(data in choices, data, _one_of(choices), where)
         return kind(data)
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
@@ -125,11 +127,13 @@ def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
     return cls(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in data})
 
 
+def _one_of(choices: Sequence[Any]) -> str:
+    return "one of " + ", ".join(map(str, choices))
+
+
 def _expect(holds: bool, data: Any, kind: Any, where: str) -> Any:
     if not holds:
         name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
-        if isinstance(kind, type) and issubclass(kind, enum.Enum):
-            name = "one of " + ", ".join(str(m.value) for m in kind)
         shown = repr(data) if len(repr(data)) < 80 else repr(data)[:77] + "..."
         raise ArtefactError(f"{where}: found {shown}, expected {name}")
     return data
