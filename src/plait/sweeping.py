@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from plait.runtime.folder import RunFolder, choose_folder, find_run
 from plait.runtime.launch import Display, Silent, launch_entry
 from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SEARCHES, SearchSettings, SweepSettings
+from plait.runtime.sweep.team import check_teams
 from plait.runtime.sweep.trials import check_key
 
 KIND, VERSION = "sweep", 1
@@ -35,6 +37,7 @@ def sweep(
     search: str = "grid",
     trials: int | None = None,
     width: int | None = None,
+    replicas: int | None = None,
     eta: int = 3,
     least_steps: int | None = None,
     metric: str = "auto",
@@ -47,14 +50,21 @@ def sweep(
 
     `over` is as on the command line, `["optimizer.lr=log:1e-4:1e-1:16"]`, or a mapping from keys to lists of
     values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1", "optimizer.momentum": [0.0, 0.9]}`. The
-    result has `trials`, `best` and `run`, the folder with the best trial's checkpoint. With `resume` the
-    sweep in that folder goes on, as it was asked for; `job` then says where its workers run.
+    result has `trials`, `best` and `run`, the folder with the best trial's checkpoint. Of the job's workers
+    `replicas` train each array together. With `resume` the sweep in that folder goes on, as it was asked
+    for; `job` then says where its workers run, and `replicas`, where given, how many share an array.
     """
     if resume is not None:
         folder = find_run(resume, Path(job.run_dir))
         settings = read_sweep(folder)
+        if replicas is not None:
+            settings = replace(settings, replicas=replicas)
+            check(settings)
+        check_teams(_workers(job), settings.replicas)
     else:
-        settings = make_sweep(job, over, search, trials, width, eta, least_steps, metric=metric, seed=seed)
+        settings = make_sweep(
+            job, over, search, trials, width, eta, least_steps, metric=metric, seed=seed, replicas=replicas
+        )
         folder = choose_folder(Path(job.run_dir), job.name, False, run_folder)
     files = {folder.path / "sweep.json": _text(settings), folder.job: job.text()}
     result = launch_entry(
@@ -82,6 +92,7 @@ def make_sweep(
     *,
     metric: str = "auto",
     seed: int = 0,
+    replicas: int | None = None,
 ) -> SweepSettings:
     """A checked sweep: every value of every key makes a valid job."""
     if search not in SEARCHES:
@@ -96,12 +107,17 @@ def make_sweep(
         raise InputError(f"--least-steps: found {least_steps}, expected 1 or more")
     chosen = SearchSettings(search, trials, eta, least_steps, metric, seed)
     dimensions = _dimensions(over)
-    settings = SweepSettings(job.settings(), dimensions, chosen, width)
+    settings = SweepSettings(job.settings(), dimensions, chosen, width, 1 if replicas is None else replicas)
     for dimension in dimensions:
         check_key(dimension.key)
     check(settings)
+    check_teams(_workers(job), settings.replicas)
     _check_values(job, dimensions)
     return settings
+
+
+def _workers(job: Job) -> int:
+    return sum(host.slots for host in job.hosts())
 
 
 def _dimensions(over: Over) -> tuple[Dimension, ...]:

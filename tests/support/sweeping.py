@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from plait.core.codec import encode
@@ -44,6 +46,41 @@ def sweep_here(
     sweep_worker.check_order(order)
     worker: Any = TestWorker(stop_file=stop_file)
     return sweep_worker.sweep(worker, order)
+
+
+class WorldWorker(TestWorker):
+    """A worker of a test world, which has joined it already, with a store as a launcher gives one."""
+
+    def __init__(self, stop_file: Path | None) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size(), stop_file)
+        port = [0]
+        if self.rank == 0:
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = [self.store.port]
+        dist.broadcast_object_list(port, src=0)
+        if self.rank != 0:
+            self.store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
+
+    def join(self, backend: str) -> None:
+        assert backend == "gloo"
+
+
+def sweep_rank(
+    rank: int, settings: SweepSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
+) -> dict[str, Any]:
+    """As `sweep_here`, for `run_ranks`: what this rank of a world returns; the world stays."""
+    order = {"settings": encode(settings), "folder": str(folder), "resume": resume}
+    worker: Any = WorldWorker(stop_file)
+    with mock.patch.object(dist, "destroy_process_group"):
+        found = sweep_worker.sweep(worker, order)
+    # The first rank holds the store.
+    dist.barrier()
+    return found
+
+
+def sweeps_rank(rank: int, sweeps: dict[str, SweepSettings], folder: Path) -> dict[str, Any]:
+    """Several sweeps, one after the other, each in a folder of its name below `folder`."""
+    return {name: sweep_rank(rank, settings, folder / name) for name, settings in sweeps.items()}
 
 
 def trial_alone(settings: SweepSettings, values: dict[str, Any], folder: Path) -> tuple[Any, Any]:

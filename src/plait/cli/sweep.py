@@ -37,6 +37,10 @@ def sweep(
     search: Annotated[str, typer.Option(help="grid, random, halving, asha or pbt.")] = "grid",
     trials: Annotated[int | None, typer.Option(help="How many trials to draw, where they are drawn.")] = None,
     width: Annotated[int | None, typer.Option(help="Trials an array; unset: as many as fit and pay.")] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="Workers that train each array together, on shares of its batches; unset: 1."),
+    ] = None,
     eta: Annotated[int, typer.Option(help="One in so many trials goes on (halving, asha).")] = 3,
     least_steps: Annotated[
         int | None, typer.Option(help="Steps before trials are first compared (halving, asha, pbt).")
@@ -77,6 +81,7 @@ def sweep(
             search=search,
             trials=trials,
             width=width,
+            replicas=replicas,
             eta=eta,
             least_steps=least_steps,
             metric=metric,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.cluster.worker import Worker
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, resolve
 from plait.runtime.evaluate import Metric, find_metric
@@ -103,6 +104,13 @@ def choose_backend(device: torch.device) -> str:
     if device.type == "cuda" and workers_here <= torch.cuda.device_count():
         return "cpu:gloo,cuda:nccl"
     return "gloo"
+
+
+def agree_on_backend(worker: Worker, wanted: str) -> str:
+    """Every worker's wish, or gloo, which always works, where they differ from host to host."""
+    worker.store.set(f"plait/backend/{worker.rank}", wanted)
+    wishes = {worker.store.get(f"plait/backend/{rank}").decode() for rank in range(worker.world_size)}
+    return wanted if len(wishes) == 1 else "gloo"
 
 
 def build(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any] | None = None) -> Parts:

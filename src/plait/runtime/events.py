@@ -106,6 +106,7 @@ class SweepStarted(Event):
     metric: str
     workers: int
     torch: str
+    replicas: int = 1
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if worker.world_size > 1 or settings.pipeline is not None:
-        worker.join(_agree_on_backend(worker, build.choose_backend(device)))
+        worker.join(build.agree_on_backend(worker, build.choose_backend(device)))
     trainer = make_trainer(worker, settings, build.build(settings, device), RunFolder(Path(order["folder"])))
     result = trainer.run(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
@@ -78,10 +78,3 @@ def _with_sync(
     )
     trainer.recorder.note(chosen)
     return trainer
-
-
-def _agree_on_backend(worker: Worker, wanted: str) -> str:
-    """Every worker's wish, or gloo, which always works, where they differ from host to host."""
-    worker.store.set(f"plait/backend/{worker.rank}", wanted)
-    wishes = {worker.store.get(f"plait/backend/{rank}").decode() for rank in range(worker.world_size)}
-    return wanted if len(wishes) == 1 else "gloo"

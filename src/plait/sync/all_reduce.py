@@ -89,9 +89,11 @@ class AllReduce:
         self._sending: list[Pending] = []
         self._next = 0
         self._armed = False
-        for index, bucket in enumerate(self._buckets):
-            for place, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(index, place))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index, place))
+            for index, bucket in enumerate(self._buckets)
+            for place, parameter in enumerate(bucket.parameters)
+        ]
 
     @property
     def gradient_bytes(self) -> int:
@@ -117,7 +119,9 @@ class AllReduce:
             self._reducer = self._over
 
     def close(self) -> None:
-        """End what runs beside this thread; all workers call it after their last step."""
+        """End what runs beside this thread and let the parameters be; all call it after their last step."""
+        for hook in self._hooks:
+            hook.remove()
         if self._over is not None:
             self._over.close()
 

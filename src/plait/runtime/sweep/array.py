@@ -23,28 +23,31 @@ from plait.fusion import (
 )
 from plait.fusion.optim import load_trial, lone_optimizer
 from plait.fusion.padding import pad
-from plait.fusion.per_trial import PerTrial
+from plait.fusion.per_trial import PerTrial, on_device
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.build import Parts
-from plait.runtime.evaluate import evaluate_parts, evaluation_mode, forward, in_order, mean_of_all, sums_of
-from plait.runtime.loading import Batch, cut, load, to_device
+from plait.runtime.evaluate import evaluation_mode, forward, in_order, means, sums_of, sums_over_share
+from plait.runtime.loading import Batch, load, to_device
 from plait.runtime.sampling import mix
 from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.graph import StepGraph
+from plait.runtime.sweep.rounds import Piece, Round, most_rounds, rounds_of
+from plait.runtime.sweep.team import Team, TeamSum
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
-
-# A trial's part of a step: a microbatch and how many samples it has.
-Piece = tuple[Any, int]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it."""
+    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it.
+
+    `state` is what the parts were loaded from, where the trial does not begin.
+    """
 
     settings: TrainSettings
     parts: Parts
     age: int = 0
+    state: checkpoints.Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class Array(Protocol):
     @property
     def trials(self) -> int: ...
 
+    @property
+    def is_fused(self) -> bool: ...
+
     def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
         """Let trials leave and enter: newcomers take the leavers' places, then new ones at the end."""
 
@@ -73,17 +79,28 @@ class Array(Protocol):
 
     def tensors(self, place: int) -> TrialTensors: ...
 
+    def close(self) -> None:
+        """Let go of the trials; nothing is called after it."""
+
 
 class FusedArray:
-    """Trials fused into one module and one optimizer."""
+    """Trials fused into one module and one optimizer.
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    With a `team` its workers hold the same trials: each works on its share of the batches, and they sum their
+    gradients. Batch norms take the statistics of a share, as data-parallel training does; the mean of all
+    workers' running statistics is evaluated and saved.
+    """
+
+    is_fused = True
+
+    def __init__(self, entries: Sequence[Entry], team: Team | None = None) -> None:
         first = entries[0]
+        self._team = team
         self._entries = [_without_state(entry) for entry in entries]
         self._device = first.parts.device
         models = [entry.parts.model for entry in entries]
-        self.fused = fuse(models, seeds=_seeds(entries), ages=[entry.age for entry in entries])
-        if self._device.type == "cuda":
+        self.fused = fuse(models, seeds=self._seeds(entries), ages=[entry.age for entry in entries])
+        if self._device.type == "cuda" and team is None:  # summed gradients are contiguous
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
         optimizers = [entry.parts.optimizer for entry in entries]
@@ -96,10 +113,25 @@ class FusedArray:
             self._load_scale(place, entry)
         self._loss = self._build_loss()
         self._graph = self._new_graph()
+        self._sum = self._new_sum()
+        # Whether a step may have made the running statistics of a team's workers differ.
+        self.differs = False
 
     def _new_graph(self) -> StepGraph | None:
         """On a GPU, what replays steps; anew whenever the trials change, whose numbers a graph holds."""
-        return StepGraph(self._whole_step, self.optimizer.zero_grad) if self._device.type == "cuda" else None
+        if self._device.type != "cuda" or self._team is not None:
+            return None
+        return StepGraph(self._whole_step, self.optimizer.zero_grad)
+
+    def _new_sum(self) -> TeamSum | None:
+        if self._team is None:
+            return None
+        return TeamSum(self._team, self.optimizer.parameters, self.trials)
+
+    def close(self) -> None:
+        """Let go of the trials."""
+        if self._sum is not None:
+            self._sum.close()
 
     @property
     def trials(self) -> int:
@@ -129,6 +161,9 @@ class FusedArray:
         self._notice_clips()
         self._loss = self._build_loss()
         self._graph = self._new_graph()
+        if self._sum is not None and self._sum.trials != self.trials:
+            self._sum.close()
+            self._sum = self._new_sum()
 
     def _reorder(self, places: Sequence[int]) -> None:
         self._entries = [self._entries[place] for place in places]
@@ -139,9 +174,14 @@ class FusedArray:
     def _take_up(self, place: int, entry: Entry) -> None:
         """The state that a newcomer brings beside its weights."""
         load_trial(self.optimizer, entry.parts.optimizer, place)
-        self.fused.seeds[place], self.fused.ages[place] = _seeds([entry])[0], entry.age
+        self.fused.seeds[place], self.fused.ages[place] = self._seeds([entry])[0], entry.age
         self._load_scale(place, entry)
         self._entries[place] = _without_state(entry)
+
+    def _seeds(self, entries: Sequence[Entry]) -> list[int]:
+        """The trials' random streams; workers of a team draw for other rows, so each has its own."""
+        own = () if self._team is None or self._team.leads else (self._team.place,)
+        return [mix(entry.settings.seed, *own) for entry in entries]
 
     def _numbers(self, entry: Entry) -> dict[str, float]:
         """The hyperparameters of a newcomer's own optimizer as the fused one names them."""
@@ -174,16 +214,38 @@ class FusedArray:
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial on its batch, with its factor on the learning rate; their losses."""
         self._set_rates([e.parts.base_lrs[0] * factor for e, factor in zip(self._entries, factors)])
-        rounds = _rounds(batches, self._entries[0].settings.accumulate)
+        accumulate = self._entries[0].settings.accumulate
+        rounds = rounds_of(batches, accumulate)
+        if self._sum is not None and self._team is not None:
+            # Equal on all workers, whose shares may have been cut into fewer pieces.
+            ages = self.fused.ages + self._vector(most_rounds(batches, accumulate, self._team.size)).long()
+            losses = self._team_step(self._sum, rounds)
+            self.fused.ages.copy_(ages)
+            return losses
         if len(rounds) == 1 and len({batch.count for batch in batches}) == 1:
             content = self._together([piece for piece, _ in rounds[0][0]], batches[0].count)
             return self._whole_step(content) if self._graph is None else self._graph(content)
         self.optimizer.zero_grad()
-        total = torch.zeros(self.trials, dtype=torch.float64, device=self._device)
+        total = self._vector([0.0] * self.trials)
         for pieces, weights in rounds:
             total += self._backward(pieces, weights)
         self._update()
         return total
+
+    def _team_step(self, sum_: TeamSum, rounds: Sequence[Round]) -> Tensor:
+        """A step on this worker's share, by the gradients of all shares."""
+        sum_.begin()
+        total = self._vector([0.0] * self.trials)
+        for number, (pieces, weights) in enumerate(rounds):
+            sum_.before_backward(last=number == len(rounds) - 1)
+            total += self._backward(pieces, weights)
+        total = sum_.agree(total)
+        self._update()
+        self.differs = True
+        return total
+
+    def _vector(self, numbers: Sequence[float]) -> Tensor:
+        return on_device(tuple(numbers), torch.float64, self._device).clone()
 
     def _whole_step(self, content: Any) -> Tensor:
         """A step of all trials on whole batches of one size."""
@@ -220,7 +282,7 @@ class FusedArray:
             losses = self._losses(output, target, counts)
         if without:
             self.fused.freeze([])
-        weighted = losses * torch.tensor(weights, dtype=losses.dtype, device=self._device)
+        weighted = losses * on_device(tuple(weights), losses.dtype, self._device)
         self._scaled(weighted).sum().backward()
         return weighted.detach()
 
@@ -248,25 +310,48 @@ class FusedArray:
 
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
         """Mean loss and metric of the trials at `places` over the test split."""
+        self.average()
         sizes = {_evaluation_size(self._entries[place].settings) for place in places}
         # A forward of all costs more than those of a few who are due.
         if 2 * len(places) <= self.trials or len(sizes) > 1:
-            return [self._evaluate_alone(place) for place in places]
+            sums = torch.stack([self._sums_alone(place) for place in places])
+        else:
+            sums = self._sums_together(places, sizes.pop())
+        if self._team is not None:
+            sums = self._team.total(sums, self._device)
+        return [means(self._entries[place].parts, row) for place, row in zip(places, sums)]
+
+    def _sums_together(self, places: Sequence[int], size: int) -> Tensor:
+        """The sums of the trials at `places` over this worker's share of the test split."""
         sums = torch.zeros(len(places), 4, dtype=torch.float64)
         first = self._entries[places[0]]
         parts, settings = first.parts, first.settings
         with torch.no_grad(), evaluation_mode(self.fused):
-            for batch in _test_batches(parts, settings, sizes.pop()):
+            for batch in _test_batches(parts, settings, size, *self._share):
+                if not batch.count:
+                    continue
                 inputs, target = to_device(batch.content, parts.device, parts.dtype)
                 with parts.autocast():
                     output = forward(self.fused, pytree.tree_map_only(Tensor, Shared, inputs))
                 for row, place in enumerate(places):
                     sums[row] += sums_of(self._entries[place].parts, _at(output, place), target, batch.count)
-        return [mean_of_all(self._entries[p].parts, row, world_size=1) for p, row in zip(places, sums)]
+        return sums
 
-    def _evaluate_alone(self, place: int) -> dict[str, float]:
+    def _sums_alone(self, place: int) -> Tensor:
         entry = self._entries[place]
-        return evaluate_parts(replace(entry.parts, model=self.fused.trial(place)), entry.settings, 0, 1)
+        parts = replace(entry.parts, model=self.fused.trial(place))
+        return sums_over_share(parts, entry.settings, *self._share)
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Which share of the data is this worker's, and of how many."""
+        return (0, 1) if self._team is None else (self._team.place, self._team.size)
+
+    def average(self) -> None:
+        """Give all workers of the team the mean of their running statistics, where they may differ."""
+        if self._team is not None and self.differs:
+            self._team.average(self.fused.module)
+            self.differs = False
 
     def tensors(self, place: int) -> TrialTensors:
         model = self.fused.trial(place)
@@ -293,41 +378,24 @@ def _without_state(entry: Entry) -> Entry:
     """`entry` without the weights that the array now holds."""
     empty = nn.Parameter(torch.zeros(0))
     parts = replace(entry.parts, model=nn.Module(), names={}, optimizer=torch.optim.SGD([empty]))
-    return replace(entry, parts=parts)
-
-
-def _seeds(entries: Sequence[Entry]) -> list[int]:
-    return [mix(entry.settings.seed) for entry in entries]
+    return replace(entry, parts=parts, state=None)
 
 
 def _clip(entry: Entry) -> float:
     return float("inf") if entry.settings.clip_norm is None else entry.settings.clip_norm
 
 
-def _rounds(batches: Sequence[Batch], accumulate: int) -> list[tuple[list[Piece], list[float]]]:
-    """The microbatches that trials work on together, and each one's share of its trial's batch.
-
-    A batch with fewer samples than microbatches has none in the last rounds: a share of zero.
-    """
-    cuts = {id(batch): list(cut(batch.content, batch.count, accumulate)) for batch in batches}
-    own = [cuts[id(batch)] for batch in batches]
-    rounds = []
-    for number in range(max(len(pieces) for pieces in own)):
-        taken = [pieces[min(number, len(pieces) - 1)] for pieces in own]
-        weights = [
-            count / batch.total if number < len(pieces) else 0.0
-            for (_, count), batch, pieces in zip(taken, batches, own)
-        ]
-        rounds.append((taken, weights))
-    return rounds
-
-
 def _evaluation_size(settings: TrainSettings) -> int:
     return settings.evaluate.batch_size or settings.data.batch_size
 
 
-def _test_batches(parts: Parts, settings: TrainSettings, size: int) -> Any:
-    order = in_order(len(parts.test_set), size)
-    pin = parts.device.type == "cuda"
-    loaders = settings.data.loaders
-    return load(parts.test_set, order, seed=settings.seed, rank=0, world_size=1, loaders=loaders, pin=pin)
+def _test_batches(parts: Parts, settings: TrainSettings, size: int, place: int, workers: int) -> Any:
+    return load(
+        parts.test_set,
+        in_order(len(parts.test_set), size),
+        seed=settings.seed,
+        rank=place,
+        world_size=workers,
+        loaders=settings.data.loaders,
+        pin=parts.device.type == "cuda",
+    )

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from plait.runtime.loading import Batch, load
 from plait.runtime.sampling import Position, batches
 from plait.runtime.settings import TrainSettings
 
+T = TypeVar("T")
+
 
 class Feed:
-    """The batches of a trial from some position on, one at a time."""
+    """The batches of a trial from some position on, one at a time: the share `place` of `workers` of each."""
 
-    def __init__(self, train_set: Any, settings: TrainSettings, position: Position, pin: bool) -> None:
+    def __init__(
+        self,
+        train_set: Any,
+        settings: TrainSettings,
+        position: Position,
+        pin: bool,
+        place: int = 0,
+        workers: int = 1,
+    ) -> None:
         data = settings.data
         self.order = _order(settings)
         self.position = position
@@ -27,8 +38,8 @@ class Feed:
                 keep_last=data.last_batch == "keep",
             ),
             seed=settings.seed,
-            rank=0,
-            world_size=1,
+            rank=place,
+            world_size=workers,
             loaders=data.loaders,
             pin=pin,
         )
@@ -47,16 +58,17 @@ def _order(settings: TrainSettings) -> tuple[int, int]:
 class Feeds:
     """The feeds of an array's trials; one that another trial already reads from the same place is shared."""
 
-    def __init__(self, train_set: Any, pin: bool) -> None:
+    def __init__(self, train_set: Any, pin: bool, place: int = 0, workers: int = 1) -> None:
         self._train_set = train_set
         self._pin = pin
+        self._share = (place, workers)
 
     def find(self, settings: TrainSettings, position: Position, used: list[Feed]) -> Feed:
         """A feed for a trial at `position`: one of those `used`, or a new one."""
         for feed in used:
             if feed.order == _order(settings) and feed.position == position:
                 return feed
-        return Feed(self._train_set, settings, position, self._pin)
+        return Feed(self._train_set, settings, position, self._pin, *self._share)
 
 
 def next_batches(feeds: list[Feed]) -> list[Batch]:
@@ -66,3 +78,12 @@ def next_batches(feeds: list[Feed]) -> list[Batch]:
         if id(feed) not in taken:
             taken[id(feed)] = feed.next()
     return [taken[id(feed)] for feed in feeds]
+
+
+def reseated(seats: Sequence[T], leaving: Sequence[int], joining: Sequence[T]) -> list[T]:
+    """What belongs to each trial after a change; newcomers take the leavers' places, then new ones."""
+    kept = dict(enumerate(seats))
+    for place in leaving:
+        del kept[place]
+    kept |= dict(zip(leaving, joining))
+    return [kept[place] for place in sorted(kept)] + list(joining[len(leaving) :])

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.data_parallel import DataParallel
-from plait.runtime.evaluate import evaluate_parts
+from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.loading import Batch, seed_all
 from plait.runtime.sampling import mix
 from plait.runtime.sweep.array import Entry, TrialTensors
+from plait.runtime.sweep.team import Team, TeamSum
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,13 @@ class _Alone:
 
 
 class LoneArray:
-    """One trial with its own model and torch's optimizer."""
+    """One trial with its own model and torch's optimizer, on this worker or on all of a `team`."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    is_fused = False
+
+    def __init__(self, entries: Sequence[Entry], team: Team | None = None) -> None:
+        self._team = team
+        self._sum: TeamSum | None = None
         self._take(entries)
 
     def _take(self, entries: Sequence[Entry]) -> None:
@@ -37,6 +43,12 @@ class LoneArray:
         (self._entry,) = entries
         self._age = self._entry.age
         self._engine = DataParallel(_Alone(), self._entry.settings, self._entry.parts)  # type: ignore[arg-type]
+        # Whether a step may have made the running statistics of a team's workers differ.
+        self.differs = False
+        if self._team is not None:
+            parameters = [p for p in self._entry.parts.model.parameters() if p.requires_grad]
+            self._sum = TeamSum(self._team, parameters, 1)
+            self._engine.before_update = self._add_up
 
     @property
     def trials(self) -> int:
@@ -49,13 +61,44 @@ class LoneArray:
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step on its batch, with a factor on the learning rate; its loss."""
-        seed_all(mix(self._entry.settings.seed, self._age, 0))
+        place, _ = self._share
+        seed_all(mix(self._entry.settings.seed, self._age, place))
         self._age += 1
+        if self._sum is not None:
+            self._sum.begin()
         loss, _ = self._engine.step(batches[0], factors[0])
-        return loss.unsqueeze(0)
+        self.differs = True
+        return (loss if self._team is None else self._team.total(loss, loss.device)).unsqueeze(0)
+
+    def _add_up(self) -> None:
+        """Make this worker's gradients those of the whole team."""
+        assert self._sum is not None
+        self._sum.agree(torch.zeros(1, dtype=torch.float64, device=self._entry.parts.device))
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Which share of the data is this worker's, and of how many."""
+        return (0, 1) if self._team is None else (self._team.place, self._team.size)
 
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
-        return [evaluate_parts(self._entry.parts, self._entry.settings, 0, 1) for _ in places]
+        """Mean loss and metric over the test split."""
+        if not places:
+            return []
+        self.average()
+        parts = self._entry.parts
+        sums = sums_over_share(parts, self._entry.settings, *self._share)
+        return [means(parts, sums if self._team is None else self._team.total(sums, parts.device))]
+
+    def average(self) -> None:
+        """Give all workers of the team the mean of their running statistics, where they may differ."""
+        if self._team is not None and self.differs:
+            self._team.average(self._entry.parts.model)
+            self.differs = False
+
+    def close(self) -> None:
+        """Let go of the trial."""
+        if self._sum is not None:
+            self._sum.close()
 
     def tensors(self, place: int) -> TrialTensors:
         parts = self._entry.parts

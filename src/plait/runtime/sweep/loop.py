@@ -12,19 +12,17 @@ from torch import Tensor
 
 from plait.cluster.worker import Worker
 from plait.core.codec import finite
-from plait.runtime import build
-from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience
-from plait.runtime.sampling import Position
-from plait.runtime.sweep.array import Array, Entry, FusedArray
+from plait.runtime.sweep.array import Array, Entry
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.desk import Desk
-from plait.runtime.sweep.feeds import Feed, Feeds, next_batches
-from plait.runtime.sweep.lone import LoneArray
+from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
+from plait.runtime.sweep.led import LedArray, make_array, make_entry, position_of
 from plait.runtime.sweep.seat import Seat, newest, save_seat
 from plait.runtime.sweep.settings import SweepSettings
+from plait.runtime.sweep.team import Team
 from plait.runtime.sweep.trials import is_fusable, with_values
 from plait.runtime.sweep.width import choose_width
 
@@ -33,7 +31,7 @@ POLL_S = 0.1
 
 
 class SweepLoop:
-    """Trains trials on this worker until there are none left, or someone asks to stop."""
+    """Trains trials on this worker, or on the team it leads, until there are none left or all must stop."""
 
     def __init__(
         self,
@@ -43,8 +41,10 @@ class SweepLoop:
         desk: Desk,
         sets: DataSets,
         device: torch.device,
+        team: Team | None = None,
     ) -> None:
         self._worker = worker
+        self._team = team
         self._settings = settings
         self._folder = folder
         self._desk = desk
@@ -86,11 +86,13 @@ class SweepLoop:
         self._group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
-        self._feeds = Feeds(sets[0], pin=self._device.type == "cuda")
+        share = (0, 1) if self._team is None else (self._team.place, self._team.size)
+        self._feeds = Feeds(sets[0], self._device.type == "cuda", *share)
         if self._group not in self._widths:
-            own = math.ceil(found["waiting"] / self._worker.world_size)
+            replicas = self._settings.replicas
+            own = math.ceil(found["waiting"] * replicas / self._worker.world_size)
             width = self._settings.width if is_fusable(settings) else 1
-            self._widths[self._group] = width or choose_width(settings, self._device, sets, own)
+            self._widths[self._group] = width or choose_width(settings, self._device, sets, own, replicas)
         self._width = self._widths[self._group]
         self._change([], self._take(self._width, begin=True))
         return bool(self._seats)
@@ -110,10 +112,8 @@ class SweepLoop:
     def _seat(self, order: Mapping[str, Any], used: list[Feed]) -> tuple[Seat, Entry]:
         """A trial ready to join: from its newest checkpoint where it has one, else from its beginning."""
         settings = with_values(self._settings.train, order["values"])
-        parts = build.build(settings, self._device, self._sets.of(settings))
         state = newest(self._folder, order["trial"])
-        progress = {} if state is None else state.progress
-        position = Position(**progress.get("position", {}))
+        position = position_of(state)
         assert self._feeds is not None
         seat = Seat(
             trial=order["trial"],
@@ -126,11 +126,8 @@ class SweepLoop:
             patience=Patience(settings.early_stop),
         )
         if state is not None:
-            checkpoints.load_model_state(parts.model, state.model)
-            checkpoints.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
-            parts.scaler.load_state_dict(dict(progress["loss_scale"]))
-            seat.take_up(state.step, progress)
-        return seat, Entry(settings, parts, progress.get("age", 0))
+            seat.take_up(state.step, state.progress)
+        return seat, make_entry(settings, state, self._device, self._sets)
 
     def _change(self, leaving: Sequence[int], joining: list[tuple[Seat, Entry]]) -> None:
         """Let trials leave the array and others join; an array without trials is gone."""
@@ -139,25 +136,27 @@ class SweepLoop:
         self._collect()
         entries = [entry for _, entry in joining]
         if len(leaving) == len(self._seats) and not joining:
-            self._array, self._seats = None, []
+            self._dissolve()
         elif self._array is None:
-            fused = self._width > 1 and is_fusable(entries[0].settings)
-            self._array = FusedArray(entries) if fused else LoneArray(entries)
+            self._array = self._make_array(entries)
             self._seats = [seat for seat, _ in joining]
         else:
             self._array.change(leaving, entries)
-            self._reseat(leaving, [seat for seat, _ in joining])
+            self._seats = reseated(self._seats, leaving, [seat for seat, _ in joining])
         numbers = [seat.trial for seat in self._seats]
-        is_fused = isinstance(self._array, FusedArray)
+        is_fused = self._array is not None and self._array.is_fused
         self._desk.ask(ask="array", worker=self._worker.rank, trials=numbers, fused=is_fused)
 
-    def _reseat(self, leaving: Sequence[int], joining: list[Seat]) -> None:
-        seats: list[Seat | None] = list(self._seats)
-        for place in leaving:
-            seats[place] = None
-        for place, seat in zip(leaving, joining):
-            seats[place] = seat
-        self._seats = [seat for seat in seats if seat is not None] + joining[len(leaving) :]
+    def _make_array(self, entries: Sequence[Entry]) -> Array:
+        fused = self._width > 1 and is_fusable(entries[0].settings)
+        return (
+            make_array(entries, fused, None) if self._team is None else LedArray(self._team, entries, fused)
+        )
+
+    def _dissolve(self) -> None:
+        if self._array is not None:
+            self._array.close()
+        self._array, self._seats = None, []
 
     def _step(self) -> None:
         assert self._array is not None
@@ -265,6 +264,7 @@ class SweepLoop:
         for place, seat in enumerate(self._seats):
             self._save(place)
             self._desk.ask(ask="back", trial=seat.trial)
+        self._dissolve()
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

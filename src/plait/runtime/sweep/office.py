@@ -43,9 +43,8 @@ class Office:
         self._sets = sets
         past = [recorded.event for recorded in _read(folder)] if resume else []
         self._log = EventLog(folder.events(), rank=0)
-        self.book = Book(
-            settings, worker.world_size, choose_metric(settings), self._steps_of, self._keep, self._copy
-        )
+        teams = worker.world_size // settings.replicas
+        self.book = Book(settings, teams, choose_metric(settings), self._steps_of, self._keep, self._copy)
         self.book.open(past)
         self._tidy()
         self._latest: dict[int, tuple[int, float | None]] = {}
@@ -67,6 +66,7 @@ class Office:
             metric=book.metric,
             workers=self._worker.world_size,
             torch=torch.__version__,
+            replicas=settings.replicas,
         )
 
     def _steps_of(self, settings: TrainSettings) -> int:
@@ -213,6 +213,7 @@ class Office:
             "seconds": round(seconds, 3),
             "trial_steps_per_s": rate,
             "workers": self._worker.world_size,
+            "replicas": self._settings.replicas,
         }
 
     def _publish(self, best: Trial) -> None:

@@ -79,6 +79,7 @@ def check(settings: SweepSettings) -> None:
         raise InputError(f"--trials: found {search.trials}, expected 1 or more")
     if settings.width is not None and settings.width < 1:
         raise InputError(f"--width: found {settings.width}, expected 1 or more")
+    _check_replicas(settings)
     if search.eta < 2:
         raise InputError(f"--eta: found {search.eta}, expected 2 or more: one in eta trials goes on")
     ranges = [dimension.key for dimension in over if dimension.is_range]
@@ -96,6 +97,18 @@ def check(settings: SweepSettings) -> None:
         raise InputError(f"--search {search.kind}: say how many trials to draw with --trials N")
     if search.kind == "pbt":
         _check_population(over, search)
+
+
+def _check_replicas(settings: SweepSettings) -> None:
+    if settings.replicas < 1:
+        raise InputError(f"--replicas: found {settings.replicas}, expected 1 or more")
+    sizes = [dimension.ends() for dimension in settings.over if dimension.key == "data.batch_size"]
+    smallest = min(sizes[0] if sizes else (settings.train.data.batch_size,))
+    if settings.replicas > smallest:
+        raise InputError(
+            f"--replicas: found {settings.replicas}, but a batch has {smallest} samples, so some workers "
+            f"would have nothing to do; use at most {smallest} replicas, or a larger data.batch_size"
+        )
 
 
 def _check_population(over: Sequence[Dimension], search: SearchSettings) -> None:

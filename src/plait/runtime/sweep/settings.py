@@ -31,9 +31,13 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """One sweep: `train` with each trial's values over it; `width` trials an array, else as many as pay."""
+    """One sweep: `train` with each trial's values over it; `width` trials an array, else as many as pay.
+
+    Each array is trained by `replicas` workers together.
+    """
 
     train: TrainSettings
     over: tuple[Dimension, ...]
     search: SearchSettings = field(default_factory=SearchSettings)
     width: int | None = None
+    replicas: int = 1

@@ -32,12 +32,20 @@ MOST = 64
 log = logging.getLogger(__name__)
 
 
-def choose_width(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], trials: int) -> int:
-    """The trials of one array, of `trials` that there are: as many as fit and as go faster together."""
+def choose_width(
+    settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], trials: int, replicas: int = 1
+) -> int:
+    """The trials of one array, of `trials` that there are: as many as fit and as go faster together.
+
+    Of `replicas` workers this one measures a step on a share of the batch, alone: sums are not timed.
+    """
     if trials < 2:
         return trials
-    batch = Feed(sets[0], settings, Position(), pin=False).next()
-    width = min(trials, MOST, _fitting(settings, device, sets, batch))
+    # The last worker's share is the largest.
+    batch = Feed(sets[0], settings, Position(), False, replicas - 1, replicas).next()
+    # Sums of gradients need buffers.
+    beside = _weight_bytes(settings) if replicas > 1 else 0
+    width = min(trials, MOST, _fitting(settings, device, sets, batch, beside))
 
     def throughput(count: int) -> float:
         return count / _seconds(_stepper(_entries(settings, device, sets, count), batch), device)
@@ -52,8 +60,13 @@ def choose_width(settings: TrainSettings, device: torch.device, sets: tuple[Any,
     return width
 
 
-def _fitting(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], batch: Batch) -> int:
-    """The most trials that the memory of `device` holds, from steps on tensors without memory."""
+def _fitting(
+    settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], batch: Batch, beside: int
+) -> int:
+    """The most trials that the memory of `device` holds, from steps on tensors without memory.
+
+    Each trial needs `beside` bytes more than its step does.
+    """
     # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
     entries = _entries(settings, torch.device("cpu"), sets, max(WIDTHS))
     try:
@@ -63,6 +76,7 @@ def _fitting(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any
     except Exception as failure:  # not every model runs on tensors without memory
         log.info("no step on tensors without memory (%s); an upper bound of its memory is used", failure)
         need = _rough_need(settings, batch)
+    need = Need(need.fixed_bytes, need.trial_bytes + beside)
     if device.type == "cuda":
         return need.largest(torch.cuda.mem_get_info(device)[0] * SHARE)
     # The workers of a host share its memory.
@@ -72,10 +86,14 @@ def _fitting(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any
 
 def _rough_need(settings: TrainSettings, batch: Batch) -> Need:
     """A rough upper bound: weights, gradients and states, and as much again for what a step keeps."""
-    model = build.build_model(settings.model, settings.seed)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = _weight_bytes(settings)
     rows = sum(x.numel() * x.element_size() for x in batch.content if isinstance(x, torch.Tensor))
     return Need(0.0, 8.0 * weights + 200.0 * rows)
+
+
+def _weight_bytes(settings: TrainSettings) -> int:
+    model = build.build_model(settings.model, settings.seed)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _entries(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], count: int) -> list[Entry]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
@@ -18,10 +19,13 @@ from plait.runtime import build
 from plait.runtime.folder import RunFolder
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.desk import Clerk, FarDesk, OwnDesk
+from plait.runtime.sweep.led import Follower
 from plait.runtime.sweep.loop import SweepLoop
 from plait.runtime.sweep.office import Office, choose_metric
+from plait.runtime.sweep.orders import End
 from plait.runtime.sweep.search import Search
 from plait.runtime.sweep.settings import SweepSettings
+from plait.runtime.sweep.team import Team, check_teams, make_team
 from plait.runtime.sweep.trials import check_key, with_values
 
 WAIT_S = 0.05
@@ -47,33 +51,46 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     device = build.choose_device(settings.train.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _check_shared(worker, folder)
-    sets = DataSets()
+    check_teams(worker.world_size, settings.replicas)
+    team = None
+    if settings.replicas > 1:
+        worker.join(build.agree_on_backend(worker, build.choose_backend(device)))
+        team = make_team(worker, settings.replicas)
     try:
-        if worker.rank == 0:
-            return _lead(worker, settings, folder, sets, device, order["resume"])
-        desk = FarDesk(worker.store)
-        SweepLoop(worker, settings, folder, desk, sets, device).run()
-        desk.ask(ask="leave")
+        result = _take_part(worker, settings, folder, device, team, order["resume"])
     except FusionError as failure:
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
-    return {}
+    if team is not None:
+        dist.destroy_process_group()
+    return result
 
 
-def _lead(
+def _take_part(
     worker: Worker,
     settings: SweepSettings,
     folder: RunFolder,
-    sets: DataSets,
     device: torch.device,
+    team: Team | None,
     resume: bool,
 ) -> dict[str, Any]:
-    office = Office(worker, settings, folder, sets, resume)
-    desk = OwnDesk(office.answer)
-    clerk = Clerk(worker, desk) if worker.world_size > 1 else None
-    reason = SweepLoop(worker, settings, folder, desk, sets, device).run()
+    """Lead a team, or a team of one, or follow; what rank 0 has to tell."""
+    sets = DataSets()
+    if team is not None and not team.leads:
+        Follower(team, sets, device).run()
+        return {}
+    teams = worker.world_size // settings.replicas
+    if teams > 1:
+        _check_shared(worker, folder)
+    office = Office(worker, settings, folder, sets, resume) if worker.rank == 0 else None
+    desk = FarDesk(worker.store) if office is None else OwnDesk(office.answer)
+    clerk = Clerk(worker, desk) if isinstance(desk, OwnDesk) and teams > 1 else None
+    reason = SweepLoop(worker, settings, folder, desk, sets, device, team).run()
+    if team is not None:
+        team.tell(End(), 0)
+    if office is None:
+        return desk.ask(ask="leave")
     # The others may still train; the launcher ends us when one of them fails.
-    while office.left < worker.world_size - 1:
+    while office.left < teams - 1:
         time.sleep(WAIT_S)
     if clerk is not None:
         clerk.close()
@@ -81,9 +98,7 @@ def _lead(
 
 
 def _check_shared(worker: Worker, folder: RunFolder) -> None:
-    """Refuse hosts that do not see one run folder: trials move between workers as files in it."""
-    if worker.world_size == 1:
-        return
+    """Refuse hosts that do not see one run folder: trials move between teams as files in it."""
     token = folder.path / ".token"
     if worker.rank == 0:
         word = uuid.uuid4().hex

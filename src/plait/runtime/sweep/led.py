@@ -1,0 +1,150 @@
+"""An array that a team trains: the leader's side, which passes every call on to those who follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.runtime import build
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime.checkpoint import Checkpoint
+from plait.runtime.loading import Batch
+from plait.runtime.sampling import Position
+from plait.runtime.settings import TrainSettings
+from plait.runtime.sweep import orders
+from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors
+from plait.runtime.sweep.data import DataSets
+from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
+from plait.runtime.sweep.lone import LoneArray
+from plait.runtime.sweep.team import Team
+
+SharedArray = FusedArray | LoneArray
+
+
+def make_array(entries: Sequence[Entry], fused: bool, team: Team | None) -> SharedArray:
+    """An array of the entries, held by this worker or by all of a team."""
+    return FusedArray(entries, team) if fused else LoneArray(entries, team)
+
+
+def make_entry(
+    settings: TrainSettings, state: Checkpoint | None, device: torch.device, sets: DataSets
+) -> Entry:
+    """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
+    parts = build.build(settings, device, sets.of(settings))
+    if state is None:
+        return Entry(settings, parts)
+    checkpoints.load_model_state(parts.model, state.model)
+    checkpoints.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
+    parts.scaler.load_state_dict(dict(state.progress["loss_scale"]))
+    return Entry(settings, parts, state.progress.get("age", 0), state)
+
+
+def position_of(state: Checkpoint | None) -> Position:
+    """How far a trial is in its data."""
+    return Position() if state is None else Position(**state.progress["position"])
+
+
+class LedArray:
+    """A team's array as its leader has it."""
+
+    def __init__(self, team: Team, entries: Sequence[Entry], fused: bool) -> None:
+        self._team = team
+        team.tell(orders.Begin(_newcomers(entries), fused), 0)
+        self._array = make_array(entries, fused, team)
+
+    @property
+    def trials(self) -> int:
+        return self._array.trials
+
+    @property
+    def is_fused(self) -> bool:
+        return self._array.is_fused
+
+    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+        """Let trials leave and enter, on all workers of the team."""
+        self._tell(orders.Change(tuple(leaving), _newcomers(entering)))
+        self._array.change(leaving, entering)
+
+    def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
+        """One step of every trial, `batches` being this worker's shares; the losses of whole batches."""
+        self._tell(orders.Step(tuple(factors)))
+        return self._array.step(batches, factors)
+
+    def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
+        """Mean loss and metric over the test split, of which each worker of the team takes its share."""
+        self._tell(orders.Evaluate(tuple(places)))
+        return self._array.evaluate(places)
+
+    def tensors(self, place: int) -> TrialTensors:
+        if self._array.differs:
+            self._tell(orders.Average())
+            self._array.average()
+        return self._array.tensors(place)
+
+    def close(self) -> None:
+        """Let the team let go of the trials."""
+        self._tell(orders.Dissolve())
+        self._array.close()
+
+    def _tell(self, order: orders.Order) -> None:
+        self._team.tell(order, self.trials)
+
+
+def _newcomers(entries: Sequence[Entry]) -> tuple[orders.Newcomer, ...]:
+    return tuple(orders.Newcomer(entry.settings, entry.state) for entry in entries)
+
+
+class Follower:
+    """A worker that holds what its leader holds, and does what that says."""
+
+    def __init__(self, team: Team, sets: DataSets, device: torch.device) -> None:
+        self._team = team
+        self._sets = sets
+        self._device = device
+        self._array: SharedArray | None = None
+        self._feeds: Feeds | None = None
+        self._used: list[Feed] = []
+
+    def run(self) -> None:
+        """Follow until the leader says that there is nothing left."""
+        while not isinstance(order := self._hear(), orders.End):
+            if isinstance(order, orders.Begin):
+                self._begin(order)
+            else:
+                assert self._array is not None
+                self._carry_out(order, self._array)
+
+    def _hear(self) -> orders.Order:
+        return self._team.hear(0 if self._array is None else self._array.trials)
+
+    def _begin(self, order: orders.Begin) -> None:
+        train_set, _ = self._sets.of(order.entering[0].settings)
+        pin = self._device.type == "cuda"
+        self._feeds = Feeds(train_set, pin, self._team.place, self._team.size)
+        entries = self._enter([], order.entering)
+        self._array = make_array(entries, order.fused, self._team)
+
+    def _carry_out(self, order: orders.Order, array: SharedArray) -> None:
+        match order:
+            case orders.Step():
+                array.step(next_batches(self._used), order.factors)
+            case orders.Change():
+                array.change(order.leaving, self._enter(order.leaving, order.entering))
+            case orders.Evaluate():
+                array.evaluate(order.places)
+            case orders.Average():
+                array.average()
+            case orders.Dissolve():
+                array.close()
+                self._array, self._used = None, []
+
+    def _enter(self, leaving: Sequence[int], entering: Sequence[orders.Newcomer]) -> list[Entry]:
+        assert self._feeds is not None
+        known, joining = list(self._used), []
+        for one in entering:
+            joining.append(self._feeds.find(one.settings, position_of(one.state), known))
+            known.append(joining[-1])
+        self._used = reseated(self._used, leaving, joining)
+        return [make_entry(one.settings, one.state, self._device, self._sets) for one in entering]

@@ -1,0 +1,35 @@
+"""The microbatches of a step: which of them the trials of an array work on together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plait.runtime.loading import Batch, cut
+
+# A trial's part of a round: a microbatch and how many samples it has.
+Piece = tuple[Any, int]
+# A piece for each trial, and each one's share of its trial's batch.
+Round = tuple[list[Piece], list[float]]
+
+
+def rounds_of(batches: Sequence[Batch], accumulate: int) -> list[Round]:
+    """The rounds of a step on this worker; none where no sample fell to it.
+
+    A trial that has nothing to do in a round, as it has fewer samples than others have microbatches, gets
+    another's piece with a share of zero.
+    """
+    cuts = {id(batch): list(cut(batch.content, batch.count, accumulate)) for batch in batches}
+    own = [cuts[id(batch)] for batch in batches]
+    rounds = []
+    for number in range(max(len(pieces) for pieces in own)):
+        present = [pieces[number] if number < len(pieces) else None for pieces in own]
+        spare = next(piece for piece in present if piece is not None)
+        weights = [0.0 if piece is None else piece[1] / batch.total for piece, batch in zip(present, batches)]
+        rounds.append(([piece or spare for piece in present], weights))
+    return rounds
+
+
+def most_rounds(batches: Sequence[Batch], accumulate: int, workers: int) -> list[int]:
+    """How many rounds each trial has on the worker with the largest share of its batch."""
+    return [min(accumulate, -(-batch.total // workers)) for batch in batches]

@@ -1,0 +1,139 @@
+"""A team: neighbouring workers that train one array together, each on its share of every batch.
+
+The first of them leads: it talks to the desk and decides, and the others follow its orders.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from plait.cluster.worker import Worker
+from plait.core.errors import InputError
+from plait.runtime.sweep.orders import Order, Step
+from plait.sync.all_reduce import AllReduce
+from plait.sync.buffers import average
+
+# A leader may be silent for as long as other teams keep its trials waiting; that it is gone shows at once.
+PATIENCE = timedelta(days=365)
+_OTHER, _STEP = 0.0, 1.0
+
+
+class Team:
+    """This worker's team: it is number `place` of `size`, and 0 leads.
+
+    `sums` carries gradients, `orders` what the leader says. All members make the same calls in one order.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, sums: dist.ProcessGroup, orders: dist.ProcessGroup
+    ) -> None:
+        self.place = ranks.index(rank)
+        self.size = len(ranks)
+        self.sums = sums
+        self._orders = orders
+        self._leader = ranks[0]
+
+    @property
+    def leads(self) -> bool:
+        return self.place == 0
+
+    def tell(self, order: Order, trials: int) -> None:
+        """Give the followers an order; `trials` is how many their array has now."""
+        head = torch.zeros(_head_length(trials), dtype=torch.float64)
+        if isinstance(order, Step):
+            # All that a step needs: each worker loads its own share of the batches.
+            head[0] = _STEP
+            head[1:] = torch.tensor(order.factors, dtype=torch.float64)
+            self._broadcast(head)
+            return
+        content = bytearray(pickle.dumps(order))
+        head[0], head[1] = _OTHER, len(content)
+        self._broadcast(head)
+        self._broadcast(torch.frombuffer(content, dtype=torch.uint8))
+
+    def hear(self, trials: int) -> Order:
+        """The leader's next order; `trials` is how many this worker's array has now."""
+        head = torch.zeros(_head_length(trials), dtype=torch.float64)
+        self._broadcast(head)
+        if head[0] == _STEP:
+            return Step(tuple(head[1:].tolist()))
+        content = torch.empty(int(head[1]), dtype=torch.uint8)
+        self._broadcast(content)
+        order: Order = pickle.loads(content.numpy().tobytes())
+        return order
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, self._leader, group=self._orders)
+
+    def total(self, numbers: Tensor, device: torch.device) -> Tensor:
+        """The sum of all members' numbers."""
+        carried = numbers.to(device)
+        dist.all_reduce(carried, group=self.sums)
+        return carried.to(numbers.device)
+
+    def average(self, module: nn.Module) -> None:
+        """Give all members the mean of their running statistics."""
+        average(list(module.buffers()), self.sums)
+
+
+def _head_length(trials: int) -> int:
+    return 1 + max(1, trials)
+
+
+class TeamSum:
+    """Sums an array's gradients and losses over a team, for as many trials as there are now."""
+
+    def __init__(self, team: Team, parameters: Sequence[Parameter], trials: int) -> None:
+        self.trials = trials
+        # The losses travel as one more gradient. First, so in the last bucket: no other waits for them.
+        self._losses = Parameter(torch.zeros(trials, dtype=torch.float64, device=parameters[0].device))
+        self._sync = AllReduce([self._losses, *parameters], team.sums)
+
+    def begin(self) -> None:
+        """Forget the gradients of the step before."""
+        self._sync.begin()
+
+    def before_backward(self, last: bool) -> None:
+        """Whether the backward pass that follows is this worker's last of the step."""
+        self._sync.before_backward(last)
+
+    def agree(self, losses: Tensor) -> Tensor:
+        """Every member's gradients are the sum over all of them now, and so are the losses returned."""
+        self._losses.grad = losses
+        self._sync.agree(losses[:0])
+        assert self._losses.grad is not None
+        return self._losses.grad.clone()
+
+    def close(self) -> None:
+        self._sync.close()
+
+
+def check_teams(workers: int, replicas: int) -> None:
+    """Refuse teams that do not come out even."""
+    if workers % replicas:
+        few = f"-np {replicas}" if workers < replicas else f"-np {workers - workers % replicas}"
+        raise InputError(
+            f"--replicas: found {replicas}, which does not divide the {workers} worker"
+            f"{'s' if workers > 1 else ''}; use {few}, or another number of replicas"
+        )
+
+
+def make_team(worker: Worker, replicas: int) -> Team:
+    """This worker's team; all workers call it together, in the process group of all."""
+    found = None
+    deadline = timedelta(seconds=worker.timeout_s)
+    for first in range(0, worker.world_size, replicas):
+        ranks = list(range(first, first + replicas))
+        sums = dist.new_group(ranks, timeout=deadline)
+        orders = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
+        if worker.rank in ranks:
+            found = Team(ranks, worker.rank, sums, orders)
+    assert found is not None
+    return found

@@ -1,0 +1,162 @@
+"""Arrays that several workers train together: each trial is what one worker makes of whole batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.core.errors import InputError
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime.folder import RunFolder
+from plait.runtime.settings import (
+    CheckpointSettings,
+    DataSettings,
+    EvaluateSettings,
+    ModelSettings,
+    OptimizerSettings,
+)
+from plait.runtime.sweep.array import FusedArray
+from plait.runtime.sweep.data import DataSets
+from plait.runtime.sweep.led import make_entry
+from plait.runtime.sweep.search import check
+from plait.runtime.sweep.settings import SweepSettings
+from plait.runtime.sweep.team import Team, check_teams
+from plait.runtime.sweep.trials import with_values
+from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
+from support.training import digits_job, largest_difference, train_rank
+from support.world import run_ranks
+
+SGD, ADAM = OptimizerSettings("sgd", {"lr": 0.01}), OptimizerSettings("adamw", {"lr": 0.01})
+JOB = digits_job(
+    steps=12, evaluate=EvaluateSettings(every_steps=6), checkpoint=CheckpointSettings(every_steps=5)
+)
+NORM = digits_job(steps=10, model=ModelSettings("support.sweeping:norm_net"))
+DROP = replace(
+    JOB,
+    model=ModelSettings("support.training:small_net", {"dropout": 0.4}),
+    # The shares of two workers are cut into two microbatches and three.
+    data=DataSettings("digits", 5),
+    accumulate=3,
+)
+
+# What two workers and one come to alike.
+EQUAL = {
+    "microbatches": sweep_of(
+        "steps=4,20", "data.batch_size=5,64",
+        job=digits_job(accumulate=3, optimizer=ADAM, clip_norm=0.3), width=3,
+    ),
+    "one by one": sweep_of("optimizer.kind=adamax,sgd", job=digits_job(steps=10, optimizer=SGD)),
+    "asha": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="asha", trials=6),
+    "halving": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="halving", trials=6, eta=2),
+    "pbt": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="pbt", trials=5, least_steps=4),
+}  # fmt: skip
+OTHERS = {
+    "norms": sweep_of("optimizer.lr=0.01,0.1", job=NORM),
+    "a norm": sweep_of("optimizer.lr=0.1", job=NORM, width=1),
+    "dropout": sweep_of("optimizer.lr=0.01,0.1", job=DROP),
+    "fp16": sweep_of("optimizer.lr=0.01,0.1", job=digits_job(precision="fp16", steps=12, optimizer=SGD)),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of the sweeps above by teams of two, and what they came to."""
+    folder = tmp_path_factory.mktemp("pair")
+    sweeps = {name: replace(one, replicas=2) for name, one in {**EQUAL, **OTHERS}.items()}
+    return folder, run_ranks(2, sweeps_rank, sweeps, folder)[0]
+
+
+def best_weights(folder: Path) -> dict[str, torch.Tensor]:
+    (path,) = checkpoints.list_checkpoints(RunFolder(folder).checkpoints)
+    return checkpoints.load(path).model
+
+
+def check_equal(settings: SweepSettings, found: dict[str, Any], folder: Path, own: Path) -> None:
+    """A sweep in `folder` came to what one worker makes of it, and the best trial to what it makes alone."""
+    assert same_table(sweep_here(settings, own / "one"), found, tolerance=1e-10)
+    if settings.search.kind != "pbt":
+        _, weights = trial_alone(settings, found["best"]["values"], own / "alone")
+        assert largest_difference(best_weights(folder), weights) < 1e-10
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_trial_of_two_workers_equals_that_of_one(
+    name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    folder, found = pair
+    assert (found[name]["workers"], found[name]["replicas"]) == (2, 2)
+    check_equal(EQUAL[name], found[name], folder / name, tmp_path)
+
+
+def test_shares_may_differ_and_one_may_be_empty(tmp_path: Path):
+    # The 1,442 samples of an epoch leave one for the last batch of 131, and two of three workers none.
+    job = digits_job(steps=None, epochs=1, data=DataSettings("digits", 131))
+    settings = sweep_of("data.batch_size=131,200", "optimizer.lr=0.02,0.1", job=job)
+    found = run_ranks(3, sweep_rank, replace(settings, replicas=3), tmp_path / "three")[0]
+    check_equal(settings, found, tmp_path / "three", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["norms", "a norm"])
+def test_batch_norms_take_the_statistics_of_a_share_as_data_parallel_training_does(
+    name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    folder, found = pair
+    best = found[name]["best"]
+    own = with_values(NORM, best["values"])
+    parallel, weights = run_ranks(2, train_rank, own, tmp_path / "parallel")[0]
+    assert best["metrics"] == pytest.approx(parallel["test"], abs=1e-10)
+    assert largest_difference(best_weights(folder / name), weights) < 1e-10
+
+
+def test_half_precision_skips_a_step_on_all_workers_or_on_none(
+    pair: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    one = sweep_here(OTHERS["fp16"], tmp_path)
+    assert same_table(one, pair[1]["fp16"], tolerance=0.02)
+
+
+def test_a_killed_team_goes_on_with_nothing_lost_and_the_same_dropout(
+    pair: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    settings = replace(OTHERS["dropout"], replicas=2)
+    saved = tmp_path / "trials" / "0000" / "checkpoints"
+    run_ranks(2, sweep_rank, settings, tmp_path, kill_when=lambda: any(saved.glob("step-*")))
+    again = run_ranks(2, sweep_rank, settings, tmp_path, resume=True)[0]
+    assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
+
+
+def test_workers_of_a_team_draw_other_random_numbers_and_the_leader_those_of_a_lone_worker():
+    entries = [make_entry(digits_job(seed=seed), None, torch.device("cpu"), DataSets()) for seed in (0, 1)]
+    alone = FusedArray(entries).fused.seeds.tolist()
+    # Groups of None are the world's, which nobody asks for before the first step.
+    teams: list[Any] = [Team([0, 1], rank, None, None) for rank in (0, 1)]  # type: ignore[arg-type]
+    leader, follower = (FusedArray(entries, team).fused.seeds.tolist() for team in teams)
+    assert leader == alone
+    assert not set(follower) & set(alone)
+
+
+def test_two_teams_of_two_stop_together_and_go_on_as_one_worker(tmp_path: Path):
+    settings = sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=JOB)
+    expected = sweep_here(settings, tmp_path / "one")
+    stop, folder = tmp_path / "stop", tmp_path / "four"
+    stop.touch()
+    teams = replace(settings, replicas=2)
+    stopped = run_ranks(4, sweep_rank, teams, folder, stop_file=stop)[0]
+    assert stopped["reason"] == "stopped"
+    assert same_table(expected, run_ranks(4, sweep_rank, teams, folder, resume=True)[0])
+
+
+def test_replicas_that_cannot_be_are_refused_with_the_numbers():
+    over = sweep_of("data.batch_size=4,64")
+    with pytest.raises(InputError, match=r"--replicas: found 8, but a batch has 4 samples.*at most 4"):
+        check(replace(over, replicas=8))
+    with pytest.raises(InputError, match="--replicas: found 0, expected 1 or more"):
+        check(replace(over, replicas=0))
+    with pytest.raises(InputError, match=r"found 2, which does not divide the 5 workers; use -np 4"):
+        check_teams(5, 2)
+    with pytest.raises(InputError, match=r"found 2, which does not divide the 1 worker; use -np 2"):
+        check_teams(1, 2)
