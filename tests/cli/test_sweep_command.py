@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_workers_sweep_stop_and_go_on_to_the_table_of_one(folder: Path):
+def test_two_workers_sweep_stop_and_go_on_as_a_team_to_the_table_of_one(folder: Path):
     over = ["optimizer.lr=log:1e-3:1:4", "optimizer.momentum=0,0.9"]
     words = [word for one in over for word in ("--over", one)]
     command = [
@@ -73,7 +73,7 @@ def test_two_workers_sweep_stop_and_go_on_to_the_table_of_one(folder: Path):
     process.send_signal(signal.SIGTERM)
     stopped = json.loads(process.communicate(timeout=60)[0])
     assert process.returncode == (130 if stopped["reason"] == "stopped" else 0)
-    done = run("sweep", "job.yaml", "--resume", "runs/t-001", "-np", "2", cwd=folder)
+    done = run("sweep", "job.yaml", "--resume", "runs/t-001", "-np", "2", "--replicas", "2", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "8 of 8 trials" in done.stdout
     assert "wrote runs/t-001 (trials.csv, curves.png, sweep.html); next: plait evaluate" in done.stdout
@@ -134,6 +134,8 @@ def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts():
         (["optimizer.lr=0.1"], {"trials": 3}, "--search grid tries all 1"),
         (["optimizer.lr=0.1"], {"search": "asah"}, "did you mean 'asha'?"),
         (["optimizer.lr=0.1"], {"width": 0}, "--width: found 0"),
+        (["optimizer.lr=0.1"], {"replicas": 2}, "found 2, which does not divide the 1 worker; use -np 2"),
+        (["data.batch_size=64,2"], {"replicas": 3}, "--replicas: found 3, but a batch has 2 samples"),
         (["model_args.width=8,16"], {"search": "pbt"}, "population-based training changes numbers"),
         (["optimizer.lr=0.1"], {"search": "pbt"}, "a population of 1"),
         (["optimizer.lr=log:3:1:2"], {}, "0 < low < high"),

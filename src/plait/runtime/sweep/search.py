@@ -102,9 +102,11 @@ def check(settings: SweepSettings) -> None:
 def _check_replicas(settings: SweepSettings) -> None:
     if settings.replicas < 1:
         raise InputError(f"--replicas: found {settings.replicas}, expected 1 or more")
-    sizes = [dimension.ends() for dimension in settings.over if dimension.key == "data.batch_size"]
-    smallest = min(sizes[0] if sizes else (settings.train.data.batch_size,))
-    if settings.replicas > smallest:
+    swept = [dimension.ends() for dimension in settings.over if dimension.key == "data.batch_size"]
+    # What is no number is refused with the job's own words.
+    sizes = [size for size in (swept[0] if swept else ()) if isinstance(size, int)]
+    smallest = min(sizes, default=settings.train.data.batch_size)
+    if settings.replicas > max(1, smallest):
         raise InputError(
             f"--replicas: found {settings.replicas}, but a batch has {smallest} samples, so some workers "
             f"would have nothing to do; use at most {smallest} replicas, or a larger data.batch_size"
