@@ -112,6 +112,15 @@ def test_every_schedule_of_a_plan_can_be_compared():
     assert found[Schedule.GPIPE].peak_bytes > found[Schedule.FLUSH].peak_bytes
 
 
+def test_stages_dealt_in_turn_run_under_every_schedule():
+    wanted = Settings(schedule=Schedule.INTERLEAVED, microbatches=8)
+    plan = make_plan(chain([1.0] * 8, 1.0, 1.0), machines(2, 1000.0), wanted)
+    found = compare_schedules(plan, 8)
+    assert set(found) == set(Schedule)
+    assert found[Schedule.STASH].step_s < found[Schedule.INTERLEAVED].step_s < found[Schedule.NONE].step_s
+    assert found[Schedule.STASH].idle_share < 0.05
+
+
 def test_stashing_without_messages_runs_at_the_bottleneck():
     plan = make_plan(chain([1.0, 1.0, 1.0, 1.0], 0.0, 0.0), machines(4, 1.0), Settings(straight=True))
     assert plan.bottleneck_s == pytest.approx(2.0)

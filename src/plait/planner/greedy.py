@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
 from plait.planner.operations import (
     Backward,
     BackwardInput,
-    BackwardWeight,
     Forward,
     Layout,
     Op,
     Operations,
     Update,
 )
+from plait.planner.play import EverybodyWaits, Lane, played
 
 Turn = tuple[int, int]
 
@@ -30,17 +29,19 @@ def zero_bubble(layout: Layout, microbatches: int, depths: Mapping[int, int]) ->
     weight gradient is done; each replica may hold as many as the pipeline is deep, as in ZB-H1, which is
     no more than the first stage of 1F1B holds.
     """
-    workers: dict[int, _Worker] = {}
+    lanes = []
     for stage, ids in enumerate(layout.stages):
         room = in_flight(Schedule.ZERO_BUBBLE, layout, stage, microbatches, depths)
         depth = min(room, in_flight(Schedule.FLUSH, layout, stage, microbatches))
         for replica, worker in enumerate(ids):
             own = [(stage, b) for b in range(replica, microbatches, len(ids))]
-            main = alternate(own, own, depth, BackwardInput)
-            workers[worker] = _Worker(room, deque(main))
-    if not _play(workers, len(layout.stages)):
-        raise PlanError(f"depths {dict(depths)} leave some stage waiting for ever; give earlier stages more")
-    return _with_updates({worker: state.ops for worker, state in workers.items()}, layout)
+            lanes.append(Lane(worker, iter(alternate(own, own, depth, BackwardInput)), room=room))
+    try:
+        return _with_updates(played(layout, lanes), layout)
+    except EverybodyWaits:
+        raise PlanError(
+            f"depths {dict(depths)} leave some stage waiting for ever; give earlier stages more"
+        ) from None
 
 
 def interleaved(layout: Layout, microbatches: int, depths: Mapping[int, int]) -> Operations:
@@ -61,38 +62,23 @@ def interleaved(layout: Layout, microbatches: int, depths: Mapping[int, int]) ->
             w: alternate(forwards[w], backwards[w], interleaved_depth(layout, w) + extra, Backward)
             for w in layout.workers
         }
-        if _play({w: _Worker(len(ops), deque(ops)) for w, ops in lists.items()}, len(layout.stages)):
-            return _with_updates(lists, layout)
+        with contextlib.suppress(EverybodyWaits):
+            return _with_updates(played(layout, [Lane(w, iter(ops)) for w, ops in lists.items()]), layout)
     raise AssertionError("with all forwards before all backwards nobody waits for ever")
 
 
-def merged(layout: Layout, lists: Mapping[Turn, Sequence[Op]]) -> Operations:
+def merged(layout: Layout, lists: Mapping[Turn, Sequence[Op]], together: bool) -> Operations:
     """One order for each worker that holds several stages, from an order for each stage and replica.
 
-    Found by playing them through with operations of one length each: a worker does what can start,
-    backwards before forwards and earlier microbatches before later ones.
+    Stages update when their own order says so, or all `together` when a worker is done with the rest.
     """
-    waiting: dict[int, list[deque[Op]]] = {worker: [] for worker in layout.workers}
-    for (stage, replica), ops in lists.items():
-        waiting[layout.stages[stage][replica]].append(deque(ops))
-    orders: dict[int, list[Op]] = {worker: [] for worker in layout.workers}
-    done: set[tuple[str, int, int]] = set()
-    while any(ops for own in waiting.values() for ops in own):
-        taken = []
-        for worker, own in waiting.items():
-            ready = [ops for ops in own if ops and _has_input(ops[0], len(layout.stages), done)]
-            if ready:
-                op = min(ready, key=lambda ops: _urgency(ops[0])).popleft()
-                orders[worker].append(op)
-                taken.append(op)
-        assert taken, "each stage's order by itself leaves nobody waiting for ever"
-        done |= {_key(op) for op in taken}
-    return _with_updates(orders, layout)
-
-
-def _urgency(op: Op) -> tuple[bool, int, int]:
-    assert not isinstance(op, Update)
-    return isinstance(op, Forward), op.microbatch, op.stage
+    if together:
+        lists = {key: [op for op in ops if not isinstance(op, Update)] for key, ops in lists.items()}
+    lanes = [Lane(layout.stages[stage][replica], iter(ops)) for (stage, replica), ops in lists.items()]
+    orders = played(layout, lanes)
+    if together:
+        return _with_updates(orders, layout)
+    return {worker: tuple(ops) for worker, ops in orders.items()}
 
 
 def interleaved_depth(layout: Layout, worker: int) -> int:
@@ -135,65 +121,6 @@ def _turns(layout: Layout, microbatches: int) -> tuple[dict[int, list[Turn]], di
         for stage in reversed(stages):
             backwards[layout.stages[stage][0]] += [(stage, b) for b in together]
     return forwards, backwards
-
-
-@dataclass
-class _Worker:
-    """What one worker has still to do, the weight gradients it may do at any time, and its room."""
-
-    room: int
-    main: deque[Op]
-    weights: deque[Turn] = field(default_factory=deque)
-    in_flight: int = 0
-    ops: list[Op] = field(default_factory=list)
-
-
-def _play(workers: Mapping[int, _Worker], stages: int) -> bool:
-    """Let the workers do all they have, a unit of time for each operation; False when all wait."""
-    done: set[tuple[str, int, int]] = set()
-    while any(worker.main or worker.weights for worker in workers.values()):
-        taken = [op for worker in workers.values() if (op := _act(worker, stages, done)) is not None]
-        if not taken:
-            return False
-        # Results can be used from the next unit of time on.
-        done |= {_key(op) for op in taken}
-    return True
-
-
-def _key(op: Op) -> tuple[str, int, int]:
-    kind = {Forward: "forward", Backward: "backward", BackwardInput: "backward"}.get(type(op), "weight")
-    assert not isinstance(op, Update)
-    return kind, op.stage, op.microbatch
-
-
-def _act(worker: _Worker, stages: int, done: set[tuple[str, int, int]]) -> Op | None:
-    """The next operation of a worker: its main one if it can start, else a weight gradient."""
-    if worker.main:
-        op = worker.main[0]
-        blocked = isinstance(op, Forward) and worker.in_flight >= worker.room
-        if not blocked and _has_input(op, stages, done):
-            worker.main.popleft()
-            worker.ops.append(op)
-            worker.in_flight += isinstance(op, Forward) - isinstance(op, Backward)
-            if isinstance(op, BackwardInput):
-                worker.weights.append((op.stage, op.microbatch))
-            return op
-    if worker.weights:
-        weight = BackwardWeight(*worker.weights.popleft())
-        worker.ops.append(weight)
-        worker.in_flight -= 1
-        return weight
-    return None
-
-
-def _has_input(op: Op, stages: int, done: set[tuple[str, int, int]]) -> bool:
-    assert not isinstance(op, Update)
-    if isinstance(op, Forward):
-        return op.stage == 0 or ("forward", op.stage - 1, op.microbatch) in done
-    # The own forward comes earlier in the same list, but on its last stage only just.
-    if ("forward", op.stage, op.microbatch) not in done:
-        return False
-    return op.stage == stages - 1 or ("backward", op.stage + 1, op.microbatch) in done
 
 
 def _with_updates(lists: Mapping[int, Sequence[Op]], layout: Layout) -> Operations:

@@ -84,6 +84,11 @@ class Layout:
     def workers(self) -> tuple[int, ...]:
         return tuple(sorted({worker for workers in self.stages for worker in workers}))
 
+    @property
+    def shared(self) -> bool:
+        """Whether a worker holds several stages."""
+        return len(self.workers) < self.devices_from(0)
+
     def replicas(self, stage: int) -> int:
         return len(self.stages[stage])
 

@@ -85,9 +85,9 @@ def _steady_window(layout: Layout, depths: tuple[int, ...]) -> tuple[int, int]:
 
 def compare_schedules(plan: Plan, microbatches: int | None = None) -> dict[Schedule, Prediction]:
     """The plan's stages under every schedule that can run them."""
-    kinds = [kind for kind in Schedule if kind is not Schedule.INTERLEAVED]
-    shared = plan.schedule is Schedule.INTERLEAVED
-    return {kind: predict(plan, kind, microbatches) for kind in ([plan.schedule] if shared else kinds)}
+    dealt = plan.schedule is Schedule.INTERLEAVED
+    kinds = [kind for kind in Schedule if dealt or kind is not Schedule.INTERLEAVED]
+    return {kind: predict(plan, kind, microbatches) for kind in kinds}
 
 
 def _costs(stage: Stage, schedule: Schedule, memory: MemorySettings, overhead_s: float) -> StageCosts:

@@ -11,7 +11,9 @@
 | none | one microbatch at a time | 1 | 1 |
 
 depth(s) is the number of devices from stage s on, divided by the replicas of s, rounded up: what keeps
-every device busy (PipeDream's NOAM, stage by stage). Sends and receives are implied by the layout:
+every device busy (PipeDream's NOAM, stage by stage). A worker may hold several stages under any schedule:
+each stage keeps its own order, and with it its versions and what it holds; `play` finds an order for the
+worker. Sends and receives are implied by the layout:
 `operations.peer_before` and `peer_behind` name the other end, and since every worker takes its microbatches
 in rising order, both ends of each channel agree on the order.
 """
@@ -25,9 +27,6 @@ from plait.planner import greedy
 from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
 from plait.planner.operations import Backward, Forward, Layout, Op, Operations, Update
-
-# Schedules under which a worker may hold several stages.
-_SHARING = (Schedule.INTERLEAVED, Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE)
 
 
 def operations(
@@ -53,15 +52,9 @@ def operations(
             own = range(replica, microbatches, len(workers))
             rounds = math.ceil(microbatches / len(workers))
             lists[stage, replica] = _one_stage(schedule, layout, stage, own, depth, rounds)
-    if _is_shared(layout):
-        work = {key: [op for op in ops if not isinstance(op, Update)] for key, ops in lists.items()}
-        return greedy.merged(layout, work)
+    if layout.shared:
+        return greedy.merged(layout, lists, together=schedule.synchronous)
     return {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
-
-
-def _is_shared(layout: Layout) -> bool:
-    """Whether a worker holds several stages."""
-    return len(layout.workers) < sum(len(workers) for workers in layout.stages)
 
 
 def messages_per_channel(schedule: Schedule, layout: Layout, depths: Mapping[int, int] | None = None) -> int:
@@ -69,7 +62,7 @@ def messages_per_channel(schedule: Schedule, layout: Layout, depths: Mapping[int
 
     With so much room a blocking send never ends in a deadlock: one message for most schedules, a group
     where workers interleave stages, and one more for each microbatch by which a stage is made deeper. Where
-    a worker holds several stages in another way, it is all that a batch has.
+    a worker holds several stages in another way, it is what the sender keeps in flight (`in_flight`).
     """
     if schedule is Schedule.INTERLEAVED:
         return len(layout.workers)
@@ -149,11 +142,6 @@ def _check(schedule: Schedule, layout: Layout, microbatches: int, depths: Mappin
                 f"found depth {depth} for stage {stage}, expected at least 1 for a stage "
                 f"below {len(layout.stages)}"
             )
-    if _is_shared(layout) and schedule not in _SHARING:
-        raise PlanError(
-            f"schedule {schedule.value}: a worker holds several stages ({layout.stages}); expected one stage "
-            f"a worker, or one of the schedules {', '.join(s.value for s in _SHARING)}"
-        )
     if schedule not in (Schedule.INTERLEAVED, Schedule.GPIPE):
         _check_depths(schedule, layout, microbatches, depths)
 
