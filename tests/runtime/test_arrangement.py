@@ -28,6 +28,21 @@ def test_a_stream_is_the_planners_list(replicas: tuple[int, ...], schedule: Sche
             assert tuple(stream(arrangement, worker, AllOf(arrangement, total))) == expected[worker]
 
 
+@pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.TWO_BUFFERED])
+@pytest.mark.parametrize(
+    "stages", [((0,), (1,), (0,)), ((0,), (0,), (1,)), ((0, 1), (2,), (1, 0)), ((0,), (0,))]
+)
+def test_workers_that_hold_several_stages_come_to_the_planners_order_by_themselves(
+    stages: tuple[tuple[int, ...], ...], schedule: Schedule
+) -> None:
+    layout = Layout(stages)
+    arrangement = arranged(layout, schedule)
+    for total in (1, 5, 12, 23):
+        expected = operations(schedule, layout, total)
+        for worker in layout.workers:
+            assert tuple(stream(arrangement, worker, AllOf(arrangement, total))) == expected[worker]
+
+
 def test_vertical_sync_that_needs_weights_from_the_future_is_refused() -> None:
     arrangement = arranged(straight_layout((1, 1)), Schedule.STASH, vertical_sync=True, depths={0: 2, 1: 5})
     with pytest.raises(PlanError, match="vertical_sync: stage 1 would need version"):

@@ -11,7 +11,7 @@ from plait.runtime.stage_runner import Flight
 def test_outputs_that_autograd_does_not_keep_are_freed_once_they_are_sent():
     x = torch.randn(3, 4, requires_grad=True)
     linear = nn.Linear(4, 4)
-    flight = Flight({"x": x}, 0, 0, outputs={"y": linear(x), "count": torch.ones(3)})
+    flight = Flight({"x": x}, 0, (), outputs={"y": linear(x), "count": torch.ones(3)})
     alive = weakref.ref(flight.outputs["y"])
     flight.let_go_of_outputs()
     assert alive() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -138,11 +139,44 @@ def test_two_buffers_take_deeper_stages_than_their_batch() -> None:
     assert_same(case, tolerance=1e-13)
 
 
+FOLDED, MIXED, NEIGHBOURS = (((0,), (1,), (0,)),), (((0,), (1,), (0, 1)),), (((0,), (0,), (1,)),)
+
+
 def test_workers_that_hold_several_stages_equal_plain_training() -> None:
-    folded, mixed = (((0,), (1,), (0,)),), (((0,), (1,), (0, 1)),)
     assert_same(
-        Case("transformer", folded, Schedule.FLUSH, steps=3),
-        Case("transformer", folded, Schedule.GPIPE, steps=3),
-        Case("cnn", folded, Schedule.NONE, steps=3),
-        Case("lstm", mixed, Schedule.FLUSH, steps=3),
+        Case("transformer", FOLDED, Schedule.FLUSH, steps=3),
+        Case("transformer", FOLDED, Schedule.GPIPE, steps=3),
+        Case("cnn", FOLDED, Schedule.NONE, steps=3),
+        Case("lstm", MIXED, Schedule.FLUSH, steps=3),
+        Case("transformer", FOLDED, Schedule.ZERO_BUBBLE, steps=3),
+        Case("cnn", NEIGHBOURS, Schedule.ZERO_BUBBLE, steps=3),
+        Case("lstm", MIXED, Schedule.ZERO_BUBBLE, steps=3, microbatches=5),
+    )
+
+
+def test_workers_that_hold_several_stages_equal_the_same_delayed_gradients() -> None:
+    rounds = {"steps": 4, "microbatches": 5}
+    tied = Case("transformer", FOLDED, Schedule.STASH, **rounds)
+    assert_same(
+        Case("cnn", FOLDED, Schedule.STASH, recompute=frozenset({0, 2}), **rounds),
+        Case("cnn", FOLDED, Schedule.STASH, vertical_sync=True, **rounds),
+        Case("cnn", FOLDED, Schedule.TWO_BUFFERED, **rounds),
+        tied,
+        replace(tied, schedule=Schedule.TWO_BUFFERED),
+        Case("lstm", NEIGHBOURS, Schedule.STASH, depths={0: 4}, **rounds),
+        Case("lstm", NEIGHBOURS, Schedule.TWO_BUFFERED, **rounds),
+        tolerance=1e-12,
+    )
+
+
+def test_replicas_that_hold_several_stages_equal_the_same_delayed_gradients() -> None:
+    crossed, side_by_side = (((0, 1), (2, 3), (1, 0)),), (((0,), (1,), (0,)), ((2,), (3,), (3,)))
+    rounds = {"steps": 3, "microbatches": 5, "optimizer": "sgd"}
+    both = (Schedule.STASH, Schedule.TWO_BUFFERED)
+    assert_same(
+        *(Case("cnn", (((0, 1, 2), (3,), (1, 2)),), kind, **rounds) for kind in both),
+        *(Case("transformer", crossed, kind, **rounds) for kind in both),
+        *(Case("transformer", side_by_side, kind, **rounds) for kind in both),
+        tolerance=1e-12,
+        skip=("running_mean", "running_var", "num_batches_tracked"),
     )

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from plait.core.errors import JobError
 from plait.core.events import read
 from plait.planner.depth import Schedule
-from plait.planner.operations import Update
+from plait.planner.operations import Layout, Update
+from plait.planner.schedules import operations
 from plait.runtime import build, checkpoint
 from plait.runtime.arrangement import stream
 from plait.runtime.events import Operations
@@ -23,7 +24,7 @@ from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
 from plait.runtime.settings import CheckpointSettings, TrainSettings
 from plait.runtime.stretch import Microbatch, StretchWork
 from plait.sync.wish import TopologyWish
-from support.plans import planned
+from support.plans import placed, planned
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 
@@ -110,6 +111,20 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     assert (resumed["reason"], resumed["step"]) == ("finished", 20)
 
 
+def test_an_asynchronous_run_whose_workers_hold_several_stages_stops_when_asked_and_goes_on(
+    tmp_path: Path,
+) -> None:
+    settings = placed(Layout(((0,), (1,), (0,))), Schedule.STASH)
+    stop = tmp_path / "stop"
+    stop.touch()
+    stopped = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
+    assert (stopped["reason"], 0 < stopped["step"] < 20) == ("stopped", True)
+    stop.unlink()
+    resumed = run_ranks(2, train_rank, settings, tmp_path / "run", True)[0]
+    assert (resumed["reason"], resumed["step"]) == ("finished", 20)
+    assert resumed["test"]["accuracy"] > 0.5
+
+
 def test_what_a_pipeline_cannot_do_is_refused_in_words() -> None:
     settings = planned((1, 1), Schedule.STASH, clip_norm=1.0)
     with pytest.raises(JobError, match="clip_norm: .* stash"):
@@ -173,6 +188,29 @@ def test_replicas_agree_on_the_last_update_of_a_stretch_that_ends_early() -> Non
     first, second = replay(settings, stage=1, stop_at=5)
     assert [(version, step) for version, step, _ in first] == [(v, s) for v, s, _ in second]
     assert [f for *_, f in first] == pytest.approx([0.5] * 7 + [1.0])
+
+
+@pytest.mark.parametrize("stages", [((0,), (1,), (0,)), ((0, 1), (2,), (1, 0)), ((0, 1), (0, 1, 2))])
+@pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.TWO_BUFFERED])
+def test_workers_that_hold_several_stages_agree_on_a_stretch_that_ends_early(
+    stages: tuple[tuple[int, ...], ...], schedule: Schedule
+) -> None:
+    layout = Layout(stages)
+    arrangement = check_pipeline(placed(layout, schedule, microbatches=3), len(layout.workers))
+    pieces = [Microbatch(step, place, 0, (0, 1)) for step in range(12) for place in range(3)]
+    ends = replace(arrangement, microbatches=1)
+    expected = operations(schedule, ends.layout, 15)
+    for rank in layout.workers:
+        work = StretchWork(
+            ends,
+            rank,
+            pieces,
+            seed=0,
+            fetch=lambda _: iter(()),
+            set_lr=lambda _: None,
+            stop_before=lambda step: step >= 5,
+        )
+        assert tuple(stream(ends, rank, work)) == expected[rank]
 
 
 @pytest.mark.parametrize("topology", ["ring", "auto"])

@@ -270,7 +270,8 @@ class Delayed:
 
     Every stage s with R replicas of D devices from it on keeps d = ceil(D / R) microbatches in flight, so
     microbatch b sees floor(b / R) - d + 1 updates there under stash, and under 2bw all batches but the
-    one before its own. Gradients of a round are averaged over its samples.
+    one before its own. What several stages share is as old in all of them as in the first. Gradients of a
+    round are averaged over its samples.
     """
 
     def __init__(self, case: Case) -> None:
@@ -283,6 +284,10 @@ class Delayed:
         stages = cut_all(traced, self.arrangement.stages)
         self.names = [dict.fromkeys(n for n, _ in _all_parameters(s.module)) for s in stages]
         self.first = {name: first for s in stages for name, first in s.first_names.items()}
+        self.stage_of: dict[str, int] = {}
+        for stage, names in enumerate(self.names):
+            for name in names:
+                self.stage_of.setdefault(self.first[name], stage)
         self.masters = dict(self.model.named_parameters())
         self.optimizers = {n: make_optimizer(case, [p]) for n, p in self.masters.items()}
         self.history = {n: [p.detach().clone()] for n, p in self.masters.items()}
@@ -319,11 +324,11 @@ class Delayed:
         return self.case.depths.get(stage, usual)
 
     def _backward(self, number: int, row: int, total: int) -> None:
-        used = {
-            name: self.history[self.first[name]][self._version(stage, row)].clone().requires_grad_()
-            for stage, names in enumerate(self.names)
-            for name in names
-        }
+        used = {}
+        for name in (name for names in self.names for name in names):
+            first = self.first[name]
+            version = self._version(self.stage_of[first], row)
+            used[name] = self.history[first][version].clone().requires_grad_()
         inputs, target = microbatch(self.case, number)
         output = torch.func.functional_call(self.model, used, inputs, tie_weights=False)
         MODELS[self.case.model][2](output, target).backward()

@@ -7,6 +7,7 @@ from typing import Any
 from plait.core.codec import encode
 from plait.planner.depth import Schedule
 from plait.planner.machines import machines
+from plait.planner.operations import Layout, straight_layout
 from plait.planner.plan import Plan, Speedups, Stage
 from plait.runtime.profiling import trace_job
 from plait.runtime.settings import PipelineSettings, TrainSettings
@@ -17,16 +18,20 @@ def planned(
     replicas: tuple[int, ...], schedule: Schedule, microbatches: int = 4, **changes: Any
 ) -> TrainSettings:
     """A job on the digits, its layers cut into stages of about equal numbers with so many replicas."""
+    return placed(straight_layout(replicas), schedule, microbatches, **changes)
+
+
+def placed(layout: Layout, schedule: Schedule, microbatches: int = 4, **changes: Any) -> TrainSettings:
+    """The same with the workers of each stage as `layout` has them."""
     settings = digits_job(steps=20, **changes)
     ids = [layer.id for layer in trace_job(settings).layers]
-    places = [len(ids) * i // len(replicas) for i in range(len(replicas) + 1)]
-    stages, first = [], 0
-    for a, b, count in zip(places, places[1:], replicas, strict=False):
-        devices = tuple(range(first, first + count))
-        stages.append(Stage(tuple(ids[a:b]), count, devices, *[0.0] * 9, 1, 0.0))
-        first += count
+    places = [len(ids) * i // len(layout.stages) for i in range(len(layout.stages) + 1)]
+    stages = []
+    for a, b, devices in zip(places, places[1:], layout.stages, strict=False):
+        stages.append(Stage(tuple(ids[a:b]), len(devices), devices, *[0.0] * 9, 1, 0.0))
     plan = Plan(
-        tuple(stages), machines(first, 1e9), schedule, microbatches, 1, 0.0, 0.0, 0.0, False, 0.0, 0.0,
+        tuple(stages), machines(len(layout.workers), 1e9), schedule, microbatches, 1,
+        0.0, 0.0, 0.0, False, 0.0, 0.0,
         Speedups(1.0, 1.0, 1.0), 1.0, False, "",
     )  # fmt: skip
     return digits_job(steps=20, pipeline=PipelineSettings(encode(plan)), **changes)

@@ -39,13 +39,14 @@ from plait.planner import Plan, Schedule, Settings, make_plan, measured_machines
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import build
-from plait.runtime.agreement import Agreement, find_holders
+from plait.runtime.agreement import find_stages, make_agreements, replica_groups
 from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
 from plait.runtime.loading import SeededSamples
 from plait.runtime.optim import build_optimizer
 from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_here
 from plait.runtime.settings import TrainSettings
+from plait.runtime.tied import make_tied
 from plait.sync.all_reduce import AllReduce
 from plait.workloads.losses import build_loss
 
@@ -244,10 +245,10 @@ class _World:
 
 def _stand_by(rank: int, arrangement: Arrangement, traced: TracedModel) -> Callable[[], None]:
     """What a worker does that the plan has no use for: take part in making the others' groups."""
-    Agreement(rank, {}, find_holders(traced, arrangement), timedelta(seconds=120))
-    for stage in range(len(arrangement.stages)):
-        if len(arrangement.holders(stage)) > 1:
-            dist.new_group(list(arrangement.holders(stage)))
+    stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=120)
+    make_agreements(rank, arrangement, stages_of, {}, deadline)
+    make_tied(arrangement, stages_of, {}, {}, lambda: None, deadline)
+    replica_groups(arrangement, deadline)
     return lambda: None
 
 

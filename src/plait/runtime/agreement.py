@@ -24,18 +24,34 @@ Holders = dict[str, tuple[int, ...]]
 
 def find_holders(traced: TracedModel, arrangement: Arrangement) -> Holders:
     """The workers that hold each parameter, by the first name that the model has for it."""
-    found: dict[str, set[int]] = {}
-    stages_of: dict[str, set[int]] = {}
+    return {name: arrangement.holders(*own) for name, own in find_stages(traced, arrangement).items()}
+
+
+def first_held(rank: int, arrangement: Arrangement, stages_of: Mapping[str, Sequence[int]]) -> set[str]:
+    """The parameters of which this worker is the first holder, by name."""
+    return {name for name, stages in stages_of.items() if arrangement.holders(*stages)[0] == rank}
+
+
+def replica_groups(arrangement: Arrangement, deadline: timedelta) -> dict[int, dist.ProcessGroup]:
+    """A group for each stage that several workers hold; all workers call it together."""
+    return {
+        stage: dist.new_group(list(arrangement.holders(stage)), timeout=deadline)
+        for stage in range(len(arrangement.stages))
+        if len(arrangement.holders(stage)) > 1
+    }
+
+
+def find_stages(traced: TracedModel, arrangement: Arrangement) -> dict[str, tuple[int, ...]]:
+    """The stages that use each parameter; several where it is tied."""
+    found: dict[str, tuple[int, ...]] = {}
     for stage, ids in enumerate(arrangement.stages):
-        for layer in traced.select(ids):
-            for name in layer.parameters:
-                found.setdefault(name, set()).update(arrangement.holders(stage))
-                stages_of.setdefault(name, set()).add(stage)
-    _check_ties(arrangement, stages_of)
-    return {name: tuple(sorted(workers)) for name, workers in found.items()}
+        for name in {name for layer in traced.select(ids) for name in layer.parameters}:
+            found[name] = (*found.get(name, ()), stage)
+    _check_ties(arrangement, found)
+    return found
 
 
-def _check_ties(arrangement: Arrangement, stages_of: Mapping[str, set[int]]) -> None:
+def _check_ties(arrangement: Arrangement, stages_of: Mapping[str, tuple[int, ...]]) -> None:
     """Under `stash`, stages with other numbers of replicas update after other microbatches."""
     if arrangement.schedule is not Schedule.STASH:
         return
@@ -43,7 +59,7 @@ def _check_ties(arrangement: Arrangement, stages_of: Mapping[str, set[int]]) -> 
         counts = {arrangement.layout.replicas(stage) for stage in stages}
         if len(counts) > 1:
             raise PlanError(
-                f"parameter {name!r} is tied between stages {sorted(stages)} with {sorted(counts)} replicas; "
+                f"parameter {name!r} is tied between stages {list(stages)} with {sorted(counts)} replicas; "
                 f"schedule stash updates them at different times: give them equal replicas, or use "
                 f"schedule 2bw or flush"
             )
@@ -87,8 +103,11 @@ class Agreement:
         for reduce in self._sums:
             reduce.close()
 
-    def agree(self) -> None:
-        """Every holder has the sum of the gradients; those without one had zeros to give."""
+    def agree(self, factor: float) -> None:
+        """Every holder has the sum of the gradients times its `factor`; who has none gives zeros."""
+        grads = [p.grad for p in self._own.values() if p.grad is not None]
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
         for reduce in self._sums:
             reduce.agree(torch.zeros(0, dtype=torch.float64))
 
@@ -110,3 +129,31 @@ class Agreement:
         if factor < 1:
             grads: list[Tensor] = [p.grad for p in self._own.values() if p.grad is not None]
             torch._foreach_mul_(grads, factor)
+
+
+def make_agreements(
+    rank: int,
+    arrangement: Arrangement,
+    stages_of: Mapping[str, Sequence[int]],
+    own: Mapping[str, Parameter],
+    deadline: timedelta,
+    hosts: Sequence[str] = (),
+    topology: TopologyWish | None = None,
+) -> dict[int, Agreement]:
+    """The agreement that an update of each stage needs; all workers call it together.
+
+    Under a synchronous schedule all stages agree at once. Under the others each does when it has come so
+    far, without what it shares with other stages (see tied.py).
+    """
+    holders = {name: arrangement.holders(*used_by) for name, used_by in stages_of.items()}
+    stages = range(len(arrangement.stages))
+    if arrangement.schedule.synchronous:
+        whole = Agreement(rank, own, holders, deadline, hosts, topology)
+        return dict.fromkeys(stages, whole)
+    found = {}
+    for stage in stages:
+        names = {name for name, used_by in stages_of.items() if tuple(used_by) == (stage,)}
+        part = {name: parameter for name, parameter in own.items() if name in names}
+        by_name = {name: workers for name, workers in holders.items() if name in names}
+        found[stage] = Agreement(rank, part, by_name, deadline, hosts, topology)
+    return found

@@ -6,13 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
 from plait.planner.operations import Backward, Forward, Layout, Op, Operations, Update
 from plait.planner.plan import Plan
+from plait.planner.play import Lane, play
 from plait.planner.schedules import batch_of_two_buffers, operations
 
 
@@ -59,13 +60,28 @@ class Arrangement:
         layout = self.layouts[self.pipeline_of(worker)]
         return tuple(s for s, workers in enumerate(layout.stages) if worker in workers)
 
-    def holders(self, stage: int) -> tuple[int, ...]:
-        """All workers that hold `stage`, over all pipelines."""
-        return tuple(sorted(w for layout in self.layouts for w in layout.stages[stage]))
+    def holders(self, *stages: int) -> tuple[int, ...]:
+        """All workers that hold one of `stages`, over all pipelines."""
+        return tuple(sorted({w for layout in self.layouts for s in stages for w in layout.stages[s]}))
 
     def local(self, total: int, pipeline: int) -> int:
         """How many of `total` microbatches go to a pipeline; they are dealt in turn."""
         return len(range(pipeline, total, self.pipelines))
+
+    @property
+    def shared(self) -> bool:
+        """Whether a worker holds several stages."""
+        return any(layout.shared for layout in self.layouts)
+
+    @cached_property
+    def batch_of_two_buffers(self) -> int:
+        """Microbatches of one pipeline between two updates under 2bw."""
+        layout, stages = self.layout, range(len(self.stages))
+        common = math.lcm(*(layout.replicas(s) for s in stages))
+        # A microbatch is one batch behind: those in flight must not be more than a batch.
+        flying = [_depth(self, s) * layout.replicas(s) for s in stages]
+        least = max(batch_of_two_buffers(layout), self.local(self.microbatches, 0), *flying)
+        return math.ceil(least / common) * common
 
     def most_in_flight(self) -> int:
         """Microbatches that a worker's peers can be apart."""
@@ -77,6 +93,17 @@ class Arrangement:
             for s in range(len(self.stages))
         ]
         return max(depths)
+
+    def slack(self) -> int:
+        """So many microbatches of all pipelines after a step, every worker has done its part of the step.
+
+        Under an asynchronous schedule, counted from the last microbatch that a worker has asked for: who
+        holds several stages asks for those of all workers.
+        """
+        apart = 2 * self.most_in_flight()
+        if self.shared:
+            apart += 2 * max(microbatches_per_update(self, stage) for stage in range(len(self.stages)))
+        return apart * self.pipelines
 
 
 def arrange(plan: Plan) -> Arrangement:
@@ -111,14 +138,9 @@ def _operations(
 
 def microbatches_per_update(arrangement: Arrangement, stage: int) -> int:
     """How many microbatches of one pipeline make one update of `stage` under an asynchronous schedule."""
-    layout = arrangement.layout
     if arrangement.schedule is Schedule.STASH:
-        return layout.replicas(stage)
-    common = math.lcm(*(layout.replicas(s) for s in range(len(layout.stages))))
-    # A microbatch is one batch behind: those in flight must not be more than a batch.
-    flying = [_depth(arrangement, s) * layout.replicas(s) for s in range(len(layout.stages))]
-    least = max(batch_of_two_buffers(layout), arrangement.local(arrangement.microbatches, 0), *flying)
-    return math.ceil(least / common) * common
+        return arrangement.layout.replicas(stage)
+    return arrangement.batch_of_two_buffers
 
 
 class Stretch(Protocol):
@@ -135,19 +157,36 @@ class Stretch(Protocol):
 
 
 def stream(arrangement: Arrangement, worker: int, stretch: Stretch) -> Iterator[Op]:
-    """A worker's operations under an asynchronous schedule, made as they are needed."""
-    pipeline = arrangement.pipeline_of(worker)
+    """A worker's operations under an asynchronous schedule, made as they are needed.
+
+    Where workers hold several stages, each plays through what all do, and all come to the same order.
+    """
+    if not arrangement.shared:
+        (stage,) = arrangement.stages_of(worker)
+        return _lane(arrangement, arrangement.pipeline_of(worker), stage, worker, stretch)
+    lanes = [
+        Lane(holder, _lane(arrangement, pipeline, stage, holder, stretch), pipeline)
+        for pipeline, layout in enumerate(arrangement.layouts)
+        for stage, holders in enumerate(layout.stages)
+        for holder in holders
+    ]
+    every = play(lanes, arrangement.last, lambda stage: len(arrangement.holders(stage)))
+    return (op for who, op in every if who == worker)
+
+
+def _lane(arrangement: Arrangement, pipeline: int, stage: int, worker: int, stretch: Stretch) -> Iterator[Op]:
+    """What a worker does for one of its stages."""
     layout = arrangement.layouts[pipeline]
-    (stage,) = arrangement.stages_of(worker)
     replicas, replica = layout.replicas(stage), layout.stages[stage].index(worker)
     depth = _depth(arrangement, stage)
     every = microbatches_per_update(arrangement, stage) // replicas
     versions: dict[int, int] = {}
     updates = backwards = 0
     for step in itertools.count():
-        if stretch.admits(pipeline, replica + step * replicas):
-            versions[step] = _version(arrangement, stage, replica + step * replicas, every, updates)
-            yield Forward(stage, replica + step * replicas, versions[step])
+        microbatch = replica + step * replicas
+        if stretch.admits(pipeline, microbatch):
+            versions[step] = version_of(arrangement, stage, microbatch)
+            yield Forward(stage, microbatch, versions[step])
         if step >= depth - 1:
             own = len(range(replica, arrangement.local(stretch.total, pipeline), replicas))
             if backwards >= own:
@@ -168,12 +207,13 @@ def _depth(arrangement: Arrangement, stage: int) -> int:
     return in_flight(arrangement.schedule, arrangement.layout, stage, 1 << 60, arrangement.depths)
 
 
-def _version(arrangement: Arrangement, stage: int, microbatch: int, every: int, updates: int) -> int:
-    """The version that a microbatch uses in `stage`, where `updates` are done."""
+def version_of(arrangement: Arrangement, stage: int, microbatch: int) -> int:
+    """The version that a microbatch meets in `stage` under an asynchronous schedule."""
     layout = arrangement.layout
     if arrangement.schedule is Schedule.TWO_BUFFERED:
         # One batch behind, in every stage alike: the batch before may still be on its way.
-        return max(0, microbatch // layout.replicas(stage) // every - 1)
+        return max(0, microbatch // microbatches_per_update(arrangement, stage) - 1)
+    updates = max(0, microbatch // layout.replicas(stage) - _depth(arrangement, stage) + 1)
     if not arrangement.vertical_sync:
         return updates
     first = layout.replicas(0)
@@ -185,3 +225,13 @@ def _version(arrangement: Arrangement, stage: int, microbatch: int, every: int, 
             f"made {updates}; make the first stage deeper than those behind it"
         )
     return version
+
+
+def oldest_needed(arrangement: Arrangement, worker: int, update: Update) -> int:
+    """The version that a worker's next forward in the stage of `update` meets, once that is done."""
+    stage = update.stage
+    layout = arrangement.layouts[arrangement.pipeline_of(worker)]
+    replicas, replica = layout.replicas(stage), layout.stages[stage].index(worker)
+    backwards = update.version * (microbatches_per_update(arrangement, stage) // replicas)
+    forwards = backwards + _depth(arrangement, stage) - 1
+    return version_of(arrangement, stage, replica + forwards * replicas)

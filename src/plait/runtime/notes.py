@@ -71,12 +71,14 @@ class Notes:
         self._on_loss(self._next_to_read, loss)
         self._next_to_read += 1
 
-    def watch(self, ops: Iterator[Op], work: StretchWork, losses: dict[int, Tensor]) -> Iterator[Op]:
-        """`ops` as they are; each step's loss is given once this worker's part of the step is done."""
+    def watch(
+        self, ops: Iterator[Op], stage: int, work: StretchWork, losses: dict[int, Tensor]
+    ) -> Iterator[Op]:
+        """`ops` as they are; each step's loss is given once this worker is done with the step in `stage`."""
         sums: dict[int, float] = {}
         for op in ops:
             yield op
-            if isinstance(op, Backward):
+            if isinstance(op, Backward) and op.stage == stage:
                 own = work.microbatch(op.microbatch)
                 for step in range(self._next_to_give, own.step):
                     self.give(step, sums.pop(step, 0.0))

@@ -15,20 +15,21 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from plait.cluster.channels import Channels, PeerError
+from plait.cluster.channels import Channels
 from plait.cluster.messages import Message
 from plait.planner.depth import Schedule
 from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced import TracedModel
-from plait.runtime.agreement import Agreement, find_holders
+from plait.runtime.agreement import find_stages, first_held, make_agreements, replica_groups
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.checkpoint import optimizer_state
 from plait.runtime.evaluate import evaluation_mode
 from plait.runtime.spans import Span
 from plait.runtime.stage_runner import Autocast, Flight, StageRunner
+from plait.runtime.tied import make_tied
+from plait.runtime.updates import Updates
 from plait.stages.cut import check_stages, cut
 from plait.stages.routes import Route, find_routes
-from plait.stages.versions import WeightVersions
 from plait.sync.buffers import average
 from plait.sync.wish import TopologyWish
 
@@ -114,26 +115,24 @@ class Pipeline:
         stages = {s: cut(traced, arrangement.stages[s]) for s in arrangement.stages_of(rank)}
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
-        self.optimizer = parts.optimizer([p for p in self.parameters.values() if p.requires_grad])
-        self._holders = find_holders(traced, arrangement)
-        deadline = timedelta(seconds=parts.deadline_s)
-        self._agreement = Agreement(
-            rank, self.parameters, self._holders, deadline, parts.hosts, parts.topology
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        # An optimizer wants a parameter, also on a worker whose stages have none.
+        self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
+        stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=parts.deadline_s)
+        agreements = make_agreements(
+            rank, arrangement, stages_of, self.parameters, deadline, parts.hosts, parts.topology
         )
-        self._replicas = {
-            stage: dist.new_group(list(arrangement.holders(stage)), timeout=deadline)
-            for stage in range(len(arrangement.stages))
-            if len(arrangement.holders(stage)) > 1
-        }
+        tied = make_tied(arrangement, stages_of, self.modules, self.parameters, self.optimizer.step, deadline)
+        self._updates = Updates(rank, arrangement, self.modules, self.optimizer, agreements, tied)
+        self._first_held = first_held(rank, arrangement, stages_of)
+        self._replicas = replica_groups(arrangement, deadline)
         hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, arrangement.stages))]
         output = replace(traced, model=nn.Module(), constants={})
-        asynchronous = not arrangement.schedule.synchronous
         self._held: dict[int, _Held] = {}
         for number, stage in stages.items():
-            masters = list(dict.fromkeys(p for p in stage.module.parameters() if p.requires_grad))
             runner = StageRunner(
                 stage,
-                WeightVersions(stage.module, masters) if asynchronous else None,
+                self._updates.versions(number),
                 LossOf(output, parts.loss) if number == arrangement.last else None,
                 parts.autocast,
                 recompute=number in arrangement.recompute,
@@ -149,28 +148,25 @@ class Pipeline:
 
     def run(self, ops: Iterable[Op], work: Work) -> None:
         """Carry out `ops`; afterwards nothing is in flight and the modules hold the newest weights."""
-        waiting: list[Update] = []
+        at_the_end: list[Update] = []
         for op in ops:
-            together = isinstance(op, Update) and op.stage not in [update.stage for update in waiting]
-            if waiting and not together:
-                self._update(waiting, op, work)
-                waiting = []
-            if isinstance(op, Update):
-                waiting.append(op)
-            else:
+            if not isinstance(op, Update):
                 self._carry_out(op, work)
+            elif self.arrangement.schedule.synchronous:
+                at_the_end.append(op)
+            else:
+                self._update([op], work)
             if len(self.spans) >= _SPANS_AT_ONCE and self.on_spans is not None:
                 self.on_spans()
-        if waiting:
-            self._update(waiting, None, work)
+        if at_the_end:
+            self._update(at_the_end, work)
         for held in self._held.values():
             assert not held.flights, f"microbatches {sorted(held.flights)} never came back"
-            if held.runner.versions is not None:
-                held.runner.versions.restart()
+        self._updates.finish(work)
 
     def close(self) -> None:
         """End what runs beside this worker's operations; all workers call it after their last one."""
-        self._agreement.close()
+        self._updates.close()
 
     def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Go on with the state that another optimizer has for the same parameters."""
@@ -202,8 +198,7 @@ class Pipeline:
                 model |= {name: value.detach().cpu() for name, value in module.state_dict().items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         found = optimizer_state(self.optimizer, names)
-        first = {name for name in self.parameters if self._holders[name][0] == self.rank}
-        return model, {path: v.cpu() for path, v in found.items() if path.rpartition("/")[0] in first}
+        return model, {p: v.cpu() for p, v in found.items() if p.rpartition("/")[0] in self._first_held}
 
     def _carry_out(self, op: Op, work: Work) -> None:
         match op:
@@ -227,6 +222,8 @@ class Pipeline:
     def _forward(self, op: Forward, work: Work) -> None:
         held = self._held[op.stage]
         flight = self._begin(op, work)
+        # Who has sent the microbatch has given what the versions of shared parameters are made of.
+        flight.versions += self._updates.bring_tied(op, work)
         start = time.time()
         with self._parts.slowed():
             held.runner.forward(flight)
@@ -239,7 +236,8 @@ class Pipeline:
 
     def _begin(self, op: Forward, work: Work) -> Flight:
         """The microbatch as it enters the stage, received or loaded."""
-        flight = Flight({}, work.seed(op.microbatch, op.stage), op.version, weight=work.weight(op.microbatch))
+        seed, weight = work.seed(op.microbatch, op.stage), work.weight(op.microbatch)
+        flight = Flight({}, seed, (op.version,), weight=weight)
         if op.stage == 0:
             inputs, flight.target = work.content(op.microbatch)
             flight.inputs |= dict(zip(self._input_names, _tensors(inputs), strict=True))
@@ -301,6 +299,7 @@ class Pipeline:
             held.runner.backward(flight, grads)
         if messages:
             held.runner.own_gradients(flight, messages)
+        self._updates.keep_tied(op.stage, flight.versions)
         # What is left of a split backward may still read the gradients.
         flight.messages += messages
         self._send_backward(op, held, flight)
@@ -343,45 +342,19 @@ class Pipeline:
                 what = f"the backward of microbatch {op.microbatch} from stage {op.stage}"
                 self._channels.send(peer, hop.number + 1, op.microbatch, grads, what)
 
-    def _update(self, updates: Sequence[Update], following: Op | None, work: Work) -> None:
+    def _update(self, updates: Sequence[Update], work: Work) -> None:
         """Agree with the other holders of this worker's parameters and write their next version."""
-        factor = [work.prepare_update(update) for update in updates][-1]
         start = time.time()
-        for update in updates:
-            versions = self._held[update.stage].runner.versions
-            if versions is not None:
-                versions.collect()
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
-        try:
-            self._agreement.agree()
-        except RuntimeError as failure:
-            words = ", ".join(f"update {update.version} of stage {update.stage}" for update in updates)
-            others = sorted({w for u in updates for w in self.arrangement.holders(u.stage)} - {self.rank})
-            raise PeerError(
-                f"worker {self.rank} could not sum the gradients of {words} with workers {others}: {failure}"
-            ) from failure
+        self._updates.agree(updates, work)
         if self._parts.clip_norm is not None:
-            self._agreement.clip(self._parts.clip_norm, self._parts.device)
+            self._updates.clip(self._parts.clip_norm, self._parts.device)
         if self.before_update is not None:
             self.before_update()
-        self._write(updates, following)
-        self._agreement.clear()
+        self._updates.write(updates)
         if self.after_update is not None:
             self.after_update()
         for update in updates:
             self._note(update, start)
-
-    def _write(self, updates: Sequence[Update], following: Op | None) -> None:
-        versions = self._held[updates[-1].stage].runner.versions
-        if versions is None:
-            self.optimizer.step()
-            return
-        # Where no forward follows at once, the last one's version may still be asked for; at the end never.
-        after = versions.newest + (following is None)
-        needed_from = following.version if isinstance(following, Forward) else after
-        versions.update(self.optimizer.step, needed_from)
 
     def evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
         """Send `microbatches` of this pipeline forward; the last stage hands outputs to `measure`."""

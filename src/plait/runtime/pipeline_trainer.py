@@ -119,12 +119,11 @@ class PipelineTrainer(StretchTrainer):
         """Take the steps through the pipeline; it is empty at their end."""
         pieces = [cut_step(self.step + i, b, self._arrangement.microbatches) for i, b in enumerate(steps)]
         together = [m for piece in pieces for m in piece]
-        slack = 2 * self._arrangement.most_in_flight() * self._arrangement.pipelines
         if self._arrangement.schedule.synchronous:
             notes = Notes(self.worker, together, 0, self._recorder_of(steps))
             done = self._take_batches(pieces, notes)
         else:
-            notes = Notes(self.worker, together, slack, self._recorder_of(steps))
+            notes = Notes(self.worker, together, self._arrangement.slack(), self._recorder_of(steps))
             done = self._take_stream(together, notes)
         notes.finish(self.step + done)
         self.step += done
@@ -150,7 +149,9 @@ class PipelineTrainer(StretchTrainer):
         """All steps without draining in between; how many were taken."""
         work = self._work(microbatches, self._fetch, notes.stop_before)
         ops = stream(self._arrangement, self.worker.rank, work)
-        self._pipeline.run(notes.watch(ops, work, self._pipeline.losses), work)
+        # Losses belong to the last of its stages, if to any.
+        stage = max(self._arrangement.stages_of(self.worker.rank))
+        self._pipeline.run(notes.watch(ops, stage, work, self._pipeline.losses), work)
         self._pipeline.losses.clear()
         return work.end - self.step
 

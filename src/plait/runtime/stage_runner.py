@@ -26,14 +26,15 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 class Flight:
     """A microbatch between its forward and its backward in one stage.
 
-    `inputs` are leaves of autograd, `outputs` still have their graph, by the names of values; once they are
-    sent, `edges` are their places in the graph. `messages` lend the memory of the inputs and are given back
+    `versions` are those of the runner's weights that it uses. `inputs` are leaves of autograd, `outputs`
+    still have their graph, by the names of values; once they are sent, `edges` are their places in the
+    graph. `messages` lend the memory of the inputs and are given back
     when the flight is over.
     """
 
     inputs: dict[str, Tensor]
     seed: int
-    version: int
+    versions: tuple[int, ...]
     target: Any = None
     weight: float = 1.0
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -59,12 +60,13 @@ class Flight:
 class StageRunner:
     """Runs one stage's module. `loss_of` turns the model's outputs and the target into the loss.
 
-    It is None but for the last stage. Without `versions` the module's own parameters are used. With `split`
-    a backward leaves the weights' gradients for later; with `add` several backwards add up to an update.
+    It is None but for the last stage. Without `versions` the module's own parameters are used; where there
+    are several, each has some of them. With `split` a backward leaves the weights' gradients for later; with
+    `add` several backwards add up to an update.
     """
 
     stage: Stage
-    versions: WeightVersions | None
+    versions: Sequence[WeightVersions]
     loss_of: Callable[[Mapping[str, Tensor], Any], Tensor] | None
     autocast: Autocast
     recompute: bool = False
@@ -76,8 +78,8 @@ class StageRunner:
 
     def forward(self, flight: Flight) -> None:
         """Fill the flight's outputs, and its loss where this is the last stage."""
-        if self.versions is not None:
-            self.versions.use(flight.version)
+        for weights, version in zip(self.versions, flight.versions):
+            weights.use(version)
         if self.recompute:
             with torch.no_grad(), self._noting_written_buffers():
                 self._run(flight)
@@ -116,15 +118,15 @@ class StageRunner:
         It takes a received gradient, or a view of it, for its own where it need not change it.
         """
         places = {t.untyped_storage().data_ptr() for m in lent for t in m.content.tensors if t is not None}
-        module, versions = self.stage.module, self.versions
-        leaves = module.parameters() if versions is None else versions.leaves(flight.version)
+        used = [weights.leaves(version) for weights, version in zip(self.versions, flight.versions)]
+        leaves = itertools.chain(*used) if used else self.stage.module.parameters()
         for leaf in itertools.chain(leaves, flight.inputs.values()):
             if leaf.grad is not None and leaf.grad.untyped_storage().data_ptr() in places:
                 leaf.grad = leaf.grad.clone()
 
     def _release(self, flight: Flight) -> None:
-        if self.versions is not None:
-            self.versions.done(flight.version)
+        for weights, version in zip(self.versions, flight.versions):
+            weights.done(version)
 
     def _run(self, flight: Flight) -> None:
         # Dropout draws the same whenever, wherever and how often this microbatch runs.
@@ -145,8 +147,8 @@ class StageRunner:
 
     def _run_again(self, flight: Flight) -> None:
         """Forward with gradients this time; what it writes to buffers was written before."""
-        if self.versions is not None:
-            self.versions.put(flight.version)
+        for weights, version in zip(self.versions, flight.versions):
+            weights.put(version)
         kept = [buffer.clone() for buffer in self._written or ()]
         self._run(flight)
         flight.let_go_of_outputs()

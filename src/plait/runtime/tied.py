@@ -1,0 +1,160 @@
+"""Parameters that several stages share, under schedules that do not drain.
+
+Were they updated with each stage's own weights, the last stage would wait at every update for the first,
+and the pipeline with it. So they have versions of their own: a microbatch meets one version of them in all
+stages, that which the first of these stages has made by then. A stage gives the gradients of a round as
+soon as it has them, and whoever needs the next version takes their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from plait.cluster.channels import PeerError
+from plait.planner.operations import Forward, Update
+from plait.runtime.arrangement import Arrangement, version_of
+from plait.stages.versions import WeightVersions
+
+
+class Rounds(Protocol):
+    """What is known of the microbatches between two updates."""
+
+    def prepare_update(self, update: Update) -> float:
+        """Set the learning rate; the factor on this worker's gradients before they are summed."""
+
+
+class Tied:
+    """The parameters that a set of stages shares, on one of the workers that hold them.
+
+    `modules` are the worker's stages among them. `group` sums over all holders; None where there is one.
+    `step` is the optimizer's, which writes only to parameters that have a gradient.
+    """
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        stages: Sequence[int],
+        modules: Mapping[int, nn.Module],
+        masters: Sequence[Parameter],
+        step: Callable[[], Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.masters = masters
+        self.held_stages = frozenset(modules)
+        self.versions = WeightVersions(nn.ModuleList(modules.values()), masters)
+        self._arrangement = arrangement
+        self._stages = tuple(stages)
+        self._own = min(modules)
+        self._step = step
+        self._group = group
+        self._left: dict[int, list[Tensor | None]] = {stage: [None] * len(masters) for stage in modules}
+        # The oldest version that forwards of each stage may still ask for.
+        self._oldest = dict.fromkeys(modules, 0)
+        self._rounds: dict[int, _Round] = {}
+
+    def bring(self, op: Forward, work: Rounds) -> int:
+        """The version that `op` uses, which is there now; it may have to wait for the others."""
+        version = version_of(self._arrangement, min(self._stages), op.microbatch)
+        self._oldest[op.stage] = version
+        self._advance(version, work)
+        return version
+
+    def keep(self, stage: int, version: int) -> None:
+        """Take the gradients that a backward in `stage` has left, before another one leaves its own."""
+        left = self._left[stage]
+        for place, leaf in enumerate(self.versions.leaves(version)):
+            left[place] = _sum(left[place], leaf.grad)
+            leaf.grad = None
+
+    def give(self, update: Update, factor: float) -> None:
+        """Hand in what a stage has for the round that ends with its `update`; nobody waits."""
+        left, self._left[update.stage] = self._left[update.stage], [None] * len(self.masters)
+        round_ = self._rounds.setdefault(update.version, _Round([None] * len(self.masters)))
+        for place, grad in enumerate(left):
+            if grad is not None:
+                round_.grads[place] = _sum(round_.grads[place], grad.mul_(factor) if factor != 1.0 else grad)
+        round_.given += 1
+        if round_.given == len(self._left) and self._group is not None:
+            round_.send(self.masters, self._group)
+
+    def finish(self, work: Rounds) -> None:
+        """Take all rounds that were given, and call what comes out version 0; nothing is in flight."""
+        self._advance(max(self._rounds, default=self.versions.newest), work)
+        assert not self._rounds
+        self.versions.restart()
+        self._oldest = dict.fromkeys(self._oldest, 0)
+
+    def _advance(self, version: int, work: Rounds) -> None:
+        while self.versions.newest < version:
+            following = self.versions.newest + 1
+            round_ = self._rounds.pop(following)
+            try:
+                round_.wait()
+            except RuntimeError as failure:
+                raise PeerError(
+                    f"could not sum round {following} of the parameters that stages "
+                    f"{list(self._stages)} share: {failure}"
+                ) from failure
+            for master, grad in zip(self.masters, round_.grads):
+                master.grad = grad
+            # Other stages of this worker have made other updates since: the rate is that of this one.
+            work.prepare_update(Update(self._own, following))
+            self.versions.update(self._step, min(self._oldest.values()))
+            for master in self.masters:
+                master.grad = None
+
+
+class _Round:
+    """The gradients of one round: this worker's, until they are the sum over all holders."""
+
+    def __init__(self, grads: list[Tensor | None]) -> None:
+        self.grads = grads
+        self.given = 0
+        self._sending: list[dist.Work] = []
+
+    def send(self, masters: Sequence[Parameter], group: dist.ProcessGroup) -> None:
+        pairs = zip(masters, self.grads)
+        whole = [torch.zeros_like(m) if grad is None else grad.contiguous() for m, grad in pairs]
+        self.grads = list(whole)
+        self._sending = [dist.all_reduce(grad, group=group, async_op=True) for grad in whole]
+
+    def wait(self) -> None:
+        """Return when the gradients are the sum."""
+        for work in self._sending:
+            work.wait()
+
+
+def make_tied(
+    arrangement: Arrangement,
+    stages_of: Mapping[str, Sequence[int]],
+    modules: Mapping[int, nn.Module],
+    parameters: Mapping[str, Parameter],
+    step: Callable[[], Any],
+    deadline: timedelta,
+) -> list[Tied]:
+    """Those that this worker holds; all workers call it together. None where pipelines drain at updates."""
+    found: list[Tied] = []
+    if arrangement.schedule.synchronous:
+        return found
+    for stages in sorted({tuple(stages) for stages in stages_of.values() if len(stages) > 1}):
+        holders = arrangement.holders(*stages)
+        group = dist.new_group(list(holders), timeout=deadline) if len(holders) > 1 else None
+        masters = [p for name, p in parameters.items() if tuple(stages_of[name]) == stages]
+        masters = [master for master in masters if master.requires_grad]
+        own = {stage: modules[stage] for stage in stages if stage in modules}
+        if own and masters:
+            found.append(Tied(arrangement, stages, own, masters, step, group))
+    return found
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first.add_(second)

@@ -1,0 +1,106 @@
+"""Updates of the stages that one worker holds: agree on the gradients, write the next weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from plait.cluster.channels import PeerError
+from plait.planner.operations import Forward, Update
+from plait.runtime.agreement import Agreement
+from plait.runtime.arrangement import Arrangement, oldest_needed
+from plait.runtime.tied import Rounds, Tied
+from plait.stages.versions import WeightVersions
+
+
+class Updates:
+    """What one worker does at updates, and the versions of its weights under an asynchronous schedule.
+
+    `modules` are its stages, `agreements` those that their updates need. The optimizer holds all of the
+    worker's parameters and steps those that have a gradient.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        arrangement: Arrangement,
+        modules: Mapping[int, nn.Module],
+        optimizer: torch.optim.Optimizer,
+        agreements: Mapping[int, Agreement],
+        tied: Sequence[Tied],
+    ) -> None:
+        self._rank = rank
+        self._arrangement = arrangement
+        self._optimizer = optimizer
+        self._agreements = agreements
+        self._tied = {s: [t for t in tied if s in t.held_stages] for s in modules}
+        self._versions: dict[int, WeightVersions] = {}
+        if arrangement.schedule.synchronous:
+            return
+        shared = {id(master) for each in tied for master in each.masters}
+        for stage, module in modules.items():
+            masters = dict.fromkeys(p for p in module.parameters() if p.requires_grad)
+            own = [master for master in masters if id(master) not in shared]
+            self._versions[stage] = WeightVersions(module, own)
+
+    def versions(self, stage: int) -> list[WeightVersions]:
+        """Those of a stage's own weights, and of what it shares with others; none if updates wait."""
+        own = [self._versions[stage]] if stage in self._versions else []
+        return own + [each.versions for each in self._tied[stage]]
+
+    def bring_tied(self, op: Forward, work: Rounds) -> tuple[int, ...]:
+        """The versions that a forward uses of what its stage shares with others; they are there now."""
+        return tuple(each.bring(op, work) for each in self._tied[op.stage])
+
+    def keep_tied(self, stage: int, versions: Sequence[int]) -> None:
+        """Take the gradients of what a stage shares with others, after a backward with `versions`."""
+        for each, version in zip(self._tied[stage], versions[1:]):
+            each.keep(stage, version)
+
+    def agree(self, updates: Sequence[Update], work: Rounds) -> None:
+        """Sum the gradients of the stages that `updates` are of over all holders."""
+        factor = [work.prepare_update(update) for update in updates][-1]
+        for update in updates:
+            if update.stage in self._versions:
+                self._versions[update.stage].collect()
+            for each in self._tied[update.stage]:
+                each.give(update, factor)
+        (agreement,) = {self._agreements[update.stage] for update in updates}
+        try:
+            agreement.agree(factor)
+        except RuntimeError as failure:
+            words = ", ".join(f"update {update.version} of stage {update.stage}" for update in updates)
+            holders = self._arrangement.holders(*(update.stage for update in updates))
+            others = [worker for worker in holders if worker != self._rank]
+            raise PeerError(
+                f"worker {self._rank} could not sum the gradients of {words} with workers {others}: {failure}"
+            ) from failure
+
+    def clip(self, most: float, device: torch.device) -> None:
+        """Scale all gradients of the model to a norm of `most` at most; all workers call it together."""
+        (agreement,) = set(self._agreements.values())
+        agreement.clip(most, device)
+
+    def write(self, updates: Sequence[Update]) -> None:
+        """Let the optimizer write the next version, and forget the gradients."""
+        stage = updates[-1].stage
+        if stage in self._versions:
+            needed_from = oldest_needed(self._arrangement, self._rank, updates[-1])
+            self._versions[stage].update(self._optimizer.step, needed_from)
+        else:
+            self._optimizer.step()
+        self._agreements[stage].clear()
+
+    def finish(self, work: Rounds) -> None:
+        """Let the modules hold the newest weights, as version 0; nothing is in flight."""
+        for each in {id(each): each for own in self._tied.values() for each in own}.values():
+            each.finish(work)
+        for versions in self._versions.values():
+            versions.restart()
+
+    def close(self) -> None:
+        """End what sums beside this thread; all workers call it after their last update."""
+        for agreement in set(self._agreements.values()):
+            agreement.close()
