@@ -28,7 +28,7 @@ from plait.runtime.spans import Span
 from plait.runtime.stage_runner import Autocast, Flight, StageRunner
 from plait.runtime.tied import make_tied
 from plait.runtime.updates import Updates
-from plait.stages.cut import check_stages, cut
+from plait.stages.cut import Stage, check_stages, cut
 from plait.stages.routes import Route, find_routes
 from plait.sync.buffers import average
 from plait.sync.wish import TopologyWish
@@ -67,6 +67,8 @@ class Parts:
     topology: TopologyWish | None = None
     # Around each forward and backward, where a worker is made slower on purpose.
     slowed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    # What a stage of these layers is; a sweep's hold many trials.
+    make_stage: Callable[[TracedModel, Sequence[str]], Stage] = cut
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Pipeline:
         self._parts = parts
         self._input_names = traced.inputs
         self._local: dict[tuple[int, int], Any] = {}
-        stages = {s: cut(traced, arrangement.stages[s]) for s in arrangement.stages_of(rank)}
+        stages = {s: parts.make_stage(traced, arrangement.stages[s]) for s in arrangement.stages_of(rank)}
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
         trained = [p for p in self.parameters.values() if p.requires_grad]
