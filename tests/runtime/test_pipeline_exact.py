@@ -124,12 +124,13 @@ def test_weights_that_are_computed_get_their_gradients_in_time() -> None:
     assert_same(*(Case("made weights", TWO, kind, steps=4, optimizer="sgd") for kind in kinds))
 
 
-def test_a_gradient_that_is_what_came_from_the_peer_is_not_written_over() -> None:
-    """With one sample in each microbatch, autograd keeps a view of the received gradient as its own."""
+def test_a_gradient_that_others_read_is_not_written_over() -> None:
+    """With one sample a microbatch, autograd keeps a view of what came from the peer, or is read later."""
     assert_same(
         Case("positions", TWO, Schedule.FLUSH, microbatches=6, samples=6, steps=4, optimizer="sgd"),
         Case("positions", TWO, Schedule.ZERO_BUBBLE, microbatches=6, samples=6, steps=4, optimizer="sgd"),
         Case("positions", TWO, Schedule.STASH, microbatches=6, samples=6, steps=4, optimizer="sgd"),
+        Case("reshaped", TWO, Schedule.ZERO_BUBBLE, microbatches=6, samples=6, steps=4, optimizer="sgd"),
     )
 
 

@@ -25,7 +25,7 @@ from plait.runtime.sampling import mix
 from plait.stages.cut import cut_all
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.transformer import transformer_tiny
-from support.traced_models import Branches, MadeWeights, Masked, Positions
+from support.traced_models import Branches, MadeWeights, Masked, Positions, Reshaped
 
 Weights = dict[str, Any]
 
@@ -68,6 +68,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "masked": (Masked, masked, masked_loss),
     "made weights": (MadeWeights, sequences, F.cross_entropy),
     "positions": (Positions, sequences, F.cross_entropy),
+    "reshaped": (Reshaped, sequences, F.cross_entropy),
 }
 
 

@@ -315,6 +315,21 @@ class MadeWeights(nn.Module):
         return self.d(nn.functional.linear(self.c(h), made, self.bias * self.scale)).mean(1)
 
 
+class Reshaped(nn.Module):
+    """A parameter only reshaped and added behind a linear layer: both gradients are one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Sequential(nn.Flatten(), nn.Linear(20, 8), nn.Tanh())
+        self.a = nn.Linear(8, 8)
+        self.shift = nn.Parameter(torch.randn(8))
+        self.b = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(self.a(self.begin(x)) + self.shift.view(1, 8))
+        return y
+
+
 class Positions(nn.Module):
     """A parameter added at the cut and only reshaped before it: its gradient is what came from the peer."""
 

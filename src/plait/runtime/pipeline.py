@@ -299,7 +299,7 @@ class Pipeline:
         start = time.time()
         with self._parts.slowed():
             held.runner.backward(flight, grads)
-        if messages:
+        if messages or flight.deferred is not None:
             held.runner.own_gradients(flight, messages)
         self._updates.keep_tied(op.stage, flight.versions)
         # What is left of a split backward may still read the gradients.

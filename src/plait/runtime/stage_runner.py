@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from plait.cluster.messages import Message
 from plait.runtime.loading import seed_all
 from plait.stages.cut import Stage
-from plait.stages.deferred import AddWeights, DeferWeights, Job
+from plait.stages.deferred import AddWeights, DeferWeights
 from plait.stages.versions import WeightVersions
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -40,7 +40,7 @@ class Flight:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     edges: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
-    jobs: list[Job] = field(default_factory=list)
+    deferred: DeferWeights | None = None
     messages: list[Message] = field(default_factory=list)
 
     def let_go_of_outputs(self) -> None:
@@ -106,18 +106,21 @@ class StageRunner:
 
     def backward_weight(self, flight: Flight) -> None:
         """Do what a split backward has left."""
+        assert flight.deferred is not None
         with torch.no_grad():
-            for job in flight.jobs:
+            for job in flight.deferred.jobs:
                 job()
-        flight.jobs.clear()
+        flight.deferred = None
         self._release(flight)
 
     def own_gradients(self, flight: Flight, lent: Sequence[Message]) -> None:
-        """Copy the gradients that autograd left in memory which is given back with `lent`.
+        """Copy the gradients that autograd left in memory which is given back with `lent`, or read later.
 
-        It takes a received gradient, or a view of it, for its own where it need not change it.
+        It takes a gradient, received or computed, or a view of it, for its own where it need not change it.
         """
-        places = {t.untyped_storage().data_ptr() for m in lent for t in m.content.tensors if t is not None}
+        theirs = [t for message in lent for t in message.content.tensors if t is not None]
+        theirs += flight.deferred.grads if flight.deferred is not None else []
+        places = {tensor.untyped_storage().data_ptr() for tensor in theirs}
         used = [weights.leaves(version) for weights, version in zip(self.versions, flight.versions)]
         leaves = itertools.chain(*used) if used else self.stage.module.parameters()
         for leaf in itertools.chain(leaves, flight.inputs.values()):
@@ -138,8 +141,7 @@ class StageRunner:
             if self.loss_of is not None:
                 loss = self.loss_of({**flight.inputs, **flight.outputs}, flight.target)
                 flight.loss = loss if flight.weight == 1.0 else loss * flight.weight
-        if defer is not None:
-            flight.jobs = defer.jobs
+        flight.deferred = defer
 
     def _call(self, flight: Flight) -> dict[str, Tensor]:
         given = self.stage.module(*(flight.inputs[value.name] for value in self.stage.inputs))

@@ -29,11 +29,15 @@ _CONVOLUTION_DEFAULTS = (None, 1, 0, 1, 1)
 
 
 class DeferWeights(TorchFunctionMode):
-    """Active around a forward pass; backward then appends to `jobs` what is left to do."""
+    """Active around a forward pass; backward then appends to `jobs` what is left to do.
+
+    The jobs read `grads`, which nobody may write to before they are done.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.jobs: list[Job] = []
+        self.grads: list[Tensor] = []
 
     def __enter__(self) -> Self:
         self._token = _active.set(self.jobs)
@@ -50,12 +54,17 @@ class DeferWeights(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and _can_defer(args, kwargs):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            return _Linear.apply(args[0], args[1], bias, self.jobs)  # type: ignore[no-untyped-call]
+            return _Linear.apply(_as_computed(args[0]), args[1], bias, self)  # type: ignore[no-untyped-call]
         if func in _CONVOLUTIONS and _can_defer(args, kwargs):
             settings = _settings(_CONVOLUTIONS[func], args[2:], kwargs)
             if settings is not None:
-                return _Convolution.apply(args[0], args[1], *settings, self.jobs)  # type: ignore[no-untyped-call]
+                return _Convolution.apply(_as_computed(args[0]), args[1], *settings, self)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
+
+    def leave(self, job: Job, grad: Tensor) -> None:
+        """Keep a job, which reads `grad`, for later."""
+        self.jobs.append(job)
+        self.grads.append(grad)
 
 
 class AddWeights(TorchFunctionMode):
@@ -65,7 +74,7 @@ class AddWeights(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and _can_defer(args, kwargs):
+        if func is F.linear and _can_defer(args, kwargs) and not _casts(args[1]):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             return _Linear.apply(args[0], args[1], bias, None)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
@@ -77,17 +86,29 @@ def jobs_of_this_forward() -> list[Job] | None:
 
 
 def _can_defer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether weight and bias are parameters themselves: what was computed needs its gradient at once.
-
-    Autocast would hand over a copy of them.
-    """
+    """Whether weight and bias are parameters themselves: what was computed needs its gradient at once."""
     if len(args) < 2 or "weight" in kwargs or "input" in kwargs:
         return False
     weight, bias = args[1], args[2] if len(args) > 2 else kwargs.get("bias")
     if not isinstance(weight, Parameter) or not (bias is None or isinstance(bias, Parameter)):
         return False
-    autocast = torch.is_autocast_enabled(weight.device.type)
-    return torch.is_grad_enabled() and weight.requires_grad and not autocast
+    # Autocast leaves numbers of double precision as they are.
+    wide = torch.float64 in (args[0].dtype, weight.dtype)
+    return torch.is_grad_enabled() and weight.requires_grad and not (wide and _casts(weight))
+
+
+def _casts(tensor: Tensor) -> bool:
+    """Whether autocast computes with a copy of `tensor`."""
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+def _as_computed(x: Tensor) -> Tensor:
+    """A layer's input, as autocast would hand it over."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if _casts(x) else x
+
+
+def _like(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.to(x.dtype)
 
 
 def _settings(dims: int, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -107,22 +128,26 @@ def _spread(value: Any, dims: int) -> tuple[int, ...]:
 
 def _accumulate(parameter: Tensor | None, gradient: Tensor | None) -> None:
     if parameter is not None and gradient is not None and parameter.requires_grad:
+        gradient = gradient.to(parameter.dtype)
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = left @ right
+    if parameter.grad is None or parameter.dtype != left.dtype:
+        _accumulate(parameter, left @ right)
     else:
         parameter.grad.addmm_(left, right)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, jobs: list[Job] | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.leaves, ctx.jobs = (weight, bias), jobs
-        return F.linear(x, weight, bias)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: DeferWeights | None
+    ) -> Tensor:
+        ctx.leaves, ctx.defer = (weight, bias), defer
+        used = weight.to(x.dtype)
+        ctx.save_for_backward(x, used)
+        return F.linear(x, used, _like(x, bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -136,22 +161,23 @@ class _Linear(torch.autograd.Function):
             if bias is not None:
                 _accumulate(bias, rows.sum(0))
 
-        if ctx.jobs is None:
+        if ctx.defer is None:
             job()
         else:
-            ctx.jobs.append(job)
+            ctx.defer.leave(job, grad)
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        *settings, jobs = rest
-        ctx.save_for_backward(x, weight)
-        ctx.leaves, ctx.jobs, ctx.settings = (weight, bias), jobs, settings
+        *settings, defer = rest
+        ctx.leaves, ctx.defer, ctx.settings = (weight, bias), defer, settings
+        used = weight.to(x.dtype)
+        ctx.save_for_backward(x, used)
         stride, padding, dilation, groups = settings
         return torch.convolution(
-            x, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups
+            x, used, _like(x, bias), stride, padding, dilation, False, (0,) * len(stride), groups
         )
 
     @staticmethod
@@ -173,6 +199,6 @@ class _Convolution(torch.autograd.Function):
             _accumulate(leaf, weight_grad)
             _accumulate(bias, bias_grad)
 
-        ctx.jobs.append(job)
+        ctx.defer.leave(job, grad)
         own = gradients([True, False, False])[0] if ctx.needs_input_grad[0] else None
         return own, *[None] * (len(ctx.settings) + 3)

@@ -1,0 +1,60 @@
+"""Deferred weight gradients: what is left for later adds up to what autograd gives at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plait.stages.deferred import DeferWeights
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1)
+        self.first = nn.Linear(4 * 36, 8)
+        self.norm = nn.LayerNorm(8)
+        self.second = nn.Linear(8, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.norm(self.first(self.convolution(x).relu().flatten(1))))
+        return y
+
+
+def gradients(precision: str, deferred: bool) -> tuple[list[torch.Tensor], int]:
+    """Of the input and the parameters after two microbatches, and how many jobs were left for later."""
+    torch.manual_seed(0)
+    net = Net()
+    inputs = torch.randn(2, 5, 2, 6, 6)
+    if precision == "float64":
+        net, inputs = net.double(), inputs.double()
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    jobs = []
+    for x in leaves:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            if deferred:
+                with DeferWeights() as defer:
+                    loss = net(x).square().mean()
+            else:
+                loss = net(x).square().mean()
+        loss.backward()
+        jobs += defer.jobs if deferred else []
+    with torch.no_grad():
+        for job in jobs:
+            job()
+    found = [leaf.grad for leaf in (*leaves, *net.parameters())]
+    assert all(grad is not None for grad in found)
+    return [grad for grad in found if grad is not None], len(jobs)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-12), ("float32", 1e-6), ("bf16", 2e-2)])
+def test_what_is_left_for_later_adds_up_to_what_autograd_gives_at_once(
+    precision: str, tolerance: float
+) -> None:
+    expected, _ = gradients(precision, deferred=False)
+    found, jobs = gradients(precision, deferred=True)
+    assert jobs == 2 * 3
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
