@@ -29,6 +29,7 @@ from plait.runtime.stage_runner import Autocast, Flight, StageRunner
 from plait.runtime.tied import make_tied
 from plait.runtime.updates import Updates
 from plait.stages.cut import Stage, check_stages, cut
+from plait.stages.linear import add_weight_gradients, laid_out_as, turn_weights, turning_pays
 from plait.stages.routes import Route, find_routes
 from plait.sync.buffers import average
 from plait.sync.wish import TopologyWish
@@ -117,10 +118,14 @@ class Pipeline:
         stages = {s: parts.make_stage(traced, arrangement.stages[s]) for s in arrangement.stages_of(rank)}
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
+        stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=parts.deadline_s)
+        # Stages that someone else made, of many trials, have linear layers of their own kind.
+        if parts.device.type == "cpu" and parts.make_stage is cut:
+            tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
+            _prepare_linear(self.modules, arrangement, tied_ones)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         # An optimizer wants a parameter, also on a worker whose stages have none.
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
-        stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=parts.deadline_s)
         agreements = make_agreements(
             rank, arrangement, stages_of, self.parameters, deadline, parts.hosts, parts.topology
         )
@@ -139,8 +144,6 @@ class Pipeline:
                 parts.autocast,
                 recompute=number in arrangement.recompute,
                 split=arrangement.schedule is Schedule.ZERO_BUBBLE,
-                # On a GPU a product of its own is launched sooner than ours from Python.
-                add=arrangement.schedule is not Schedule.STASH and parts.device.type == "cpu",
             )
             self._held[number] = _Held(
                 runner,
@@ -173,8 +176,9 @@ class Pipeline:
     def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Go on with the state that another optimizer has for the same parameters."""
         for parameter in self.parameters.values():
-            if parameter in optimizer.state:
-                self.optimizer.state[parameter] = optimizer.state[parameter]
+            state = optimizer.state.get(parameter)
+            if state is not None:
+                self.optimizer.state[parameter] = {k: laid_out_as(parameter, v) for k, v in state.items()}
 
     def average_buffers(self) -> None:
         """Give all replicas of each stage the mean of their running statistics; all workers call it."""
@@ -396,6 +400,17 @@ class LossOf:
 
     def __call__(self, values: Mapping[str, Tensor], target: Any) -> Tensor:
         return self.loss(self.output(values), target)
+
+
+def _prepare_linear(
+    modules: Mapping[int, nn.Module], arrangement: Arrangement, tied: Sequence[Parameter]
+) -> None:
+    """Let linear layers on a CPU compute sooner; weights that workers sum stay as others have them."""
+    for stage, module in modules.items():
+        if arrangement.schedule is not Schedule.ZERO_BUBBLE:
+            add_weight_gradients(module)
+        if turning_pays() and len(arrangement.holders(stage)) == 1:
+            turn_weights(module, tied)
 
 
 def _tensors(inputs: Any) -> list[Tensor]:

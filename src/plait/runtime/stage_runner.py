@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from plait.cluster.messages import Message
 from plait.runtime.loading import seed_all
 from plait.stages.cut import Stage
-from plait.stages.deferred import AddWeights, DeferWeights
+from plait.stages.deferred import DeferWeights
 from plait.stages.versions import WeightVersions
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -61,8 +61,7 @@ class StageRunner:
     """Runs one stage's module. `loss_of` turns the model's outputs and the target into the loss.
 
     It is None but for the last stage. Without `versions` the module's own parameters are used; where there
-    are several, each has some of them. With `split` a backward leaves the weights' gradients for later; with
-    `add` several backwards add up to an update.
+    are several, each has some of them. With `split` a backward leaves the weights' gradients for later.
     """
 
     stage: Stage
@@ -71,7 +70,6 @@ class StageRunner:
     autocast: Autocast
     recompute: bool = False
     split: bool = False
-    add: bool = False
 
     def __post_init__(self) -> None:
         self._written: list[Tensor] | None = None
@@ -135,8 +133,7 @@ class StageRunner:
         # Dropout draws the same whenever, wherever and how often this microbatch runs.
         seed_all(flight.seed)
         defer = DeferWeights() if self.split else None
-        add = AddWeights() if self.add and not self.split else None
-        with self.autocast(), defer or add or contextlib.nullcontext():
+        with self.autocast(), defer or contextlib.nullcontext():
             flight.outputs = self._call(flight)
             if self.loss_of is not None:
                 loss = self.loss_of({**flight.inputs, **flight.outputs}, flight.target)

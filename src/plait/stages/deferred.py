@@ -3,9 +3,6 @@
 While `DeferWeights` is active in a forward pass, linear layers and convolutions are recorded such that
 their backward gives the gradient of the input only and leaves a job for the gradient of the weights. Other
 operations give both at once: nothing is computed twice.
-
-While `AddWeights` is active, the backward of linear layers adds the gradient of the weights straight to what
-earlier microbatches left, in the product itself, where autograd would make it first and add it then.
 """
 
 from __future__ import annotations
@@ -19,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+
+from plait.stages.linear import add_product, input_gradient
 
 Job = Callable[[], None]
 _active: ContextVar[list[Job] | None] = ContextVar("deferred jobs", default=None)
@@ -65,19 +64,6 @@ class DeferWeights(TorchFunctionMode):
         """Keep a job, which reads `grad`, for later."""
         self.jobs.append(job)
         self.grads.append(grad)
-
-
-class AddWeights(TorchFunctionMode):
-    """Active around a forward pass whose backward adds to gradients that are there already."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear and _can_defer(args, kwargs) and not _casts(args[1]):
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            return _Linear.apply(args[0], args[1], bias, None)  # type: ignore[no-untyped-call]
-        return func(*args, **kwargs)
 
 
 def jobs_of_this_forward() -> list[Job] | None:
@@ -132,18 +118,9 @@ def _accumulate(parameter: Tensor | None, gradient: Tensor | None) -> None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    if parameter.grad is None or parameter.dtype != left.dtype:
-        _accumulate(parameter, left @ right)
-    else:
-        parameter.grad.addmm_(left, right)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: DeferWeights | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: DeferWeights) -> Tensor:
         ctx.leaves, ctx.defer = (weight, bias), defer
         used = weight.to(x.dtype)
         ctx.save_for_backward(x, used)
@@ -154,18 +131,20 @@ class _Linear(torch.autograd.Function):
         (grad,) = grads
         x, weight = ctx.saved_tensors
         leaf, bias = ctx.leaves
+        rows = grad.reshape(-1, grad.shape[-1])
 
         def job() -> None:
-            rows = grad.reshape(-1, grad.shape[-1])
-            _accumulate_product(leaf, rows.t(), x.reshape(-1, x.shape[-1]))
+            inputs = x.reshape(-1, x.shape[-1])
+            if leaf.dtype == rows.dtype:
+                add_product(leaf, rows, inputs)
+            else:
+                _accumulate(leaf, rows.t() @ inputs)
             if bias is not None:
                 _accumulate(bias, rows.sum(0))
 
-        if ctx.defer is None:
-            job()
-        else:
-            ctx.defer.leave(job, grad)
-        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
+        ctx.defer.leave(job, grad)
+        own = input_gradient(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return own, None, None, None
 
 
 class _Convolution(torch.autograd.Function):
