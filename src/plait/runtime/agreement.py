@@ -42,10 +42,10 @@ def replica_groups(arrangement: Arrangement, deadline: timedelta) -> dict[int, d
 
 
 def find_stages(traced: TracedModel, arrangement: Arrangement) -> dict[str, tuple[int, ...]]:
-    """The stages that use each parameter; several where it is tied."""
+    """The stages that use each parameter, in the order of the model; several where it is tied."""
     found: dict[str, tuple[int, ...]] = {}
     for stage, ids in enumerate(arrangement.stages):
-        for name in {name for layer in traced.select(ids) for name in layer.parameters}:
+        for name in dict.fromkeys(name for layer in traced.select(ids) for name in layer.parameters):
             found[name] = (*found.get(name, ()), stage)
     _check_ties(arrangement, found)
     return found
@@ -86,7 +86,8 @@ class Agreement:
         self._sums: list[AllReduce] = []
         for workers in shared:
             group = dist.new_group(list(workers), timeout=deadline)
-            parameters = [own[name] for name in sorted(own) if holders[name] == workers]
+            # In the order of the model, which is that of all holders: backward ends with the first.
+            parameters = [own[name] for name in holders if name in own and holders[name] == workers]
             if rank in workers:
                 # All holders go through their groups in this one order, so none waits in a circle.
                 near = tuple(hosts[worker] for worker in workers) if hosts else ("",) * len(workers)
@@ -102,6 +103,11 @@ class Agreement:
         """End what sums beside this thread; all holders call it after their last update."""
         for reduce in self._sums:
             reduce.close()
+
+    def before_backward(self, last: bool) -> None:
+        """Whether the backward that follows completes all gradients, so that each is sent as it is made."""
+        for reduce in self._sums:
+            reduce.before_backward(last)
 
     def agree(self, factor: float) -> None:
         """Every holder has the sum of the gradients times its `factor`; who has none gives zeros."""

@@ -153,21 +153,36 @@ class Pipeline:
 
     def run(self, ops: Iterable[Op], work: Work) -> None:
         """Carry out `ops`; afterwards nothing is in flight and the modules hold the newest weights."""
-        at_the_end: list[Update] = []
-        for op in ops:
-            if not isinstance(op, Update):
+        if self.arrangement.schedule.synchronous:
+            self._run_batch(ops, work)
+        else:
+            for op in ops:
                 self._carry_out(op, work)
-            elif self.arrangement.schedule.synchronous:
-                at_the_end.append(op)
-            else:
-                self._update([op], work)
-            if len(self.spans) >= _SPANS_AT_ONCE and self.on_spans is not None:
-                self.on_spans()
-        if at_the_end:
-            self._update(at_the_end, work)
         for held in self._held.values():
             assert not held.flights, f"microbatches {sorted(held.flights)} never came back"
         self._updates.finish(work)
+
+    def _run_batch(self, ops: Iterable[Op], work: Work) -> None:
+        """Carry out `ops`, and the updates among them together at the end."""
+        updates: list[Update] = []
+        last: Op | None = None
+        for op in ops:
+            if isinstance(op, Update):
+                updates.append(op)
+                continue
+            if last is not None:
+                self._carry_out(last, work)
+            last = op
+        if isinstance(last, Backward):
+            self._updates.before_last_backward()
+            flight = self._backward(last)
+            self._update(updates, work)
+            # Gradients on their way to the other holders may lie in what was received.
+            flight.land()
+            return
+        if last is not None:
+            self._carry_out(last, work)
+        self._update(updates, work)
 
     def close(self) -> None:
         """End what runs beside this worker's operations; all workers call it after their last one."""
@@ -208,10 +223,14 @@ class Pipeline:
 
     def _carry_out(self, op: Op, work: Work) -> None:
         match op:
+            case Update():
+                self._update([op], work)
             case Forward():
                 self._forward(op, work)
             case Backward() | BackwardInput():
-                self._backward(op)
+                flight = self._backward(op)
+                if isinstance(op, Backward):
+                    flight.land()
             case BackwardWeight():
                 start = time.time()
                 held = self._held[op.stage]
@@ -220,6 +239,8 @@ class Pipeline:
                     held.runner.backward_weight(flight)
                 flight.land()
                 self._note(op, start)
+        if len(self.spans) >= _SPANS_AT_ONCE and self.on_spans is not None:
+            self.on_spans()
 
     def _note(self, op: Op, start: float) -> None:
         offset = self.clock_offset_s
@@ -296,7 +317,7 @@ class Pipeline:
             if comes_back and hop.route.grad_names:
                 self._channels.expect(peer, hop.number + 1)
 
-    def _backward(self, op: Backward | BackwardInput) -> None:
+    def _backward(self, op: Backward | BackwardInput) -> Flight:
         held = self._held[op.stage]
         flight = held.flights[op.microbatch]
         grads, messages = self._receive_backward(op, held)
@@ -311,8 +332,8 @@ class Pipeline:
         self._send_backward(op, held, flight)
         if isinstance(op, Backward):
             del held.flights[op.microbatch]
-            flight.land()
         self._note(op, start)
+        return flight
 
     def _receive_backward(
         self, op: Backward | BackwardInput, held: _Held

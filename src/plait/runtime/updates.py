@@ -59,6 +59,11 @@ class Updates:
         for each, version in zip(self._tied[stage], versions[1:]):
             each.keep(stage, version)
 
+    def before_last_backward(self) -> None:
+        """Let what the worker's last backward of a batch completes be summed while it goes on."""
+        for agreement in set(self._agreements.values()):
+            agreement.before_backward(last=True)
+
     def agree(self, updates: Sequence[Update], work: Rounds) -> None:
         """Sum the gradients of the stages that `updates` are of over all holders."""
         factor = [work.prepare_update(update) for update in updates][-1]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from plait.core.errors import PlaitError
@@ -89,10 +90,12 @@ class AllReduce:
         self._sending: list[Pending] = []
         self._next = 0
         self._armed = False
+        # The places in autograd where each gradient is complete: also one that an operation added to itself.
+        self._ends = [[get_gradient_edge(p).node for p in bucket.parameters] for bucket in self._buckets]
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index, place))
-            for index, bucket in enumerate(self._buckets)
-            for place, parameter in enumerate(bucket.parameters)
+            node.register_hook(self._hook(index, place))
+            for index, nodes in enumerate(self._ends)
+            for place, node in enumerate(nodes)
         ]
 
     @property
@@ -164,9 +167,11 @@ class AllReduce:
         for bucket, flat in zip(self._buckets, buffers):
             bucket.look_at(flat)
 
-    def _hook(self, index: int, place: int) -> Callable[[Tensor], None]:
-        def take(parameter: Tensor) -> None:
-            if self._armed:
+    def _hook(self, index: int, place: int) -> Callable[..., None]:
+        parameter = self._buckets[index].parameters[place]
+
+        def take(*_: object) -> None:
+            if self._armed and parameter.grad is not None:
                 self._take(index, place, parameter)
                 self._send_full()
 
