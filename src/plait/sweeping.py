@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plait.cluster.hosts import LOCAL, Host
 from plait.config import Job, make_job
 from plait.core.artefact import load
 from plait.core.codec import encode
@@ -15,11 +16,14 @@ from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.space import Dimension, combinations, parse_dimension
+from plait.planner.depth import Schedule
 from plait.report.sweep import write_sweep
 from plait.runtime.folder import RunFolder, choose_folder, find_run
-from plait.runtime.launch import Display, Silent, launch_entry
+from plait.runtime.launch import Display, Placement, Silent, launch_entry
+from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SEARCHES, SearchSettings, SweepSettings
+from plait.runtime.sweep.stages import check_in_stages
 from plait.runtime.sweep.team import check_teams
 from plait.runtime.sweep.trials import check_key
 
@@ -51,8 +55,9 @@ def sweep(
     `over` is as on the command line, `["optimizer.lr=log:1e-4:1e-1:16"]`, or a mapping from keys to lists of
     values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1", "optimizer.momentum": [0.0, 0.9]}`. The
     result has `trials`, `best` and `run`, the folder with the best trial's checkpoint. Of the job's workers
-    `replicas` train each array together. With `resume` the sweep in that folder goes on, as it was asked
-    for; `job` then says where its workers run, and `replicas`, where given, how many share an array.
+    `replicas` train each array together or, where the job has a plan, as many as that has stages. With
+    `resume` the sweep in that folder goes on, as it was asked for; `job` then says where its workers run,
+    and `replicas`, where given, how many share an array.
     """
     if resume is not None:
         folder = find_run(resume, Path(job.run_dir))
@@ -60,7 +65,7 @@ def sweep(
         if replicas is not None:
             settings = replace(settings, replicas=replicas)
             check(settings)
-        check_teams(_workers(job), settings.replicas)
+        check_teams(settings, sum(host.slots for host in placement_of(job, settings).hosts))
     else:
         settings = make_sweep(
             job, over, search, trials, width, eta, least_steps, metric=metric, seed=seed, replicas=replicas
@@ -71,7 +76,7 @@ def sweep(
         "plait.runtime.sweep.worker",
         "sweep",
         settings,
-        job.placement(),
+        placement_of(job, settings),
         folder,
         display or Silent(),
         resume is not None,
@@ -98,11 +103,6 @@ def make_sweep(
     if search not in SEARCHES:
         hint = did_you_mean(search, SEARCHES)
         raise InputError(f"--search: found {search!r}, expected one of {', '.join(SEARCHES)}{hint}")
-    if job.parallel.plan != "data-parallel":
-        raise JobError(
-            f"parallel.plan: found {job.parallel.plan!r}, but a sweep trains whole models, an array of "
-            f"trials on each worker; leave parallel.plan out"
-        )
     if least_steps is not None and least_steps < 1:
         raise InputError(f"--least-steps: found {least_steps}, expected 1 or more")
     chosen = SearchSettings(search, trials, eta, least_steps, metric, seed)
@@ -111,13 +111,37 @@ def make_sweep(
     for dimension in dimensions:
         check_key(dimension.key)
     check(settings)
-    check_teams(_workers(job), settings.replicas)
     _check_values(job, dimensions)
+    if job.parallel.plan != "data-parallel":
+        # Before the job is measured, which takes a while.
+        check_in_stages(settings)
+        settings = replace(settings, train=_with_plan(job, settings.train))
+        check(settings)
+    check_teams(settings, sum(host.slots for host in placement_of(job, settings).hosts))
     return settings
 
 
-def _workers(job: Job) -> int:
-    return sum(host.slots for host in job.hosts())
+def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
+    """`settings` with the job's plan, under a schedule that drains between two steps."""
+    from plait.runtime.planned import PlanWish, planned
+
+    wish = job.parallel
+    depths, recompute = wish.depths, tuple(wish.recompute)
+    asked = PlanWish(wish.plan, wish.schedule, wish.microbatches, wish.vertical_sync, depths, recompute)
+    made, plan = planned(settings, job.placement(), asked)
+    if wish.plan == "model-parallel":
+        # It says where the stages are cut; microbatches may follow one another through them.
+        plan = replace(plan, schedule=Schedule(wish.schedule or "flush"), depths=())
+    assert made.pipeline is not None
+    return replace(made, pipeline=replace(made.pipeline, plan=encode(plan)))
+
+
+def placement_of(job: Job, settings: SweepSettings) -> Placement:
+    """Where a sweep's workers run: as many as its plan has stages, where the job does not say."""
+    placement = job.placement()
+    if settings.train.pipeline is None or job.parallel.workers is not None or job.cluster.hosts:
+        return placement
+    return replace(placement, hosts=(Host(LOCAL, settings.team_size),))
 
 
 def _dimensions(over: Over) -> tuple[Dimension, ...]:

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 
 import plait
-from plait.core.codec import encode
+from plait.core.codec import decode, encode
 from plait.core.errors import InputError
+from plait.planner.depth import Schedule
+from plait.planner.plan import Plan, save_plan
 from plait.runtime.folder import RunFolder
 from plait.runtime.measure import measure_run
 from plait.runtime.sweep.worker import check_order
-from plait.sweeping import make_sweep, sweep
+from plait.sweeping import make_sweep, placement_of, sweep
+from support.plans import planned
 from support.sweeping import same_table, sweep_here
 
 JOB = """
@@ -156,7 +159,16 @@ def test_only_a_sweep_can_be_resumed(tmp_path: Path):
         sweep(plait.make_job(CONTENT), resume=str(tmp_path))
 
 
-def test_a_job_with_a_pipeline_is_refused():
-    job = plait.make_job({**CONTENT, "parallel": {"plan": "auto", "workers": 2}})
-    with pytest.raises(InputError, match="a sweep trains whole models"):
+def test_a_sweep_of_pipelines_wants_a_width_before_anything_is_measured(tmp_path: Path):
+    settings = planned((1, 1), Schedule.FLUSH)
+    assert settings.pipeline is not None
+    file = tmp_path / "plan.json"
+    save_plan(decode(Plan, settings.pipeline.plan), file)
+    job = plait.make_job({**CONTENT, "parallel": {"plan": str(file)}})
+    with pytest.raises(InputError, match="--width: found none"):
         make_sweep(job, ["optimizer.lr=0.1,0.2"])
+    made = make_sweep(job, ["optimizer.lr=0.1,0.2"], width=2)
+    assert [host.slots for host in placement_of(job, made).hosts] == [2]
+    three = plait.make_job({**CONTENT, "parallel": {"plan": str(file), "workers": 3}})
+    with pytest.raises(InputError, match=r"--plan: found 2 stages, which do not divide the 3 workers"):
+        make_sweep(three, ["optimizer.lr=0.1,0.2"], width=2)

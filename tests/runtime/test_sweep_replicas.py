@@ -157,6 +157,6 @@ def test_replicas_that_cannot_be_are_refused_with_the_numbers():
     with pytest.raises(InputError, match="--replicas: found 0, expected 1 or more"):
         check(replace(over, replicas=0))
     with pytest.raises(InputError, match=r"found 2, which does not divide the 5 workers; use -np 4"):
-        check_teams(5, 2)
+        check_teams(replace(over, replicas=2), 5)
     with pytest.raises(InputError, match=r"found 2, which does not divide the 1 worker; use -np 2"):
-        check_teams(1, 2)
+        check_teams(replace(over, replicas=2), 1)

@@ -31,6 +31,23 @@ def norm_net(classes: int = 10, width: int = 4) -> nn.Module:
     )
 
 
+class Halves(nn.Module):
+    """A model with weights that nobody uses, a number of its own and, when `tied`, one weight twice."""
+
+    def __init__(self, scale: float = 1.0, tied: bool = False) -> None:
+        super().__init__()
+        self.scale = scale
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.last = nn.Linear(64, 10)
+        self.spare = nn.Linear(2, 2)
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.flatten(1)).relu() * self.scale
+        return self.last(self.second(x).relu())
+
+
 def sweep_of(*over: str | Dimension, width: int | None = 4, job: Any = None, **search: Any) -> SweepSettings:
     """A sweep of the small digits job over `over`, as on the command line."""
     dimensions = tuple(parse_dimension(one) if isinstance(one, str) else one for one in over)

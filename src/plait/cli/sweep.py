@@ -41,6 +41,9 @@ def sweep(
         int | None,
         typer.Option(help="Workers that train each array together, on shares of its batches; unset: 1."),
     ] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="Arrays in stages, one a worker: a plan file, model-parallel, auto.")
+    ] = None,
     eta: Annotated[int, typer.Option(help="One in so many trials goes on (halving, asha).")] = 3,
     least_steps: Annotated[
         int | None, typer.Option(help="Steps before trials are first compared (halving, asha, pbt).")
@@ -73,7 +76,8 @@ def sweep(
     from plait.sweeping import sweep as run_sweep
 
     where = [*placed(workers, hosts, nic), *_on_devices(devices, workers, hosts)]
-    asked = read_job(job, [*(set_ or []), *where])
+    chosen = [f"parallel.plan={json.dumps(plan)}"] if plan is not None else []
+    asked = read_job(job, [*(set_ or []), *chosen, *where])
     with SweepDisplay(quiet or json_) as display:
         result = run_sweep(
             asked,

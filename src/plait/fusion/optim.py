@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,8 @@ class FusedOptimizer:
         self.limits = None if steps is None else list(steps)
         self.made = [0] * fused.trials
         self.active: Tensor | None = None
+        # Adds up, for clipping, what the holders of other parts of the same trials have: squared norms.
+        self.sum_squares: Callable[[Tensor], Tensor] | None = None
         self._finished: list[int] = []
         self._slices: tuple[Any, Slices] | None = None
         self.state = [self._new_state(parameter) for parameter in self.parameters]
@@ -127,7 +129,7 @@ class FusedOptimizer:
         updated: Updated = [(p, s) for p, s in zip(self.parameters, self.state) if p.grad is not None]
         gradients = [p.grad for p, _ in updated if p.grad is not None]
         if self.clip_norm is not None:
-            clip_gradients(gradients, self.clip_norm)
+            clip_gradients(gradients, self.clip_norm, self.sum_squares)
         if self._has_kernel() and not self._in_one_pass():
             self.steps += 1.0 if moving is None else moving
             self._step_by_kernel(updated, gradients, skip)
@@ -234,10 +236,17 @@ def _of_active(gradient: Tensor, active: Tensor | None) -> Tensor:
     return kept
 
 
-def clip_gradients(gradients: Sequence[Tensor], limit: Tensor) -> Tensor:
-    """Scale each trial's gradients, in place, to a norm of at most its `limit`; returns the norms before."""
-    squares = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients])
-    norms = torch.linalg.vector_norm(squares, dim=0)
+def clip_gradients(
+    gradients: Sequence[Tensor], limit: Tensor, sum_squares: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Scale each trial's gradients, in place, to a norm of at most its `limit`; returns the norms before.
+
+    `sum_squares` adds to the squared norms those of gradients that others hold.
+    """
+    each = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients])
+    norms = torch.linalg.vector_norm(each, dim=0)
+    if sum_squares is not None:
+        norms = sum_squares(norms.square()).sqrt()
     scale = (limit.to(norms.dtype) / (norms + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.view(-1, *(1,) * (gradient.dim() - 1)))

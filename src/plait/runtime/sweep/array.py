@@ -93,9 +93,11 @@ class FusedArray:
 
     is_fused = True
 
-    def __init__(self, entries: Sequence[Entry], team: Team | None = None) -> None:
+    def __init__(self, entries: Sequence[Entry], team: Team | None = None, stream: int | None = None) -> None:
         first = entries[0]
         self._team = team
+        # Which of the trials' random streams is drawn from: workers of a team have their own.
+        self._stream = stream or (0 if team is None else team.place)
         self._entries = [_without_state(entry) for entry in entries]
         self._device = first.parts.device
         models = [entry.parts.model for entry in entries]
@@ -115,7 +117,7 @@ class FusedArray:
         self._graph = self._new_graph()
         self._sum = self._new_sum()
         # Whether a step may have made the running statistics of a team's workers differ.
-        self.differs = False
+        self._differs = False
 
     def _new_graph(self) -> StepGraph | None:
         """On a GPU, what replays steps; anew whenever the trials change, whose numbers a graph holds."""
@@ -129,9 +131,10 @@ class FusedArray:
         return TeamSum(self._team, self.optimizer.parameters, self.trials)
 
     def close(self) -> None:
-        """Let go of the trials."""
+        """End the sums of a team."""
         if self._sum is not None:
             self._sum.close()
+        self._sum = None
 
     @property
     def trials(self) -> int:
@@ -139,6 +142,9 @@ class FusedArray:
 
     def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
         """Let trials leave and enter: newcomers take the leavers' places, then new ones at the end."""
+        if len(leaving) != len(entering):
+            # What sums gradients may hold autograd to the shapes there are now.
+            self.close()
         pairs = min(len(leaving), len(entering))
         # A vector for all, also where nobody clipped before.
         self.optimizer.clip_norm = self._clip_vector()
@@ -161,9 +167,7 @@ class FusedArray:
         self._notice_clips()
         self._loss = self._build_loss()
         self._graph = self._new_graph()
-        if self._sum is not None and self._sum.trials != self.trials:
-            self._sum.close()
-            self._sum = self._new_sum()
+        self._sum = self._sum or self._new_sum()
 
     def _reorder(self, places: Sequence[int]) -> None:
         self._entries = [self._entries[place] for place in places]
@@ -179,8 +183,8 @@ class FusedArray:
         self._entries[place] = _without_state(entry)
 
     def _seeds(self, entries: Sequence[Entry]) -> list[int]:
-        """The trials' random streams; workers of a team draw for other rows, so each has its own."""
-        own = () if self._team is None or self._team.leads else (self._team.place,)
+        """Where the trials' random numbers start."""
+        own = (self._stream,) if self._stream else ()
         return [mix(entry.settings.seed, *own) for entry in entries]
 
     def _numbers(self, entry: Entry) -> dict[str, float]:
@@ -213,7 +217,7 @@ class FusedArray:
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial on its batch, with its factor on the learning rate; their losses."""
-        self._set_rates([e.parts.base_lrs[0] * factor for e, factor in zip(self._entries, factors)])
+        self.set_factors(factors)
         accumulate = self._entries[0].settings.accumulate
         rounds = rounds_of(batches, accumulate)
         if self._sum is not None and self._team is not None:
@@ -241,7 +245,7 @@ class FusedArray:
             total += self._backward(pieces, weights)
         total = sum_.agree(total)
         self._update()
-        self.differs = True
+        self._differs = True
         return total
 
     def _vector(self, numbers: Sequence[float]) -> Tensor:
@@ -266,7 +270,9 @@ class FusedArray:
         else:
             self.optimizer.step()
 
-    def _set_rates(self, rates: list[float]) -> None:
+    def set_factors(self, factors: Sequence[float]) -> None:
+        """The factors on the trials' learning rates, for the steps to come."""
+        rates = [e.parts.base_lrs[0] * factor for e, factor in zip(self._entries, factors)]
         if rates != self.optimizer.numbers["lr"]:
             self.optimizer.set(lr=rates)
 
@@ -279,14 +285,15 @@ class FusedArray:
             self.fused.freeze(without)
         with padding, self._entries[0].parts.autocast():
             output = forward(self.fused, inputs)
-            losses = self._losses(output, target, counts)
+            losses = self.losses(output, target, counts)
         if without:
             self.fused.freeze([])
         weighted = losses * on_device(tuple(weights), losses.dtype, self._device)
         self._scaled(weighted).sum().backward()
         return weighted.detach()
 
-    def _losses(self, output: Any, target: Any, counts: list[int]) -> Tensor:
+    def losses(self, output: Any, target: Any, counts: Sequence[int]) -> Tensor:
+        """The loss of each trial's own rows, `counts` of them, of a microbatch."""
         if self._entries[0].settings.loss in LOSSES or len(set(counts)) == 1:
             found: Tensor = self.fused.map(self._loss, output, target)
             return found
@@ -300,9 +307,14 @@ class FusedArray:
 
     def _together(self, contents: Sequence[Any], length: int) -> Any:
         """Inputs and target of all trials: the same for all, or stacked and padded."""
-        parts = self._entries[0].parts
         if all(content is contents[0] for content in contents):
+            parts = self._entries[0].parts
             return pytree.tree_map_only(Tensor, Shared, to_device(contents[0], parts.device, parts.dtype))
+        return self.stacked(contents, length)
+
+    def stacked(self, contents: Sequence[Any], length: int) -> Any:
+        """What each trial gets, stacked, padded to `length` rows and on the device."""
+        parts = self._entries[0].parts
         moved = {id(content): to_device(content, parts.device, parts.dtype) for content in contents}
         flat, specs = zip(*(pytree.tree_flatten(moved[id(content)]) for content in contents))
         leaves = [pad(leaf, length) if isinstance(leaf[0], Tensor) else leaf[0] for leaf in zip(*flat)]
@@ -334,7 +346,7 @@ class FusedArray:
                 with parts.autocast():
                     output = forward(self.fused, pytree.tree_map_only(Tensor, Shared, inputs))
                 for row, place in enumerate(places):
-                    sums[row] += sums_of(self._entries[place].parts, _at(output, place), target, batch.count)
+                    sums[row] += sums_of(self._entries[place].parts, at(output, place), target, batch.count)
         return sums
 
     def _sums_alone(self, place: int) -> Tensor:
@@ -347,13 +359,25 @@ class FusedArray:
         """Which share of the data is this worker's, and of how many."""
         return (0, 1) if self._team is None else (self._team.place, self._team.size)
 
+    def parts_of(self, place: int) -> Parts:
+        """What the trial at `place` is evaluated with."""
+        return self._entries[place].parts
+
+    def settings_of(self, place: int) -> TrainSettings:
+        return self._entries[place].settings
+
     def average(self) -> None:
         """Give all workers of the team the mean of their running statistics, where they may differ."""
-        if self._team is not None and self.differs:
+        if self._team is not None and self._differs:
             self._team.average(self.fused.module)
-            self.differs = False
+            self._differs = False
+
+    def collect(self, place: int) -> None:
+        """Let the team's leader have the state of the trial at `place`."""
+        self.average()
 
     def tensors(self, place: int) -> TrialTensors:
+        self.average()
         model = self.fused.trial(place)
         optimizer = lone_optimizer(self.optimizer, model, place)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -369,7 +393,7 @@ class FusedArray:
         )
 
 
-def _at(output: Any, place: int) -> Any:
+def at(output: Any, place: int) -> Any:
     """One trial's part of what all trials returned."""
     return pytree.tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, output)
 

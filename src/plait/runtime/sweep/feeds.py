@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from plait.runtime.loading import Batch, load
-from plait.runtime.sampling import Position, batches
+from plait.runtime.sampling import GlobalBatch, Position, batches
 from plait.runtime.settings import TrainSettings
 
 T = TypeVar("T")
 
 
 class Feed:
-    """The batches of a trial from some position on, one at a time: the share `place` of `workers` of each."""
+    """The batches of a trial from some position on, one at a time: the share `place` of `workers` of each.
+
+    Without `loads` their content is the numbers from 0 to their size: a pipeline's first stage loads for all.
+    """
 
     def __init__(
         self,
@@ -23,20 +26,25 @@ class Feed:
         pin: bool,
         place: int = 0,
         workers: int = 1,
+        loads: bool = True,
     ) -> None:
         data = settings.data
         self.order = _order(settings)
         self.position = position
+        order = batches(
+            position,
+            len(train_set),
+            data.batch_size,
+            seed=settings.seed,
+            shuffle=data.shuffle,
+            keep_last=data.last_batch == "keep",
+        )
+        if not loads:
+            self._batches = _sizes(order)
+            return
         self._batches = load(
             train_set,
-            batches(
-                position,
-                len(train_set),
-                data.batch_size,
-                seed=settings.seed,
-                shuffle=data.shuffle,
-                keep_last=data.last_batch == "keep",
-            ),
+            order,
             seed=settings.seed,
             rank=place,
             world_size=workers,
@@ -50,6 +58,13 @@ class Feed:
         return batch
 
 
+def _sizes(order: Iterator[GlobalBatch]) -> Iterator[Batch]:
+    """Batches that nobody loads."""
+    for batch in order:
+        count = len(batch.samples)
+        yield Batch(range(count), count, count, batch.epoch, batch.after)
+
+
 def _order(settings: TrainSettings) -> tuple[int, int]:
     """What the order of samples depends on, within an array."""
     return settings.seed, settings.data.batch_size
@@ -58,10 +73,12 @@ def _order(settings: TrainSettings) -> tuple[int, int]:
 class Feeds:
     """The feeds of an array's trials; one that another trial already reads from the same place is shared."""
 
-    def __init__(self, train_set: Any, pin: bool, place: int = 0, workers: int = 1) -> None:
+    def __init__(
+        self, train_set: Any, pin: bool, place: int = 0, workers: int = 1, loads: bool = True
+    ) -> None:
         self._train_set = train_set
         self._pin = pin
-        self._share = (place, workers)
+        self._share = (place, workers, loads)
 
     def find(self, settings: TrainSettings, position: Position, used: list[Feed]) -> Feed:
         """A feed for a trial at `position`: one of those `used`, or a new one."""

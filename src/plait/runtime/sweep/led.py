@@ -18,13 +18,16 @@ from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
 from plait.runtime.sweep.lone import LoneArray
+from plait.runtime.sweep.pipelined import PipelinedArray
 from plait.runtime.sweep.team import Team
 
-SharedArray = FusedArray | LoneArray
+SharedArray = FusedArray | LoneArray | PipelinedArray
 
 
 def make_array(entries: Sequence[Entry], fused: bool, team: Team | None) -> SharedArray:
-    """An array of the entries, held by this worker or by all of a team."""
+    """An array of the entries, held by this worker, by each of a team, or by all of them in stages."""
+    if team is not None and team.pipeline is not None:
+        return PipelinedArray(entries, team, team.pipeline)
     return FusedArray(entries, team) if fused else LoneArray(entries, team)
 
 
@@ -78,9 +81,7 @@ class LedArray:
         return self._array.evaluate(places)
 
     def tensors(self, place: int) -> TrialTensors:
-        if self._array.differs:
-            self._tell(orders.Average())
-            self._array.average()
+        self._tell(orders.Collect(place))
         return self._array.tensors(place)
 
     def close(self) -> None:
@@ -122,7 +123,7 @@ class Follower:
     def _begin(self, order: orders.Begin) -> None:
         train_set, _ = self._sets.of(order.entering[0].settings)
         pin = self._device.type == "cuda"
-        self._feeds = Feeds(train_set, pin, self._team.place, self._team.size)
+        self._feeds = Feeds(train_set, pin, *self._team.share, loads=self._team.loads)
         entries = self._enter([], order.entering)
         self._array = make_array(entries, order.fused, self._team)
 
@@ -134,8 +135,8 @@ class Follower:
                 array.change(order.leaving, self._enter(order.leaving, order.entering))
             case orders.Evaluate():
                 array.evaluate(order.places)
-            case orders.Average():
-                array.average()
+            case orders.Collect():
+                array.collect(order.place)
             case orders.Dissolve():
                 array.close()
                 self._array, self._used = None, []

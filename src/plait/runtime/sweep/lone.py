@@ -44,7 +44,7 @@ class LoneArray:
         self._age = self._entry.age
         self._engine = DataParallel(_Alone(), self._entry.settings, self._entry.parts)  # type: ignore[arg-type]
         # Whether a step may have made the running statistics of a team's workers differ.
-        self.differs = False
+        self._differs = False
         if self._team is not None:
             parameters = [p for p in self._entry.parts.model.parameters() if p.requires_grad]
             self._sum = TeamSum(self._team, parameters, 1)
@@ -67,7 +67,7 @@ class LoneArray:
         if self._sum is not None:
             self._sum.begin()
         loss, _ = self._engine.step(batches[0], factors[0])
-        self.differs = True
+        self._differs = True
         return (loss if self._team is None else self._team.total(loss, loss.device)).unsqueeze(0)
 
     def _add_up(self) -> None:
@@ -91,16 +91,21 @@ class LoneArray:
 
     def average(self) -> None:
         """Give all workers of the team the mean of their running statistics, where they may differ."""
-        if self._team is not None and self.differs:
+        if self._team is not None and self._differs:
             self._team.average(self._entry.parts.model)
-            self.differs = False
+            self._differs = False
 
     def close(self) -> None:
         """Let go of the trial."""
         if self._sum is not None:
             self._sum.close()
 
+    def collect(self, place: int) -> None:
+        """Let the team's leader have the state of the trial."""
+        self.average()
+
     def tensors(self, place: int) -> TrialTensors:
+        self.average()
         parts = self._entry.parts
         return TrialTensors(
             checkpoints.model_state(parts.model),

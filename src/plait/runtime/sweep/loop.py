@@ -86,11 +86,11 @@ class SweepLoop:
         self._group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
-        share = (0, 1) if self._team is None else (self._team.place, self._team.size)
+        share = (0, 1) if self._team is None else self._team.share
         self._feeds = Feeds(sets[0], self._device.type == "cuda", *share)
         if self._group not in self._widths:
             replicas = self._settings.replicas
-            own = math.ceil(found["waiting"] * replicas / self._worker.world_size)
+            own = math.ceil(found["waiting"] * self._settings.team_size / self._worker.world_size)
             width = self._settings.width if is_fusable(settings) else 1
             self._widths[self._group] = width or choose_width(settings, self._device, sets, own, replicas)
         self._width = self._widths[self._group]
@@ -148,7 +148,8 @@ class SweepLoop:
         self._desk.ask(ask="array", worker=self._worker.rank, trials=numbers, fused=is_fused)
 
     def _make_array(self, entries: Sequence[Entry]) -> Array:
-        fused = self._width > 1 and is_fusable(entries[0].settings)
+        in_stages = self._settings.train.pipeline is not None
+        fused = in_stages or (self._width > 1 and is_fusable(entries[0].settings))
         return (
             make_array(entries, fused, None) if self._team is None else LedArray(self._team, entries, fused)
         )

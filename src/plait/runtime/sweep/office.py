@@ -43,7 +43,7 @@ class Office:
         self._sets = sets
         past = [recorded.event for recorded in _read(folder)] if resume else []
         self._log = EventLog(folder.events(), rank=0)
-        teams = worker.world_size // settings.replicas
+        teams = worker.world_size // settings.team_size
         self.book = Book(settings, teams, choose_metric(settings), self._steps_of, self._keep, self._copy)
         self.book.open(past)
         self._tidy()

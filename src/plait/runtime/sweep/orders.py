@@ -47,8 +47,10 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
-class Average:
-    """Take part in the mean of all buffers."""
+class Collect:
+    """Let me have the state of the trial at this place."""
+
+    place: int
 
 
 @dataclass(frozen=True)
@@ -61,4 +63,4 @@ class End:
     """There is nothing left to do."""
 
 
-Order = Begin | Change | Step | Evaluate | Average | Dissolve | End
+Order = Begin | Change | Step | Evaluate | Collect | Dissolve | End

@@ -11,6 +11,7 @@ from plait.core.errors import InputError
 from plait.fusion.search import rungs
 from plait.fusion.space import Dimension, check_keys, combinations, draw
 from plait.runtime.sweep.settings import SearchSettings, SweepSettings
+from plait.runtime.sweep.stages import check_stages_of
 
 # Population-based training changes these between two steps; anything else a trial keeps to its end.
 _CHANGEABLE = ("optimizer.", "loss_args.", "clip_norm")
@@ -80,6 +81,7 @@ def check(settings: SweepSettings) -> None:
     if settings.width is not None and settings.width < 1:
         raise InputError(f"--width: found {settings.width}, expected 1 or more")
     _check_replicas(settings)
+    check_stages_of(settings)
     if search.eta < 2:
         raise InputError(f"--eta: found {search.eta}, expected 2 or more: one in eta trials goes on")
     ranges = [dimension.key for dimension in over if dimension.is_range]

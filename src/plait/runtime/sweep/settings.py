@@ -33,7 +33,8 @@ class SearchSettings:
 class SweepSettings:
     """One sweep: `train` with each trial's values over it; `width` trials an array, else as many as pay.
 
-    Each array is trained by `replicas` workers together.
+    Each array is trained by `replicas` workers together, or, where `train` has a pipeline, by as many as that
+    has stages.
     """
 
     train: TrainSettings
@@ -41,3 +42,8 @@ class SweepSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
     width: int | None = None
     replicas: int = 1
+
+    @property
+    def team_size(self) -> int:
+        """How many workers train an array together."""
+        return self.replicas if self.train.pipeline is None else len(self.train.pipeline.plan["stages"])

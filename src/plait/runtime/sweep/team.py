@@ -1,4 +1,4 @@
-"""A team: neighbouring workers that train one array together, each on its share of every batch.
+"""A team: neighbouring workers that train one array together: on shares of every batch, or in stages.
 
 The first of them leads: it talks to the desk and decides, and the others follow its orders.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.nn import Parameter
 from plait.cluster.worker import Worker
 from plait.core.errors import InputError
 from plait.runtime.sweep.orders import Order, Step
+from plait.runtime.sweep.settings import SweepSettings
+from plait.runtime.sweep.stages import TeamPipeline, link_stages
 from plait.sync.all_reduce import AllReduce
 from plait.sync.buffers import average
 
@@ -29,11 +32,13 @@ class Team:
     """This worker's team: it is number `place` of `size`, and 0 leads.
 
     `sums` carries gradients, `orders` what the leader says. All members make the same calls in one order.
+    With a `pipeline` they hold the stages of an array, else all of it.
     """
 
     def __init__(
         self, ranks: Sequence[int], rank: int, sums: dist.ProcessGroup, orders: dist.ProcessGroup
     ) -> None:
+        self.pipeline: TeamPipeline | None = None
         self.place = ranks.index(rank)
         self.size = len(ranks)
         self.sums = sums
@@ -43,6 +48,16 @@ class Team:
     @property
     def leads(self) -> bool:
         return self.place == 0
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which share of a batch is this worker's, and of how many."""
+        return (self.place, self.size) if self.pipeline is None else (0, 1)
+
+    @property
+    def loads(self) -> bool:
+        """Whether this worker reads data."""
+        return self.pipeline is None or self.leads
 
     def tell(self, order: Order, trials: int) -> None:
         """Give the followers an order; `trials` is how many their array has now."""
@@ -78,6 +93,12 @@ class Team:
         dist.all_reduce(carried, group=self.sums)
         return carried.to(numbers.device)
 
+    def gather(self, value: Any) -> list[Any]:
+        """On the leader what each member gave; elsewhere nothing."""
+        found: list[Any] | None = [None] * self.size if self.leads else None
+        dist.gather_object(value, found, self._leader, group=self._orders)
+        return found or []
+
     def average(self, module: nn.Module) -> None:
         """Give all members the mean of their running statistics."""
         average(list(module.buffers()), self.sums)
@@ -91,7 +112,6 @@ class TeamSum:
     """Sums an array's gradients and losses over a team, for as many trials as there are now."""
 
     def __init__(self, team: Team, parameters: Sequence[Parameter], trials: int) -> None:
-        self.trials = trials
         # The losses travel as one more gradient. First, so in the last bucket: no other waits for them.
         self._losses = Parameter(torch.zeros(trials, dtype=torch.float64, device=parameters[0].device))
         self._sync = AllReduce([self._losses, *parameters], team.sums)
@@ -115,25 +135,30 @@ class TeamSum:
         self._sync.close()
 
 
-def check_teams(workers: int, replicas: int) -> None:
+def check_teams(settings: SweepSettings, workers: int) -> None:
     """Refuse teams that do not come out even."""
-    if workers % replicas:
-        few = f"-np {replicas}" if workers < replicas else f"-np {workers - workers % replicas}"
+    size = settings.team_size
+    if workers % size:
+        few = f"-np {size}" if workers < size else f"-np {workers - workers % size}"
+        there = f"the {workers} worker{'s' if workers > 1 else ''}; use {few}"
+        if settings.train.pipeline is not None:
+            raise InputError(f"--plan: found {size} stages, which do not divide {there}, or another plan")
         raise InputError(
-            f"--replicas: found {replicas}, which does not divide the {workers} worker"
-            f"{'s' if workers > 1 else ''}; use {few}, or another number of replicas"
+            f"--replicas: found {size}, which does not divide {there}, or another number of replicas"
         )
 
 
-def make_team(worker: Worker, replicas: int) -> Team:
+def make_team(worker: Worker, settings: SweepSettings, device: torch.device) -> Team:
     """This worker's team; all workers call it together, in the process group of all."""
     found = None
     deadline = timedelta(seconds=worker.timeout_s)
-    for first in range(0, worker.world_size, replicas):
-        ranks = list(range(first, first + replicas))
+    for first in range(0, worker.world_size, settings.team_size):
+        ranks = list(range(first, first + settings.team_size))
         sums = dist.new_group(ranks, timeout=deadline)
         orders = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
         if worker.rank in ranks:
             found = Team(ranks, worker.rank, sums, orders)
     assert found is not None
+    if settings.train.pipeline is not None:
+        found.pipeline = link_stages(worker, settings.train, worker.rank - found.place, device)
     return found

@@ -51,11 +51,11 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     device = build.choose_device(settings.train.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    check_teams(worker.world_size, settings.replicas)
+    check_teams(settings, worker.world_size)
     team = None
-    if settings.replicas > 1:
+    if settings.team_size > 1:
         worker.join(build.agree_on_backend(worker, build.choose_backend(device)))
-        team = make_team(worker, settings.replicas)
+        team = make_team(worker, settings, device)
     try:
         result = _take_part(worker, settings, folder, device, team, order["resume"])
     except FusionError as failure:
@@ -78,7 +78,7 @@ def _take_part(
     if team is not None and not team.leads:
         Follower(team, sets, device).run()
         return {}
-    teams = worker.world_size // settings.replicas
+    teams = worker.world_size // settings.team_size
     if teams > 1:
         _check_shared(worker, folder)
     office = Office(worker, settings, folder, sets, resume) if worker.rank == 0 else None

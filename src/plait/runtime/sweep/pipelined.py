@@ -1,0 +1,279 @@
+"""An array in stages: each worker of a team holds one stage of all its trials, fused.
+
+Batches go through in microbatches under a schedule that drains before the update, so a trial comes to what
+one worker makes of it with as many microbatches. Trials join and leave between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plait.core.errors import JobError
+from plait.fusion.errors import FusionError
+from plait.fusion.module import FusedModule
+from plait.planner.operations import Update
+from plait.profiler.traced import TracedModel
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime import loading
+from plait.runtime import pipeline as pipelines
+from plait.runtime.agreement import find_stages
+from plait.runtime.arrangement import Arrangement, one_batch
+from plait.runtime.evaluate import in_order, means, sums_of
+from plait.runtime.loading import Batch
+from plait.runtime.open_pipeline import trace_parts
+from plait.runtime.optim import build_optimizer
+from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors, at
+from plait.runtime.sweep.feeds import reseated
+from plait.runtime.sweep.rounds import Round, rounds_of
+from plait.runtime.sweep.stages import TeamPipeline
+from plait.runtime.sweep.team import Team
+from plait.stages.cut import Stage, cut
+
+
+class PipelinedArray:
+    """The stage of an array that this worker holds; all workers of its team make one together."""
+
+    is_fused = True
+
+    def __init__(self, entries: Sequence[Entry], team: Team, pipeline: TeamPipeline) -> None:
+        self._team = team
+        self._arrangement = pipeline.arrangement
+        first = entries[0]
+        traced = trace_parts(first.settings, first.parts)
+        _check_ties(traced, self._arrangement)
+        self._first_names = cut(traced, self._layers).first_names
+        # The models' weights are the array's own from now on.
+        self._traced = replace(traced, model=nn.Module())
+        self._rest = [self._held_by_none(entry) for entry in entries]
+        self._numbers = _numbers_of_code(self._traced, first.parts.model)
+        self._own = FusedArray([self._stage_of(entry) for entry in entries], stream=team.place)
+        self._own.optimizer.sum_squares = lambda squares: team.total(squares, squares.device)
+        self._stage = FusedStage(self._own.fused)
+        self._losses = torch.zeros(len(entries), dtype=torch.float64)
+        parts = pipelines.Parts(
+            self._loss,
+            lambda _: cast("torch.optim.Optimizer", self._own.optimizer),
+            first.parts.device,
+            first.parts.autocast,
+            deadline_s=pipeline.deadline_s,
+            make_stage=self._make_stage,
+        )
+        self._pipeline = pipelines.Pipeline(
+            pipeline.rank, self._arrangement, traced, pipeline.channels, parts
+        )
+
+    @property
+    def _layers(self) -> tuple[str, ...]:
+        return self._arrangement.stages[self._team.place]
+
+    def _stage_of(self, entry: Entry) -> Entry:
+        """What of a trial belongs to this worker's stage."""
+        self._check_numbers(entry.parts.model)
+        module = cut(replace(self._traced, model=entry.parts.model), self._layers).module
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            raise JobError(
+                f"parallel.plan: stage {self._team.place} ({self._layers[0]} to {self._layers[-1]}) has no "
+                f"parameter to train; use a plan with fewer stages"
+            )
+        optimizer = build_optimizer(entry.settings.optimizer, parameters)
+        known = entry.parts.optimizer.state
+        optimizer.state.update({p: known[p] for p in parameters if p in known})
+        return replace(entry, parts=replace(entry.parts, model=module, optimizer=optimizer))
+
+    def _check_numbers(self, model: nn.Module) -> None:
+        """Refuse a trial with another number than the traced code has, which is the first trial's."""
+        for (path, name), value in _numbers_of_code(self._traced, model).items():
+            if value != self._numbers[path, name]:
+                raise FusionError(
+                    f"{path or 'the model'}.{name} is {value} in one trial, {self._numbers[path, name]} in "
+                    f"another, and belongs to none of torch's own modules; in stages trials share the code "
+                    f"between those: sweep it without a plan"
+                )
+
+    def _held_by_none(self, entry: Entry) -> checkpoints.Tensors:
+        """What of a trial's state no stage uses."""
+        used = {name for layer in self._traced.layers for name in (*layer.parameters, *layer.buffers)}
+        state = checkpoints.model_state(entry.parts.model) if self._team.leads else {}
+        return {name: value.clone() for name, value in state.items() if name not in used}
+
+    def _make_stage(self, traced: TracedModel, layers: Any) -> Stage:
+        """A stage as the pipeline holds it: its module is that of all trials."""
+        stage = cut(traced, layers)
+        names = {f"fused.module.{name}": first for name, first in stage.first_names.items()}
+        return replace(stage, module=cast("Any", self._stage), first_names=names)
+
+    @property
+    def trials(self) -> int:
+        return self._own.trials
+
+    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+        """Let trials leave and enter."""
+        self._rest = reseated(self._rest, leaving, [self._held_by_none(entry) for entry in entering])
+        self._own.change(leaving, [self._stage_of(entry) for entry in entering])
+
+    def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
+        """One step of every trial; only the first stage has more than the sizes of the batches."""
+        self._own.set_factors(factors)
+        rounds = rounds_of(batches, self._arrangement.microbatches)
+        self._stage.begin(rounds)
+        self._losses = torch.zeros(self.trials, dtype=torch.float64, device=self._own.fused.seeds.device)
+        contents = self._contents(rounds) if self._team.loads else iter(())
+        rank = self._pipeline.rank
+        self._pipeline.run(one_batch(self._arrangement, rank, len(rounds)), _Work(contents))
+        self._pipeline.losses.clear()
+        self._pipeline.spans.clear()
+        return self._team.total(self._losses, self._losses.device)
+
+    def _contents(self, rounds: Sequence[Round]) -> Iterator[Any]:
+        for pieces, _ in rounds:
+            yield self._own.stacked([content for content, _ in pieces], max(count for _, count in pieces))
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        """The sum of what each trial's microbatch adds to its loss."""
+        with self._stage.padded():
+            losses = self._own.losses(output, target, self._stage.counts)
+        weighted = losses * torch.tensor(self._stage.weights, dtype=losses.dtype, device=losses.device)
+        self._losses += weighted.detach()
+        return weighted.sum()
+
+    def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
+        """Mean loss and metric over the test split, which goes through all stages."""
+        parts, settings = self._own.parts_of(places[0]), self._own.settings_of(places[0])
+        size = settings.evaluate.batch_size or settings.data.batch_size
+        batches = list(in_order(len(parts.test_set), max(1, size // self._arrangement.microbatches)))
+        found = loading.load(
+            parts.test_set, iter(batches), seed=settings.seed, rank=0, world_size=1, loaders=0
+        )
+        contents = (self._own.stacked([batch.content] * self.trials, batch.count) for batch in found)
+        sums = torch.zeros(len(places), 4, dtype=torch.float64)
+
+        def measure(output: Any, target: Any, microbatch: int) -> None:
+            count = len(batches[microbatch].samples)
+            for row, place in enumerate(places):
+                own = self._own.parts_of(place)
+                sums[row] += sums_of(own, at(output, place), at(target, place), count)
+
+        self._pipeline.evaluate(len(batches), _Work(contents), measure)
+        sums = self._team.total(sums, parts.device)
+        return [means(self._own.parts_of(place), row) for place, row in zip(places, sums)]
+
+    def collect(self, place: int) -> None:
+        """Let the leader have this stage's state of the trial at `place`."""
+        self._gather(place)
+
+    def tensors(self, place: int) -> TrialTensors:
+        """The whole state of a trial, on the leader."""
+        model, optimizer = dict(self._rest[place]), dict[str, Tensor]()
+        for part in self._gather(place):
+            model |= part[0]
+            optimizer |= part[1]
+        return TrialTensors(model, optimizer, {}, int(self._own.fused.ages[place]))
+
+    def _gather(self, place: int) -> list[tuple[checkpoints.Tensors, checkpoints.Tensors]]:
+        own = self._own.tensors(place)
+        return self._team.gather((_on_cpu(own.model), _on_cpu(self._by_first_names(own.optimizer))))
+
+    def _by_first_names(self, state: checkpoints.Tensors) -> checkpoints.Tensors:
+        found = {}
+        for path, value in state.items():
+            name, _, key = path.rpartition("/")
+            found[f"{self._first_names[name]}/{key}"] = value
+        return found
+
+    def close(self) -> None:
+        """Let go of the trials."""
+        self._pipeline.close()
+
+
+class FusedStage(nn.Module):
+    """A fused stage that knows the microbatch which passes: the rows that are each trial's own."""
+
+    def __init__(self, fused: FusedModule) -> None:
+        super().__init__()
+        self.fused = fused
+        self._rounds: Sequence[Round] = ()
+        self._passed = 0
+
+    def begin(self, rounds: Sequence[Round]) -> None:
+        """Expect the microbatches of a step, in order."""
+        self._rounds, self._passed = rounds, 0
+
+    @property
+    def counts(self) -> list[int]:
+        """The rows of each trial in the microbatch that passed last."""
+        return [count for _, count in self._rounds[self._passed - 1][0]]
+
+    @property
+    def weights(self) -> list[float]:
+        """Each trial's share of its batch in it."""
+        return self._rounds[self._passed - 1][1]
+
+    def padded(self) -> Any:
+        """Within, rows that are padding in it are left out of losses and norms."""
+        return self.fused.padded(self.counts) if len(set(self.counts)) > 1 else nullcontext()
+
+    def forward(self, *inputs: Tensor) -> Any:
+        if not self.training:
+            return self.fused(*inputs)
+        self._passed += 1
+        without = [place for place, weight in enumerate(self.weights) if weight == 0.0]
+        if without:
+            self.fused.freeze(without)
+        with self.padded():
+            outputs = self.fused(*inputs)
+        if without:
+            self.fused.freeze([])
+        return outputs
+
+
+class _Work:
+    """Microbatches as a pipeline asks for them: one after the other."""
+
+    def __init__(self, contents: Iterator[Any]) -> None:
+        self._contents = contents
+
+    def content(self, microbatch: int) -> tuple[Any, Any]:
+        inputs, target = next(self._contents)
+        return inputs, target
+
+    def weight(self, microbatch: int) -> float:
+        return 1.0
+
+    def seed(self, microbatch: int, stage: int) -> int:
+        # Fused trials draw from streams of their own.
+        return 0
+
+    def prepare_update(self, update: Update) -> float:
+        return 1.0
+
+
+def _on_cpu(tensors: checkpoints.Tensors) -> checkpoints.Tensors:
+    return {name: value.cpu() for name, value in tensors.items()}
+
+
+def _check_ties(traced: TracedModel, arrangement: Arrangement) -> None:
+    for name, stages in find_stages(traced, arrangement).items():
+        if len(stages) > 1:
+            raise JobError(
+                f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, which arrays in "
+                f"stages cannot sum; use a plan that keeps its layers in one stage, or --replicas"
+            )
+
+
+def _numbers_of_code(traced: TracedModel, model: nn.Module) -> dict[tuple[str, str], float]:
+    """The floats of those modules whose code was traced; others are called, and each trial has its own."""
+    called = {str(node.target) for layer in traced.layers for node in layer.nodes if node.op == "call_module"}
+    return {
+        (path, name): value
+        for path, part in model.named_modules()
+        if not any(path == module or path.startswith(f"{module}.") for module in called)
+        for name, value in vars(part).items()
+        if isinstance(value, float)
+    }

@@ -1,0 +1,100 @@
+"""The stages of an array: which plans a sweep can run, and how a team's workers are linked for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from plait.cluster.channels import Channels, connect
+from plait.cluster.worker import Worker
+from plait.core.codec import decode
+from plait.core.errors import InputError, JobError
+from plait.planner.depth import Schedule
+from plait.planner.operations import Layout
+from plait.planner.plan import Plan
+from plait.runtime.arrangement import Arrangement, arrange
+from plait.runtime.settings import PipelineSettings, TrainSettings
+from plait.runtime.sweep.settings import SweepSettings
+from plait.runtime.sweep.trials import is_fusable, with_values
+
+SCHEDULES = (Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE)
+
+
+@dataclass(frozen=True)
+class TeamPipeline:
+    """How a team's workers hold the stages of an array: one each, in order."""
+
+    rank: int
+    arrangement: Arrangement
+    channels: Channels
+    deadline_s: float
+
+
+def link_stages(worker: Worker, settings: TrainSettings, first: int, device: torch.device) -> TeamPipeline:
+    """This worker's links to its team, whose first has rank `first`; all workers call it together."""
+    assert settings.pipeline is not None
+    arrangement = _from_rank(first, arrange(decode(Plan, settings.pipeline.plan, "plan")))
+    hosts: list[str] = [""] * worker.world_size
+    dist.all_gather_object(hosts, worker.host)
+    channels = connect(
+        worker.rank,
+        hosts,
+        arrangement.workers,
+        deadline_s=worker.timeout_s,
+        window=2 * arrangement.most_in_flight() + 2,
+        device=device,
+    )
+    return TeamPipeline(worker.rank, arrangement, channels, worker.timeout_s)
+
+
+def _from_rank(first: int, arrangement: Arrangement) -> Arrangement:
+    stages = tuple((first + stage,) for stage in range(len(arrangement.stages)))
+    return replace(arrangement, layouts=(Layout(stages),))
+
+
+def check_stages_of(settings: SweepSettings) -> None:
+    """Refuse a plan that arrays cannot follow, and what they cannot do in stages."""
+    if settings.train.pipeline is not None:
+        _check_plan(settings.train.pipeline)
+        check_in_stages(settings)
+
+
+def check_in_stages(settings: SweepSettings) -> None:
+    """Refuse what arrays in stages cannot do, whatever the plan."""
+    if settings.replicas > 1:
+        raise InputError(
+            f"--replicas: found {settings.replicas} beside a plan; an array is replicated or in stages"
+        )
+    if settings.width is None:
+        raise InputError("--width: found none; how many trials pay in stages is not measured: say it")
+    train = settings.train
+    if train.precision == "fp16":
+        raise JobError("precision: found 'fp16', which pipelines cannot scale; use bf16 or float32")
+    if train.accumulate > 1:
+        raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
+    kinds = [d.ends() for d in settings.over if d.key == "optimizer.kind"]
+    for kind in kinds[0] if kinds else [train.optimizer.kind]:
+        if not is_fusable(with_values(train, {"optimizer.kind": kind})):
+            raise JobError(
+                f"optimizer.kind: found {kind!r} with {dict(train.optimizer.options)}, which is not fused, "
+                f"and arrays in stages are; use sgd, adam, adamw, rmsprop, adagrad or adadelta"
+            )
+
+
+def _check_plan(pipeline: PipelineSettings) -> None:
+    plan = decode(Plan, pipeline.plan, "plan")
+    if plan.schedule not in SCHEDULES:
+        raise JobError(
+            f"parallel.schedule: found {plan.schedule.value}, expected flush, gpipe or none: trials join and "
+            f"leave between two steps, when nothing is in flight; use --set parallel.schedule=flush"
+        )
+    counts = [len(stage.devices) for stage in plan.stages]
+    if plan.devices_used != len(counts) or max(counts) > 1:
+        raise JobError(
+            f"parallel.plan: found stages with {counts} workers on {plan.devices_used} in all, expected one "
+            f"stage for each worker; use --plan model-parallel"
+        )
+    if plan.recompute or pipeline.recompute:
+        raise JobError("parallel.recompute: stages of fused trials cannot run forward twice; leave it out")

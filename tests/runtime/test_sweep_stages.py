@@ -1,0 +1,143 @@
+"""Arrays in stages: each trial is what one worker makes of it with as many microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.core.errors import InputError
+from plait.planner.depth import Schedule
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime.folder import RunFolder
+from plait.runtime.settings import (
+    CheckpointSettings,
+    EvaluateSettings,
+    ModelSettings,
+    OptimizerSettings,
+)
+from plait.runtime.sweep.search import check
+from plait.runtime.sweep.settings import SweepSettings
+from plait.runtime.sweep.team import check_teams
+from support.plans import planned
+from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
+from support.training import largest_difference
+from support.world import WorldError, run_ranks
+
+MICROBATCHES = 3
+ADAM = OptimizerSettings("adamw", {"lr": 0.01})
+
+
+HALVES = ModelSettings("support.sweeping:Halves")
+NORM = ModelSettings("support.sweeping:norm_net")
+DROP = ModelSettings("support.training:small_net", {"dropout": 0.4})
+DUE = {"evaluate": EvaluateSettings(every_steps=6), "checkpoint": CheckpointSettings(every_steps=5)}
+
+
+def in_stages(
+    *over: str, schedule: Schedule = Schedule.FLUSH, width: int | None = 3, **options: Any
+) -> SweepSettings:
+    """A sweep whose arrays lie in two stages."""
+    search = {name: options.pop(name) for name in ("kind", "trials", "least_steps") if name in options}
+    job = planned((1, 1), schedule, MICROBATCHES, **options)
+    return sweep_of(*over, job=job, width=width, **search)
+
+
+def on_one(settings: SweepSettings) -> SweepSettings:
+    """The same on one worker that takes as many microbatches a step."""
+    return replace(settings, train=replace(settings.train, pipeline=None, accumulate=MICROBATCHES))
+
+
+SWEEPS = {
+    "flush": in_stages(
+        "data.batch_size=2,64", "clip_norm=null,0.3", "seed=0,1", optimizer=ADAM, model=HALVES
+    ),
+    "gpipe": in_stages("data.batch_size=30,64", "optimizer.lr=0.01,0.1", schedule=Schedule.GPIPE, model=NORM),
+    "pbt": in_stages("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
+    "dropout": in_stages("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of the sweeps above, and what they came to on two workers."""
+    folder = tmp_path_factory.mktemp("pair")
+    return folder, run_ranks(2, sweeps_rank, SWEEPS, folder)[0]
+
+
+@pytest.mark.parametrize("name", ["flush", "gpipe", "pbt"])
+def test_a_trial_in_two_stages_equals_that_on_one_worker(
+    name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    folder, found = pair
+    one = on_one(SWEEPS[name])
+    assert same_table(sweep_here(one, tmp_path / "one"), found[name], tolerance=1e-10)
+    if name != "pbt":
+        _, weights = trial_alone(one, found[name]["best"]["values"], tmp_path / "alone")
+        (path,) = checkpoints.list_checkpoints(RunFolder(folder / name).checkpoints)
+        assert largest_difference(checkpoints.load(path).model, weights) < 1e-10
+
+
+def test_a_killed_pipeline_goes_on_with_nothing_lost_and_the_same_dropout(
+    pair: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    settings, saved = SWEEPS["dropout"], tmp_path / "trials" / "0000" / "checkpoints"
+    run_ranks(2, sweep_rank, settings, tmp_path, kill_when=lambda: any(saved.glob("step-*")))
+    again = run_ranks(2, sweep_rank, settings, tmp_path, resume=True)[0]
+    assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
+
+
+def test_two_pipelines_take_their_arrays_from_one_queue(tmp_path: Path):
+    settings = in_stages("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2)
+    found = run_ranks(4, sweep_rank, settings, tmp_path / "four")[0]
+    assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (in_stages("seed=0,1", schedule=Schedule.STASH), "parallel.schedule: found stash, expected flush"),
+        (replace(in_stages("seed=0,1"), replicas=2), "--replicas: found 2 beside a plan"),
+        (in_stages("seed=0,1", width=None), "--width: found none"),
+        (in_stages("seed=0,1", precision="fp16"), "precision: found 'fp16'"),
+        (in_stages("seed=0,1", accumulate=2), "accumulate: a pipeline accumulates by itself"),
+        (in_stages("optimizer.kind=sgd,adamax"), "optimizer.kind: found 'adamax'"),
+        (
+            sweep_of("seed=0,1", job=planned((2, 1), Schedule.FLUSH)),
+            r"found stages with \[2, 1\] workers on 3 in all, expected one stage for each",
+        ),
+    ],
+)
+def test_what_arrays_in_stages_cannot_do_is_refused(settings: SweepSettings, message: str):
+    with pytest.raises(InputError, match=message):
+        check(settings)
+
+
+def test_a_plan_that_does_not_divide_the_workers_is_refused():
+    with pytest.raises(
+        InputError, match="--plan: found 2 stages, which do not divide the 3 workers; use -np 2"
+    ):
+        check_teams(in_stages("seed=0,1"), 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            in_stages("model_args.scale=0.5,2.0", model=HALVES),
+            "the model.scale is 2.0 in one trial, 0.5 in another",
+        ),
+        (
+            in_stages("seed=0,1", model=replace(HALVES, args={"tied": True})),
+            "parameter 'first.weight' is tied between stages [0, 1]",
+        ),
+    ],
+)
+def test_models_that_stages_cannot_share_are_refused_with_the_reason(
+    settings: SweepSettings, message: str, tmp_path: Path
+):
+    with pytest.raises(WorldError) as failure:
+        run_ranks(2, sweep_rank, settings, tmp_path, deadline_s=20.0)
+    assert message in str(failure.value)
