@@ -54,7 +54,7 @@ SWEEPS = {
     "flush": in_stages(
         "data.batch_size=2,64", "clip_norm=null,0.3", "seed=0,1", optimizer=ADAM, model=HALVES
     ),
-    "gpipe": in_stages("data.batch_size=30,64", "optimizer.lr=0.01,0.1", schedule=Schedule.GPIPE, model=NORM),
+    "gpipe": in_stages("data.batch_size=2,64", "optimizer.lr=0.01,0.1", schedule=Schedule.GPIPE, model=NORM),
     "pbt": in_stages("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
     "dropout": in_stages("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
 }
