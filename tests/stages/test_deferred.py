@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -30,7 +33,7 @@ def gradients(precision: str, deferred: bool) -> tuple[list[torch.Tensor], int]:
     if precision == "float64":
         net, inputs = net.double(), inputs.double()
     leaves = [x.clone().requires_grad_() for x in inputs]
-    jobs = []
+    left = []
     for x in leaves:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             if deferred:
@@ -39,13 +42,14 @@ def gradients(precision: str, deferred: bool) -> tuple[list[torch.Tensor], int]:
             else:
                 loss = net(x).square().mean()
         loss.backward()
-        jobs += defer.jobs if deferred else []
+        left += [defer] if deferred else []
+    jobs = sum(len(each.jobs) for each in left)
     with torch.no_grad():
-        for job in jobs:
-            job()
+        for each in left:
+            each.catch_up()
     found = [leaf.grad for leaf in (*leaves, *net.parameters())]
     assert all(grad is not None for grad in found)
-    return [grad for grad in found if grad is not None], len(jobs)
+    return [grad for grad in found if grad is not None], jobs
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-12), ("float32", 1e-6), ("bf16", 2e-2)])
@@ -58,3 +62,19 @@ def test_what_is_left_for_later_adds_up_to_what_autograd_gives_at_once(
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_once_all_is_done_the_graph_and_its_jobs_do_not_keep_each_other() -> None:
+    net = Net()
+    gc.disable()
+    try:
+        with DeferWeights() as defer:
+            loss = net(torch.randn(1, 2, 6, 6)).sum()
+        loss.backward()
+        with torch.no_grad():
+            defer.catch_up()
+        seen = weakref.ref(defer)
+        del defer, loss
+        assert seen() is None
+    finally:
+        gc.enable()

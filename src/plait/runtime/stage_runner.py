@@ -28,8 +28,7 @@ class Flight:
 
     `versions` are those of the runner's weights that it uses. `inputs` are leaves of autograd, `outputs`
     still have their graph, by the names of values; once they are sent, `edges` are their places in the
-    graph. `messages` lend the memory of the inputs and are given back
-    when the flight is over.
+    graph. `messages` lend the memory of the inputs and are given back when the flight is over.
     """
 
     inputs: dict[str, Tensor]
@@ -106,8 +105,7 @@ class StageRunner:
         """Do what a split backward has left."""
         assert flight.deferred is not None
         with torch.no_grad():
-            for job in flight.deferred.jobs:
-                job()
+            flight.deferred.catch_up()
         flight.deferred = None
         self._release(flight)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from plait.stages.linear import add_product, input_gradient
+from plait.stages.linear import add_product, add_sum, input_gradient
 
 Job = Callable[[], None]
 _active: ContextVar[list[Job] | None] = ContextVar("deferred jobs", default=None)
@@ -64,6 +64,13 @@ class DeferWeights(TorchFunctionMode):
         """Keep a job, which reads `grad`, for later."""
         self.jobs.append(job)
         self.grads.append(grad)
+
+    def catch_up(self) -> None:
+        """Do all jobs, and forget what they read: the graph, which they hold, holds them."""
+        for job in self.jobs:
+            job()
+        self.jobs.clear()
+        self.grads.clear()
 
 
 def jobs_of_this_forward() -> list[Job] | None:
@@ -139,7 +146,9 @@ class _Linear(torch.autograd.Function):
                 add_product(leaf, rows, inputs)
             else:
                 _accumulate(leaf, rows.t() @ inputs)
-            if bias is not None:
+            if bias is not None and bias.requires_grad and bias.dtype == rows.dtype:
+                add_sum(bias, rows)
+            else:
                 _accumulate(bias, rows.sum(0))
 
         ctx.defer.leave(job, grad)
