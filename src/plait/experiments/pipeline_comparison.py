@@ -50,7 +50,7 @@ from plait.runtime.tied import make_tied
 from plait.sync.all_reduce import AllReduce
 from plait.workloads.losses import build_loss
 
-MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
+MINIBATCH = {"vgg16": 16, "lstm": 16, "transformer": 8}
 # Minibatches a worker has in each batch of gpipe, and model parallelism in each stretch that is timed.
 PIECES, FEW = 4, 8
 # What a stretch of data parallelism should last, and the least and most steps that it has.
@@ -59,11 +59,15 @@ STRETCH_S, LEAST, MOST = 0.6, 4, 32
 
 @dataclass(frozen=True)
 class Side:
-    """A way to train: `steps` takes one stretch of so many `minibatches`, those of all workers together."""
+    """A way to train: `steps` takes one stretch of so many `minibatches`, those of all workers together.
+
+    `predicted_s` is what the plan says a minibatch takes.
+    """
 
     plan: str
     minibatches: int
     steps: Callable[[], None]
+    predicted_s: float | None = None
     close: Callable[[], None] = lambda: None
 
 
@@ -100,11 +104,14 @@ def claims_of(rows: Sequence[Row]) -> list[Claim]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The rows as a table for people: one line a model and side."""
-    lines = ["| model | side | plan | samples/s | over data parallel |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| model | side | plan | samples/s | over data parallel | predicted samples/s |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
         spread = f"{row['samples_per_s']:.4g} ({row['slowest']:.4g}-{row['fastest']:.4g})"
         speedup = f"{row['over_data_parallel']:.2f}x"
-        lines.append(f"| {row['case']} | {row['side']} | {row['plan']} | {spread} | {speedup} |")
+        predicted = "" if row["predicted"] is None else f"{row['predicted']:.4g}"
+        case, side, plan = row["case"], row["side"], row["plan"]
+        lines.append(f"| {case} | {side} | {plan} | {spread} | {speedup} | {predicted} |")
     return "\n".join(lines)
 
 
@@ -127,14 +134,16 @@ def worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         side.close()
     case = f"{asked['model']}, {worker.world_size} workers"
     base = statistics.median(rates["data parallel"])
-    return {"rows": [_row(case, name, side.plan, rates[name], base) for name, side in sides.items()]}
+    rows = [_row(case, name, side, rates[name], base, minibatch) for name, side in sides.items()]
+    return {"rows": rows}
 
 
-def _row(case: str, side: str, plan: str, rates: Sequence[float], base: float) -> Row:
+def _row(case: str, name: str, side: Side, rates: Sequence[float], base: float, minibatch: int) -> Row:
     return {
         "case": case,
-        "side": side,
-        "plan": plan,
+        "side": name,
+        "plan": side.plan,
+        "predicted": None if side.predicted_s is None else minibatch / side.predicted_s,
         "samples_per_s": statistics.median(rates),
         "slowest": min(rates),
         "fastest": max(rates),
@@ -193,7 +202,7 @@ class _World:
                 sync.agree(torch.zeros(0, dtype=torch.float64))
                 optimizer.step()
 
-        return Side(f"{self.size} replicas", self.steps * self.size, steps, sync.close)
+        return Side(f"{self.size} replicas", self.steps * self.size, steps, close=sync.close)
 
     def _torch_data_parallel(self) -> Side:
         model = nn.parallel.DistributedDataParallel(copy.deepcopy(self.model))
@@ -215,8 +224,9 @@ class _World:
         window = 2 * arrangement.most_in_flight() + 2
         peers = arrangement.workers if rank in arrangement.workers else ()
         channels = connect(rank, ["here"] * self.size, peers, deadline_s=120, window=window)
+        predicted_s = plan.step_s / plan.microbatches
         if not peers:
-            return Side(_words(plan), total, _stand_by(rank, arrangement, traced))
+            return Side(_words(plan), total, _stand_by(rank, arrangement, traced), predicted_s)
         parts = Parts(self.loss, self._optimizer, torch.device("cpu"), contextlib.nullcontext)
         pipeline = Pipeline(rank, arrangement, traced, channels, parts)
         batches = total // plan.microbatches if plan.schedule.synchronous else 1
@@ -234,7 +244,7 @@ class _World:
             pipeline.close()
             channels.close()
 
-        return Side(_words(plan), total, steps, close)
+        return Side(_words(plan), total, steps, predicted_s, close)
 
     def _turned(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(x for x, _ in self.content), tuple(y for _, y in self.content)
