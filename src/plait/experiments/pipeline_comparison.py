@@ -50,7 +50,7 @@ from plait.runtime.tied import make_tied
 from plait.sync.all_reduce import AllReduce
 from plait.workloads.losses import build_loss
 
-MINIBATCH = {"vgg16": 16, "lstm": 16, "transformer": 8}
+MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
 # Minibatches a worker has in each batch of gpipe, and model parallelism in each stretch that is timed.
 PIECES, FEW = 4, 8
 # What a stretch of data parallelism should last, and the least and most steps that it has.
