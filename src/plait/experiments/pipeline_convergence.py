@@ -32,13 +32,16 @@ from plait.runtime.settings import (
 )
 
 MICROBATCHES = 2
+# Text takes so many times the steps of digits: before that, plain training has not settled, and 2bw, whose
+# gradients are one update late, lies two to three points behind for no other reason than that.
+LONGER_ON_TEXT = 3
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED)
 
 
 def run(seeds: Sequence[int] = (0, 1, 2), steps: int = 2000) -> tuple[list[Row], list[Claim]]:
     """Test accuracy of both models under every schedule and plainly, for every seed."""
     rows: list[Row] = []
-    for settings in (digits_job(steps), text_job(steps)):
+    for settings in (digits_job(steps), text_job(LONGER_ON_TEXT * steps)):
         rows += _of(settings, seeds)
     return rows, claims_of(rows)
 
@@ -74,7 +77,7 @@ def text_job(steps: int) -> TrainSettings:
         "transformer_tiny on text",
         ModelSettings("plait.workloads.transformer:transformer_tiny", {"tied": False}),
         DataSettings("text", 32, {"path": str(_english()), "level": "byte", "length": 32}),
-        optimizer=OptimizerSettings("adamw", {"lr": 0.003}),
+        optimizer=OptimizerSettings("adamw", {"lr": 0.001}),
         lr_schedule=LrScheduleSettings("cosine", warmup_steps=steps // 10),
         steps=steps,
         device="cpu",

@@ -29,7 +29,8 @@ from plait.runtime.stage_runner import Autocast, Flight, StageRunner
 from plait.runtime.tied import make_tied
 from plait.runtime.updates import Updates
 from plait.stages.cut import Stage, check_stages, cut
-from plait.stages.linear import add_weight_gradients, laid_out_as, turn_weights, turning_pays
+from plait.stages.gelu import quicken_gelu
+from plait.stages.linear import add_weight_gradients, is_arm, laid_out_as, turn_weights
 from plait.stages.routes import Route, find_routes
 from plait.sync.buffers import average
 from plait.sync.wish import TopologyWish
@@ -119,10 +120,10 @@ class Pipeline:
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
         stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=parts.deadline_s)
-        # Stages that someone else made, of many trials, have linear layers of their own kind.
+        # Stages that someone else made, of many trials, have layers of their own kind.
         if parts.device.type == "cpu" and parts.make_stage is cut:
             tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
-            _prepare_linear(self.modules, arrangement, tied_ones)
+            _quicken(self.modules, arrangement, tied_ones)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         # An optimizer wants a parameter, also on a worker whose stages have none.
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
@@ -423,15 +424,15 @@ class LossOf:
         return self.loss(self.output(values), target)
 
 
-def _prepare_linear(
-    modules: Mapping[int, nn.Module], arrangement: Arrangement, tied: Sequence[Parameter]
-) -> None:
-    """Let linear layers on a CPU compute sooner; weights that workers sum stay as others have them."""
+def _quicken(modules: Mapping[int, nn.Module], arrangement: Arrangement, tied: Sequence[Parameter]) -> None:
+    """Let some layers on a CPU compute sooner; weights that workers sum stay as others have them."""
     for stage, module in modules.items():
         if arrangement.schedule is not Schedule.ZERO_BUBBLE:
             add_weight_gradients(module)
-        if turning_pays() and len(arrangement.holders(stage)) == 1:
-            turn_weights(module, tied)
+        if is_arm():
+            quicken_gelu(module)
+            if len(arrangement.holders(stage)) == 1:
+                turn_weights(module, tied)
 
 
 def _tensors(inputs: Any) -> list[Tensor]:
