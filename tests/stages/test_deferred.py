@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from plait.stages.deferred import DeferWeights
+from plait.stages.linear import turn_weights
 
 
 class Net(nn.Module):
@@ -62,6 +63,20 @@ def test_what_is_left_for_later_adds_up_to_what_autograd_gives_at_once(
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_gradients_come_to_lie_as_turned_weights_do(precision: str) -> None:
+    net = Net()
+    turn_weights(net)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"), DeferWeights() as defer:
+        loss = net(torch.randn(3, 2, 6, 6)).sum()
+    loss.backward()
+    with torch.no_grad():
+        defer.catch_up()
+    for layer in (net.first, net.second):
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.stride() == layer.weight.stride()
 
 
 def test_once_all_is_done_the_graph_and_its_jobs_do_not_keep_each_other() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from plait.stages.linear import add_weight_gradients, laid_out_as, turn_weights
+from plait.stages.linear import add_weight_gradients, laid_out_as, plain_forwards, turn_weights
 
 
 def net() -> nn.Sequential:
@@ -72,6 +74,30 @@ def test_weights_written_over_between_forward_and_backward_are_noticed() -> None
         model[4].weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_hooks_on_a_weight_see_its_gradient() -> None:
+    plain, sooner = net(), net()
+    add_weight_gradients(sooner)
+    for model in (plain, sooner):
+        model[2].weight.register_hook(lambda grad: grad.tril())
+    microbatches = [torch.randn(4, 6, dtype=torch.float64)]
+    for ours, theirs in zip(gradients(sooner, microbatches), gradients(plain, microbatches), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_layers_get_their_own_forwards_back_and_are_freed_without_a_collection() -> None:
+    layer = nn.Linear(2, 2)
+    add_weight_gradients(layer)
+    plain_forwards(layer)
+    assert "forward" not in layer.__dict__
+    seen = weakref.ref(layer)
+    gc.disable()
+    try:
+        del layer
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_an_optimizers_state_comes_to_lie_as_its_parameter_does() -> None:

@@ -132,8 +132,8 @@ class Agreement:
                 squares += parameter.grad.double().square().sum()
         dist.all_reduce(squares)
         factor = most / (float(squares.sqrt()) + 1e-6)
-        if factor < 1:
-            grads: list[Tensor] = [p.grad for p in self._own.values() if p.grad is not None]
+        grads: list[Tensor] = [p.grad for p in self._own.values() if p.grad is not None]
+        if factor < 1 and grads:
             torch._foreach_mul_(grads, factor)
 
 

@@ -30,7 +30,7 @@ from plait.runtime.tied import make_tied
 from plait.runtime.updates import Updates
 from plait.stages.cut import Stage, check_stages, cut
 from plait.stages.gelu import quicken_gelu
-from plait.stages.linear import add_weight_gradients, is_arm, laid_out_as, turn_weights
+from plait.stages.linear import add_weight_gradients, is_arm, laid_out_as, plain_forwards, turn_weights
 from plait.stages.routes import Route, find_routes
 from plait.sync.buffers import average
 from plait.sync.wish import TopologyWish
@@ -188,6 +188,8 @@ class Pipeline:
     def close(self) -> None:
         """End what runs beside this worker's operations; all workers call it after their last one."""
         self._updates.close()
+        for module in self.modules.values():
+            plain_forwards(module)
 
     def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Go on with the state that another optimizer has for the same parameters."""

@@ -14,10 +14,9 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from plait.stages.linear import add_product, add_sum, input_gradient
+from plait.stages.linear import add_product, add_sum, input_gradient, is_trained, laid_out_as
 
 Job = Callable[[], None]
 _active: ContextVar[list[Job] | None] = ContextVar("deferred jobs", default=None)
@@ -79,15 +78,15 @@ def jobs_of_this_forward() -> list[Job] | None:
 
 
 def _can_defer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether weight and bias are parameters themselves: what was computed needs its gradient at once."""
+    """Whether weight and bias are trained parameters: what was computed needs its gradient at once."""
     if len(args) < 2 or "weight" in kwargs or "input" in kwargs:
         return False
     weight, bias = args[1], args[2] if len(args) > 2 else kwargs.get("bias")
-    if not isinstance(weight, Parameter) or not (bias is None or isinstance(bias, Parameter)):
+    if not is_trained(weight) or not (bias is None or is_trained(bias)):
         return False
     # Autocast leaves numbers of double precision as they are.
     wide = torch.float64 in (args[0].dtype, weight.dtype)
-    return torch.is_grad_enabled() and weight.requires_grad and not (wide and _casts(weight))
+    return torch.is_grad_enabled() and not (wide and _casts(weight))
 
 
 def _casts(tensor: Tensor) -> bool:
@@ -121,8 +120,11 @@ def _spread(value: Any, dims: int) -> tuple[int, ...]:
 
 def _accumulate(parameter: Tensor | None, gradient: Tensor | None) -> None:
     if parameter is not None and gradient is not None and parameter.requires_grad:
-        gradient = gradient.to(parameter.dtype)
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if parameter.grad is None:
+            # Fused optimizers read both as they lie in memory.
+            parameter.grad = laid_out_as(parameter, gradient.to(parameter.dtype))
+        else:
+            parameter.grad.add_(gradient)
 
 
 class _Linear(torch.autograd.Function):
@@ -146,9 +148,9 @@ class _Linear(torch.autograd.Function):
                 add_product(leaf, rows, inputs)
             else:
                 _accumulate(leaf, rows.t() @ inputs)
-            if bias is not None and bias.requires_grad and bias.dtype == rows.dtype:
+            if bias is not None and bias.dtype == rows.dtype:
                 add_sum(bias, rows)
-            else:
+            elif bias is not None:
                 _accumulate(bias, rows.sum(0))
 
         ctx.defer.leave(job, grad)

@@ -27,13 +27,19 @@ _FEW_ROWS = 64
 
 
 def add_weight_gradients(module: nn.Module) -> None:
-    """Let the linear layers of `module` add to the gradients that are there already.
+    """Let the linear layers of `module` add to the gradients that are there already, until `plain_forwards`.
 
-    Hooks on their parameters' gradients are no longer called.
+    A backward that is asked for other gradients only leaves those of the weights, too.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
             layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
+
+
+def plain_forwards(module: nn.Module) -> None:
+    """Give the layers of `module` back the forwards of their kinds."""
+    for layer in module.modules():
+        layer.__dict__.pop("forward", None)
 
 
 def is_arm() -> bool:
@@ -78,11 +84,15 @@ def _adds(weight: Tensor, bias: Tensor | None) -> bool:
     """Whether both are parameters to be trained, used as they are."""
     return (
         torch.is_grad_enabled()
-        and isinstance(weight, Parameter)
-        and weight.requires_grad
-        and (bias is None or (isinstance(bias, Parameter) and bias.requires_grad))
+        and is_trained(weight)
+        and (bias is None or is_trained(bias))
         and not torch.is_autocast_enabled(weight.device.type)
     )
+
+
+def is_trained(tensor: Tensor) -> bool:
+    """Whether it is a parameter that takes gradients, and no hook wants to see them first."""
+    return isinstance(tensor, Parameter) and tensor.requires_grad and not tensor._backward_hooks
 
 
 def _apply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
