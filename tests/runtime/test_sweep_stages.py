@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
 from plait.core.errors import InputError
 from plait.planner.depth import Schedule
@@ -28,6 +31,22 @@ from support.world import WorldError, run_ranks
 
 MICROBATCHES = 3
 ADAM = OptimizerSettings("adamw", {"lr": 0.01})
+
+
+class Tied(nn.Module):
+    """A model with a weight used twice, under the first of its two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.last = nn.Linear(64, 10)
+        self.head = nn.Linear(64, 64)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.flatten(1)).relu()
+        x = functional.linear(x, self.first.weight).relu()
+        return self.last(self.second(x).relu())
 
 
 HALVES = ModelSettings("support.sweeping:Halves")
@@ -55,6 +74,7 @@ SWEEPS = {
         "data.batch_size=2,64", "clip_norm=null,0.3", "seed=0,1", optimizer=ADAM, model=HALVES
     ),
     "gpipe": in_stages("data.batch_size=2,64", "optimizer.lr=0.01,0.1", schedule=Schedule.GPIPE, model=NORM),
+    "tied": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("test_sweep_stages:Tied")),
     "pbt": in_stages("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
     "dropout": in_stages("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
 }
@@ -67,7 +87,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, run_ranks(2, sweeps_rank, SWEEPS, folder)[0]
 
 
-@pytest.mark.parametrize("name", ["flush", "gpipe", "pbt"])
+@pytest.mark.parametrize("name", ["flush", "gpipe", "tied", "pbt"])
 def test_a_trial_in_two_stages_equals_that_on_one_worker(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):

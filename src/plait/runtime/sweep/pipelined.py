@@ -26,7 +26,7 @@ from plait.runtime.agreement import find_stages
 from plait.runtime.arrangement import Arrangement, one_batch
 from plait.runtime.evaluate import in_order, means, sums_of
 from plait.runtime.loading import Batch
-from plait.runtime.open_pipeline import trace_parts
+from plait.runtime.open_pipeline import further_names, trace_parts
 from plait.runtime.optim import build_optimizer
 from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors, at
 from plait.runtime.sweep.feeds import reseated
@@ -48,6 +48,7 @@ class PipelinedArray:
         traced = trace_parts(first.settings, first.parts)
         _check_ties(traced, self._arrangement)
         self._first_names = cut(traced, self._layers).first_names
+        self._further = further_names(first.parts.model)
         # The models' weights are the array's own from now on.
         self._traced = replace(traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
@@ -174,6 +175,8 @@ class PipelinedArray:
         for part in self._gather(place):
             model |= part[0]
             optimizer |= part[1]
+        # A further name that no code uses is with those that no stage holds, as it was at the beginning.
+        model |= {name: model[first] for name, first in self._further.items()}
         return TrialTensors(model, optimizer, {}, int(self._own.fused.ages[place]))
 
     def _gather(self, place: int) -> list[tuple[checkpoints.Tensors, checkpoints.Tensors]]:
