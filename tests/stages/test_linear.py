@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.stages.linear import add_weight_gradients, laid_out_as, plain_forwards, turn_weights
+from plait.stages.linear import add_weight_gradients, laid_out_as, turn_weights
+from plait.stages.quick import plain_forwards, quicken
 
 
 def net() -> nn.Sequential:
@@ -88,8 +89,7 @@ def test_hooks_on_a_weight_see_its_gradient() -> None:
 
 def test_layers_get_their_own_forwards_back_and_are_freed_without_a_collection() -> None:
     layer = nn.Linear(2, 2)
-    add_weight_gradients(layer)
-    plain_forwards(layer)
+    plain_forwards(quicken(layer))
     assert "forward" not in layer.__dict__
     seen = weakref.ref(layer)
     gc.disable()
@@ -98,6 +98,13 @@ def test_layers_get_their_own_forwards_back_and_are_freed_without_a_collection()
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_a_layer_whose_forward_someone_replaced_keeps_it() -> None:
+    layer = nn.Linear(2, 2)
+    own = layer.forward = lambda x: x  # type: ignore[method-assign,assignment]
+    assert quicken(layer) == []
+    assert layer.forward is own
 
 
 def test_an_optimizers_state_comes_to_lie_as_its_parameter_does() -> None:

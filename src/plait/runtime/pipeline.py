@@ -29,8 +29,8 @@ from plait.runtime.stage_runner import Autocast, Flight, StageRunner
 from plait.runtime.tied import make_tied
 from plait.runtime.updates import Updates
 from plait.stages.cut import Stage, check_stages, cut
-from plait.stages.gelu import quicken_gelu
-from plait.stages.linear import add_weight_gradients, is_arm, laid_out_as, plain_forwards, turn_weights
+from plait.stages.linear import laid_out_as
+from plait.stages.quick import plain_forwards, quicken
 from plait.stages.routes import Route, find_routes
 from plait.sync.buffers import average
 from plait.sync.wish import TopologyWish
@@ -120,10 +120,15 @@ class Pipeline:
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
         stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=parts.deadline_s)
+        self._quickened: list[nn.Module] = []
         # Stages that someone else made, of many trials, have layers of their own kind.
         if parts.device.type == "cpu" and parts.make_stage is cut:
             tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
-            _quicken(self.modules, arrangement, tied_ones)
+            for number, module in self.modules.items():
+                add = arrangement.schedule is not Schedule.ZERO_BUBBLE
+                # Weights that workers sum stay as the others have them.
+                turn = len(arrangement.holders(number)) == 1
+                self._quickened += quicken(module, add, turn, tied_ones)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         # An optimizer wants a parameter, also on a worker whose stages have none.
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
@@ -188,8 +193,8 @@ class Pipeline:
     def close(self) -> None:
         """End what runs beside this worker's operations; all workers call it after their last one."""
         self._updates.close()
-        for module in self.modules.values():
-            plain_forwards(module)
+        plain_forwards(self._quickened)
+        self._quickened = []
 
     def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Go on with the state that another optimizer has for the same parameters."""
@@ -424,17 +429,6 @@ class LossOf:
 
     def __call__(self, values: Mapping[str, Tensor], target: Any) -> Tensor:
         return self.loss(self.output(values), target)
-
-
-def _quicken(modules: Mapping[int, nn.Module], arrangement: Arrangement, tied: Sequence[Parameter]) -> None:
-    """Let some layers on a CPU compute sooner; weights that workers sum stay as others have them."""
-    for stage, module in modules.items():
-        if arrangement.schedule is not Schedule.ZERO_BUBBLE:
-            add_weight_gradients(module)
-        if is_arm():
-            quicken_gelu(module)
-            if len(arrangement.holders(stage)) == 1:
-                turn_weights(module, tied)
 
 
 def _tensors(inputs: Any) -> list[Tensor]:

@@ -18,11 +18,12 @@ _ROOT = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
 
-def quicken_gelu(module: nn.Module) -> None:
-    """Let the GELU layers of `module` go backward sooner."""
-    for layer in module.modules():
-        if type(layer) is nn.GELU:
-            layer.forward = functools.partial(_forward, layer.approximate)  # type: ignore[method-assign]
+def quicken_gelu(module: nn.Module) -> list[nn.Module]:
+    """Let the GELU layers of `module`, which are returned, go backward sooner."""
+    layers = [m for m in module.modules() if type(m) is nn.GELU and "forward" not in m.__dict__]
+    for layer in layers:
+        layer.forward = functools.partial(_forward, layer.approximate)  # type: ignore[method-assign]
+    return list(layers)
 
 
 def _forward(approximate: str, x: Tensor) -> Tensor:

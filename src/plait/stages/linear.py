@@ -13,7 +13,6 @@ forward and 2.18 backward as they lie commonly, 2.27 and 2.27 turned.
 from __future__ import annotations
 
 import functools
-import platform
 from collections.abc import Collection
 from typing import Any
 
@@ -26,25 +25,16 @@ from torch.nn import Parameter
 _FEW_ROWS = 64
 
 
-def add_weight_gradients(module: nn.Module) -> None:
-    """Let the linear layers of `module` add to the gradients that are there already, until `plain_forwards`.
+def add_weight_gradients(module: nn.Module) -> list[nn.Module]:
+    """Let the linear layers of `module`, which are returned, add to the gradients that are there already.
 
-    A backward that is asked for other gradients only leaves those of the weights, too.
+    A backward that is asked for other gradients only leaves those of the weights, too. Layers that have a
+    forward of their own keep it.
     """
-    for layer in module.modules():
-        if type(layer) is nn.Linear:
-            layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
-
-
-def plain_forwards(module: nn.Module) -> None:
-    """Give the layers of `module` back the forwards of their kinds."""
-    for layer in module.modules():
-        layer.__dict__.pop("forward", None)
-
-
-def is_arm() -> bool:
-    """Whether this processor is one for which weights are turned: so it was measured on ARM only."""
-    return platform.machine() in ("aarch64", "arm64")
+    layers = [m for m in module.modules() if type(m) is nn.Linear and "forward" not in m.__dict__]
+    for layer in layers:
+        layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
+    return list(layers)
 
 
 def turn_weights(module: nn.Module, shared: Collection[Parameter] = ()) -> None:
