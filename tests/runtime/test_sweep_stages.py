@@ -11,9 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from plait.core.errors import InputError
+from plait.core.codec import decode
+from plait.core.errors import InputError, PlaitError
+from plait.fusion.space import combinations
 from plait.planner.depth import Schedule
+from plait.planner.plan import Plan
 from plait.runtime import checkpoint as checkpoints
+from plait.runtime.arrangement import arrange
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import (
     CheckpointSettings,
@@ -21,13 +25,18 @@ from plait.runtime.settings import (
     ModelSettings,
     OptimizerSettings,
 )
+from plait.runtime.sweep.data import DataSets
+from plait.runtime.sweep.led import make_entry
+from plait.runtime.sweep.pipelined import PipelinedArray
 from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SweepSettings
-from plait.runtime.sweep.team import check_teams
+from plait.runtime.sweep.stages import TeamPipeline
+from plait.runtime.sweep.team import Team, check_teams
+from plait.runtime.sweep.trials import with_values
 from support.plans import planned
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
 from support.training import largest_difference
-from support.world import WorldError, run_ranks
+from support.world import run_ranks
 
 MICROBATCHES = 3
 ADAM = OptimizerSettings("adamw", {"lr": 0.01})
@@ -47,6 +56,32 @@ class Tied(nn.Module):
         x = self.first(x.flatten(1)).relu()
         x = functional.linear(x, self.first.weight).relu()
         return self.last(self.second(x).relu())
+
+
+class Keeps(nn.Module):
+    """A model with a value of its own that is neither a parameter nor a buffer."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(64, 8), nn.Dropout(number / 4), nn.Linear(8, 10)
+        self.weights = [self.first.weight]
+        self.calls = 0
+        values = {
+            "tensor": torch.tensor([float(number)]),
+            "tuple": (1, (number, 2)),
+            "list": [torch.tensor(1.0), torch.tensor(number)],
+            "bool": number == 1,
+            "int": number,
+            "str": f"number {number}",
+            "dtype": torch.float64 if number else torch.float32,
+            "float or none": None if number else 0.5,
+            "same": (1, "same", torch.ones(2)),
+        }
+        self.kept = values[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.last(self.drop(self.first(x.flatten(1))).relu())
 
 
 HALVES = ModelSettings("support.sweeping:Halves")
@@ -142,22 +177,47 @@ def test_a_plan_that_does_not_divide_the_workers_is_refused():
         check_teams(in_stages("seed=0,1"), 3)
 
 
+def make_stage(settings: SweepSettings) -> PipelinedArray:
+    """The first stage of an array of all trials, without the other, so that it cannot train."""
+    assert settings.train.pipeline is not None
+    plan = arrange(decode(Plan, settings.train.pipeline.plan, "plan"))
+    nobody: Any = None
+    team, pipeline = Team([0, 1], 0, nobody, nobody), TeamPipeline(0, plan, nobody, 1.0)
+    trials = [with_values(settings.train, values) for values in combinations(settings.over)]
+    entries = [make_entry(one, None, torch.device("cpu"), DataSets()) for one in trials]
+    return PipelinedArray(entries, team, pipeline)
+
+
+def keeps(kind: str) -> SweepSettings:
+    model = ModelSettings("test_sweep_stages:Keeps", {"kind": kind, "number": 0})
+    return in_stages("model_args.number=0,1", "seed=0,1", model=model)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (
             in_stages("model_args.scale=0.5,2.0", model=HALVES),
-            "the model.scale is 2.0 in one trial, 0.5 in another",
+            r"the model.scale is 2.0 in one trial, 0.5 in another",
         ),
         (
             in_stages("seed=0,1", model=replace(HALVES, args={"tied": True})),
-            "parameter 'first.weight' is tied between stages [0, 1]",
+            r"parameter 'first.weight' is tied between stages \[0, 1\]",
         ),
+        (keeps("tensor"), r"the model.kept is tensor\(\[1.\].*, tensor\(\[0.\].*register it as a buffer"),
+        (keeps("tuple"), r"the model.kept is \(1, 1, 2\) in one trial, \(1, 0, 2\) in another"),
+        (keeps("list"), r"the model.kept is \(tensor\(1.\), tensor\(1\)\) in one trial"),
+        (keeps("bool"), "the model.kept is True in one trial, False in another"),
+        (keeps("int"), "the model.kept is 1 in one trial, 0 in another"),
+        (keeps("str"), "the model.kept is number 1 in one trial, number 0 in another"),
+        (keeps("dtype"), r"the model.kept is torch.float64 in one trial, torch.float32 in another"),
+        (keeps("float or none"), "the model.kept is None in one trial, 0.5 in another"),
     ],
 )
-def test_models_that_stages_cannot_share_are_refused_with_the_reason(
-    settings: SweepSettings, message: str, tmp_path: Path
-):
-    with pytest.raises(WorldError) as failure:
-        run_ranks(2, sweep_rank, settings, tmp_path, deadline_s=20.0)
-    assert message in str(failure.value)
+def test_models_that_stages_cannot_share_are_refused_with_the_reason(settings: SweepSettings, message: str):
+    with pytest.raises(PlaitError, match=message):
+        make_stage(settings)
+
+
+def test_trials_in_stages_may_differ_in_weights_and_in_numbers_of_torchs_own_modules():
+    assert make_stage(keeps("same")).trials == 4

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from plait.core.errors import JobError
-from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.planner.operations import Update
 from plait.profiler.traced import TracedModel
@@ -29,6 +28,7 @@ from plait.runtime.loading import Batch
 from plait.runtime.open_pipeline import further_names, trace_parts
 from plait.runtime.optim import build_optimizer
 from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors, at
+from plait.runtime.sweep.code import check_values, plain_values
 from plait.runtime.sweep.feeds import reseated
 from plait.runtime.sweep.rounds import Round, rounds_of
 from plait.runtime.sweep.stages import TeamPipeline
@@ -45,14 +45,15 @@ class PipelinedArray:
         self._team = team
         self._arrangement = pipeline.arrangement
         first = entries[0]
+        # Before its code runs, which may count or remember.
+        self._values = plain_values(first.parts.model)
         traced = trace_parts(first.settings, first.parts)
-        _check_ties(traced, self._arrangement)
+        check_ties(traced, self._arrangement)
         self._first_names = cut(traced, self._layers).first_names
         self._further = further_names(first.parts.model)
         # The models' weights are the array's own from now on.
         self._traced = replace(traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
-        self._numbers = _numbers_of_code(self._traced, first.parts.model)
         self._own = FusedArray([self._stage_of(entry) for entry in entries], stream=team.place)
         self._own.optimizer.sum_squares = lambda squares: team.total(squares, squares.device)
         self._stage = FusedStage(self._own.fused)
@@ -75,7 +76,7 @@ class PipelinedArray:
 
     def _stage_of(self, entry: Entry) -> Entry:
         """What of a trial belongs to this worker's stage."""
-        self._check_numbers(entry.parts.model)
+        check_values(self._traced, self._values, plain_values(entry.parts.model))
         module = cut(replace(self._traced, model=entry.parts.model), self._layers).module
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
@@ -87,16 +88,6 @@ class PipelinedArray:
         known = entry.parts.optimizer.state
         optimizer.state.update({p: known[p] for p in parameters if p in known})
         return replace(entry, parts=replace(entry.parts, model=module, optimizer=optimizer))
-
-    def _check_numbers(self, model: nn.Module) -> None:
-        """Refuse a trial with another number than the traced code has, which is the first trial's."""
-        for (path, name), value in _numbers_of_code(self._traced, model).items():
-            if value != self._numbers[path, name]:
-                raise FusionError(
-                    f"{path or 'the model'}.{name} is {value} in one trial, {self._numbers[path, name]} in "
-                    f"another, and belongs to none of torch's own modules; in stages trials share the code "
-                    f"between those: sweep it without a plan"
-                )
 
     def _held_by_none(self, entry: Entry) -> checkpoints.Tensors:
         """What of a trial's state no stage uses."""
@@ -261,22 +252,11 @@ def _on_cpu(tensors: checkpoints.Tensors) -> checkpoints.Tensors:
     return {name: value.cpu() for name, value in tensors.items()}
 
 
-def _check_ties(traced: TracedModel, arrangement: Arrangement) -> None:
+def check_ties(traced: TracedModel, arrangement: Arrangement) -> None:
+    """Refuse weights that several stages use."""
     for name, stages in find_stages(traced, arrangement).items():
         if len(stages) > 1:
             raise JobError(
                 f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, which arrays in "
                 f"stages cannot sum; use a plan that keeps its layers in one stage, or --replicas"
             )
-
-
-def _numbers_of_code(traced: TracedModel, model: nn.Module) -> dict[tuple[str, str], float]:
-    """The floats of those modules whose code was traced; others are called, and each trial has its own."""
-    called = {str(node.target) for layer in traced.layers for node in layer.nodes if node.op == "call_module"}
-    return {
-        (path, name): value
-        for path, part in model.named_modules()
-        if not any(path == module or path.startswith(f"{module}.") for module in called)
-        for name, value in vars(part).items()
-        if isinstance(value, float)
-    }
