@@ -59,6 +59,8 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     try:
         result = _take_part(worker, settings, folder, device, team, order["resume"])
     except FusionError as failure:
+        if settings.train.pipeline is not None:  # stages are fused, whatever the width
+            raise
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
     if team is not None:
         dist.destroy_process_group()
