@@ -23,7 +23,7 @@ from plait.runtime.launch import Display, Placement, Silent, launch_entry
 from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SEARCHES, SearchSettings, SweepSettings
-from plait.runtime.sweep.stages import check_in_stages
+from plait.runtime.sweep.stages import check_in_stages, check_schedule
 from plait.runtime.sweep.team import check_teams
 from plait.runtime.sweep.trials import check_key
 
@@ -115,6 +115,8 @@ def make_sweep(
     if job.parallel.plan != "data-parallel":
         # Before the job is measured, which takes a while.
         check_in_stages(settings)
+        if job.parallel.schedule is not None:
+            check_schedule(Schedule(job.parallel.schedule))
         settings = replace(settings, train=_with_plan(job, settings.train))
         check(settings)
     check_teams(settings, sum(host.slots for host in placement_of(job, settings).hosts))
@@ -127,11 +129,13 @@ def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
 
     wish = job.parallel
     depths, recompute = wish.depths, tuple(wish.recompute)
-    asked = PlanWish(wish.plan, wish.schedule, wish.microbatches, wish.vertical_sync, depths, recompute)
+    is_made = wish.plan in ("auto", "model-parallel")
+    schedule = wish.schedule or ("flush" if is_made else None)
+    asked = PlanWish(wish.plan, schedule, wish.microbatches, wish.vertical_sync, depths, recompute)
     made, plan = planned(settings, job.placement(), asked)
     if wish.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
-        plan = replace(plan, schedule=Schedule(wish.schedule or "flush"), depths=())
+        plan = replace(plan, schedule=Schedule(schedule), depths=())
     assert made.pipeline is not None
     return replace(made, pipeline=replace(made.pipeline, plan=encode(plan)))
 

@@ -11,14 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from plait.config import make_job
 from plait.core.codec import decode
-from plait.core.errors import InputError, PlaitError
+from plait.core.errors import InputError, JobError, PlaitError
+from plait.fusion.errors import FusionError
 from plait.fusion.space import combinations
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.arrangement import arrange
 from plait.runtime.folder import RunFolder
+from plait.runtime.planned import PlanWish
 from plait.runtime.settings import (
     CheckpointSettings,
     EvaluateSettings,
@@ -33,12 +36,14 @@ from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.stages import TeamPipeline
 from plait.runtime.sweep.team import Team, check_teams
 from plait.runtime.sweep.trials import with_values
+from plait.sweeping import make_sweep
 from support.plans import planned
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
 from support.training import largest_difference
 from support.world import run_ranks
 
 MICROBATCHES = 3
+STEPS = 10
 ADAM = OptimizerSettings("adamw", {"lr": 0.01})
 
 
@@ -95,7 +100,7 @@ def in_stages(
 ) -> SweepSettings:
     """A sweep whose arrays lie in two stages."""
     search = {name: options.pop(name) for name in ("kind", "trials", "least_steps") if name in options}
-    job = planned((1, 1), schedule, MICROBATCHES, **options)
+    job = replace(planned((1, 1), schedule, MICROBATCHES, **options), steps=STEPS)
     return sweep_of(*over, job=job, width=width, **search)
 
 
@@ -158,6 +163,8 @@ def test_two_pipelines_take_their_arrays_from_one_queue(tmp_path: Path):
         (in_stages("seed=0,1", width=None), "--width: found none"),
         (in_stages("seed=0,1", precision="fp16"), "precision: found 'fp16'"),
         (in_stages("seed=0,1", accumulate=2), "accumulate: a pipeline accumulates by itself"),
+        (in_stages("precision=bf16,fp16"), "precision: found 'fp16'"),
+        (in_stages("accumulate=1,2"), "accumulate: a pipeline accumulates by itself"),
         (in_stages("optimizer.kind=sgd,adamax"), "optimizer.kind: found 'adamax'"),
         (
             sweep_of("seed=0,1", job=planned((2, 1), Schedule.FLUSH)),
@@ -175,6 +182,51 @@ def test_a_plan_that_does_not_divide_the_workers_is_refused():
         InputError, match="--plan: found 2 stages, which do not divide the 3 workers; use -np 2"
     ):
         check_teams(in_stages("seed=0,1"), 3)
+
+
+class MeasuredError(Exception):
+    """The job would be measured now."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [(None, "flush"), ("gpipe", "gpipe"), ("stash", "parallel.schedule: found stash, expected flush")],
+)
+def test_a_plan_to_be_measured_has_a_schedule_that_drains_or_is_refused_before(
+    schedule: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    def measure(settings: Any, placement: Any, wish: PlanWish) -> Any:
+        raise MeasuredError(wish.schedule)
+
+    monkeypatch.setattr("plait.runtime.planned.planned", measure)
+    job = make_job(
+        {
+            "name": "small",
+            "model": "support.training:small_net",
+            "data": {"kind": "digits", "batch_size": 8},
+            "loss": "cross-entropy",
+            "optimizer": {"kind": "sgd", "lr": 0.1},
+            "steps": 2,
+            "parallel": {"plan": "auto", "workers": 2, "schedule": schedule},
+        }
+    )
+    with pytest.raises(JobError if schedule == "stash" else MeasuredError, match=message):
+        make_sweep(job, ["seed=0,1"], width=2)
+
+
+@pytest.mark.parametrize("in_a_stage", [True, False])
+def test_width_one_is_advised_only_where_it_helps(
+    in_a_stage: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: Any) -> Any:
+        raise FusionError("cannot be fused")
+
+    monkeypatch.setattr("plait.runtime.sweep.worker._take_part", refuse)
+    job = planned((1,), Schedule.FLUSH)
+    settings = sweep_of("seed=0,1", job=job if in_a_stage else replace(job, pipeline=None))
+    with pytest.raises(FusionError) as failure:
+        sweep_here(settings, tmp_path)
+    assert ("--width 1" in str(failure.value)) is not in_a_stage
 
 
 def make_stage(settings: SweepSettings) -> PipelinedArray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,12 +72,13 @@ def check_in_stages(settings: SweepSettings) -> None:
     if settings.width is None:
         raise InputError("--width: found none; how many trials pay in stages is not measured: say it")
     train = settings.train
-    if train.precision == "fp16":
+    if "fp16" in _values(settings, "precision", train.precision):
         raise JobError("precision: found 'fp16', which pipelines cannot scale; use bf16 or float32")
-    if train.accumulate > 1:
+    # What is no number is refused with the job's own words.
+    counts = _values(settings, "accumulate", train.accumulate)
+    if any(isinstance(count, int) and count > 1 for count in counts):
         raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
-    kinds = [d.ends() for d in settings.over if d.key == "optimizer.kind"]
-    for kind in kinds[0] if kinds else [train.optimizer.kind]:
+    for kind in _values(settings, "optimizer.kind", train.optimizer.kind):
         if not is_fusable(with_values(train, {"optimizer.kind": kind})):
             raise JobError(
                 f"optimizer.kind: found {kind!r} with {dict(train.optimizer.options)}, which is not fused, "
@@ -83,13 +86,24 @@ def check_in_stages(settings: SweepSettings) -> None:
             )
 
 
-def _check_plan(pipeline: PipelineSettings) -> None:
-    plan = decode(Plan, pipeline.plan, "plan")
-    if plan.schedule not in SCHEDULES:
+def _values(settings: SweepSettings, key: str, own: Any) -> Sequence[Any]:
+    """The values that trials have of `key`: those swept, or the job's own."""
+    swept = [dimension.ends() for dimension in settings.over if dimension.key == key]
+    return swept[0] if swept else (own,)
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Refuse a schedule under which trials could not join and leave."""
+    if schedule not in SCHEDULES:
         raise JobError(
-            f"parallel.schedule: found {plan.schedule.value}, expected flush, gpipe or none: trials join and "
+            f"parallel.schedule: found {schedule.value}, expected flush, gpipe or none: trials join and "
             f"leave between two steps, when nothing is in flight; use --set parallel.schedule=flush"
         )
+
+
+def _check_plan(pipeline: PipelineSettings) -> None:
+    plan = decode(Plan, pipeline.plan, "plan")
+    check_schedule(plan.schedule)
     counts = [len(stage.devices) for stage in plan.stages]
     if plan.devices_used != len(counts) or max(counts) > 1:
         raise JobError(
