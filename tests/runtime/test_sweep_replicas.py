@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from plait.core.errors import InputError
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
+from plait.runtime.loading import Batch
+from plait.runtime.sampling import Position
 from plait.runtime.settings import (
     CheckpointSettings,
     DataSettings,
@@ -22,6 +25,7 @@ from plait.runtime.settings import (
 from plait.runtime.sweep.array import FusedArray
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry
+from plait.runtime.sweep.rounds import rounds_of
 from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.team import Team, check_teams
@@ -112,7 +116,7 @@ def test_batch_norms_take_the_statistics_of_a_share_as_data_parallel_training_do
     assert largest_difference(best_weights(folder / name), weights) < 1e-10
 
 
-def test_half_precision_skips_a_step_on_all_workers_or_on_none(
+def test_half_precision_on_two_workers_comes_close_to_that_on_one(
     pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
     one = sweep_here(OTHERS["fp16"], tmp_path)
@@ -139,15 +143,39 @@ def test_workers_of_a_team_draw_other_random_numbers_and_the_leader_those_of_a_l
     assert not set(follower) & set(alone)
 
 
+def stop_and_go_on(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, list[str], Any]:
+    """A sweep that all teams stop after its first checkpoint, the checkpoints then, and its end."""
+    saved = folder / "trials" / "0000" / "checkpoints"
+    stopped = sweep_rank(rank, settings, folder, stop_file=saved)
+    found = [path.name for path in sorted(folder.glob("trials/*/checkpoints/step-*"))]
+    dist.barrier()
+    return stopped, found, sweep_rank(rank, settings, folder, resume=True)
+
+
 def test_two_teams_of_two_stop_together_and_go_on_as_one_worker(tmp_path: Path):
     settings = sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=JOB)
     expected = sweep_here(settings, tmp_path / "one")
-    stop, folder = tmp_path / "stop", tmp_path / "four"
-    stop.touch()
     teams = replace(settings, replicas=2)
-    stopped = run_ranks(4, sweep_rank, teams, folder, stop_file=stop)[0]
+    stopped, saved, found = run_ranks(4, stop_and_go_on, teams, tmp_path / "four")[0]
     assert stopped["reason"] == "stopped"
-    assert same_table(expected, run_ranks(4, sweep_rank, teams, folder, resume=True)[0])
+    # The first team's trials, saved at the fifth step, took one more until it looked.
+    assert saved[:2] == ["step-000000006"] * 2
+    assert same_table(expected, found)
+
+
+def test_a_trial_without_rows_is_untouched_by_a_neighbour_whose_samples_are_not_finite():
+    job = digits_job(accumulate=3, optimizer=SGD)
+    entry = lambda: make_entry(job, None, torch.device("cpu"), DataSets())  # noqa: E731
+    own = (torch.ones(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))
+    others = (torch.full((6, 1, 8, 8), torch.nan), torch.zeros(6, dtype=torch.long))
+    few, many = Batch(own, 2, 2, 0, Position()), Batch(others, 6, 6, 0, Position())
+    alone, beside = FusedArray([entry()]), FusedArray([entry(), entry()])
+    assert beside.step([few, many], [1.0, 1.0])[0] == pytest.approx(alone.step([few], [1.0])[0].item())
+    assert largest_difference(beside.tensors(0).model, alone.tensors(0).model) < 1e-10
+    # A share may be empty.
+    (pieces, weights), *_ = rounds_of([Batch(None, 0, 2, 0, Position()), many], 3)
+    assert weights[0] == 0.0
+    assert pieces[0][0][0].isfinite().all()
 
 
 def test_replicas_that_cannot_be_are_refused_with_the_numbers():
