@@ -27,6 +27,7 @@ from plait.runtime.settings import (
     EvaluateSettings,
     ModelSettings,
     OptimizerSettings,
+    PipelineSettings,
 )
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry
@@ -39,7 +40,7 @@ from plait.runtime.sweep.trials import with_values
 from plait.sweeping import make_sweep
 from support.plans import planned
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
-from support.training import largest_difference
+from support.training import digits_job, largest_difference
 from support.world import run_ranks
 
 MICROBATCHES = 3
@@ -95,12 +96,20 @@ DROP = ModelSettings("support.training:small_net", {"dropout": 0.4})
 DUE = {"evaluate": EvaluateSettings(every_steps=6), "checkpoint": CheckpointSettings(every_steps=5)}
 
 
+# Of each schedule and kind of model, whose layers do not depend on its arguments: tracing takes a while.
+_PLANS: dict[tuple[Schedule, str], PipelineSettings | None] = {}
+
+
 def in_stages(
     *over: str, schedule: Schedule = Schedule.FLUSH, width: int | None = 3, **options: Any
 ) -> SweepSettings:
     """A sweep whose arrays lie in two stages."""
     search = {name: options.pop(name) for name in ("kind", "trials", "least_steps") if name in options}
-    job = replace(planned((1, 1), schedule, MICROBATCHES, **options), steps=STEPS)
+    model = options.get("model")
+    key = schedule, model.factory if model else ""
+    if key not in _PLANS:
+        _PLANS[key] = planned((1, 1), schedule, MICROBATCHES, **options).pipeline
+    job = digits_job(steps=STEPS, pipeline=_PLANS[key], **options)
     return sweep_of(*over, job=job, width=width, **search)
 
 
