@@ -186,6 +186,14 @@ def test_what_arrays_in_stages_cannot_do_is_refused(settings: SweepSettings, mes
         check(settings)
 
 
+def test_depths_that_would_have_a_stage_wait_for_ever_are_refused():
+    settings = in_stages("seed=0,1")
+    assert settings.train.pipeline is not None
+    deep = replace(settings.train.pipeline, depths={0: 1, 1: 2})
+    with pytest.raises(InputError, match="would wait for ever; give stage 0 at least 2"):
+        check(replace(settings, train=replace(settings.train, pipeline=deep)))
+
+
 def test_a_plan_that_does_not_divide_the_workers_is_refused():
     with pytest.raises(
         InputError, match="--plan: found 2 stages, which do not divide the 3 workers; use -np 2"

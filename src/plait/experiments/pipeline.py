@@ -31,7 +31,7 @@ PIECES = 8
 COMPARED = (Schedule.FLUSH, Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
 ASYNCHRONOUS = ("stash", "2bw")
 GOALS = {"mlp": 1.88, "transformer": 1.94}
-# Each of two workers trains by itself, at the same time: what the machine's two cores can do at most.
+# Each of two workers trains by itself, at the same time: what the machine's cores do with torch's own layers.
 APART = "two workers apart"
 # The parts that take minutes, not more.
 QUICK = ("speed", "idle", "recording")

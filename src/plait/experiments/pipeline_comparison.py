@@ -221,7 +221,7 @@ class _World:
         model = copy.deepcopy(self.model)
         x, _ = self.content[0]
         traced = trace(model, (x,))
-        window = 2 * arrangement.most_in_flight() + 2
+        window = arrangement.window()
         peers = arrangement.workers if rank in arrangement.workers else ()
         channels = connect(rank, ["here"] * self.size, peers, deadline_s=120, window=window)
         predicted_s = plan.step_s / plan.microbatches

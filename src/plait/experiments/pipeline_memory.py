@@ -136,7 +136,7 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     arrangement = arrange(plan)
     model = build.build_model(settings.model, 0)
     traced = trace(model, (x,))
-    window = 2 * arrangement.most_in_flight() + 2
+    window = arrangement.window()
     channels = connect(worker.rank, ["here"] * 2, arrangement.workers, deadline_s=120, window=window)
     parts = Parts(
         build_loss(settings.loss),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from plait.planner.operations import Backward, Forward, Layout, Op, Operations, 
 from plait.planner.plan import Plan
 from plait.planner.play import Lane, play
 from plait.planner.schedules import batch_of_two_buffers, operations
+from plait.runtime.settings import PipelineSettings
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ class Arrangement:
         ]
         return max(depths)
 
+    def window(self) -> int:
+        """How many messages of one channel between two of its workers may be under way."""
+        return 2 * self.most_in_flight() + 2
+
     def slack(self) -> int:
         """So many microbatches of all pipelines after a step, every worker has done its part of the step.
 
@@ -116,6 +121,16 @@ def arrange(plan: Plan) -> Arrangement:
         plan.microbatches,
         dict(enumerate(plan.depths)),
         recompute=frozenset(range(len(stages))) if plan.recompute else frozenset(),
+    )
+
+
+def with_choices(arrangement: Arrangement, choices: PipelineSettings) -> Arrangement:
+    """The arrangement with what the job chooses beside its plan."""
+    return replace(
+        arrangement,
+        depths={**arrangement.depths, **choices.depths},
+        vertical_sync=choices.vertical_sync,
+        recompute=arrangement.recompute | frozenset(choices.recompute),
     )
 
 

@@ -44,21 +44,27 @@ def evaluate_parts(parts: Parts, settings: TrainSettings, rank: int, world_size:
     return mean_of_all(parts, sums_over_share(parts, settings, rank, world_size), world_size)
 
 
+def evaluation_batches(
+    parts: Parts, settings: TrainSettings, size: int, rank: int, world_size: int
+) -> Iterator[Batch]:
+    """What falls to `rank` of each batch of `size` of the test split."""
+    return load(
+        parts.test_set,
+        in_order(len(parts.test_set), size),
+        seed=settings.seed,
+        rank=rank,
+        world_size=world_size,
+        loaders=settings.data.loaders,
+        pin=parts.device.type == "cuda",
+    )
+
+
 def sums_over_share(parts: Parts, settings: TrainSettings, rank: int, world_size: int) -> Tensor:
     """The sums (see `sums_of`) over the part of the test split that falls to `rank` of `world_size`."""
     sums = torch.zeros(4, dtype=torch.float64)
     size = settings.evaluate.batch_size or settings.data.batch_size
     with torch.no_grad(), evaluation_mode(parts.model):
-        batches = load(
-            parts.test_set,
-            in_order(len(parts.test_set), size),
-            seed=settings.seed,
-            rank=rank,
-            world_size=world_size,
-            loaders=settings.data.loaders,
-            pin=parts.device.type == "cuda",
-        )
-        for batch in batches:
+        for batch in evaluation_batches(parts, settings, size, rank, world_size):
             if batch.count:
                 sums += _measure(parts, batch)
     return sums

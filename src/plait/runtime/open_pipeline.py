@@ -35,6 +35,18 @@ def trace_parts(settings: TrainSettings, parts: Parts) -> TracedModel:
         return trace(parts.model, inputs if isinstance(inputs, (tuple, dict)) else (inputs,))
 
 
+def link(worker: Worker, hosts: Sequence[str], arrangement: Arrangement, device: torch.device) -> Channels:
+    """This worker's channels to the others of `arrangement`; all workers call it together."""
+    return connect(
+        worker.rank,
+        hosts,
+        arrangement.workers,
+        deadline_s=worker.timeout_s,
+        window=arrangement.window(),
+        device=device,
+    )
+
+
 def open_pipeline(
     worker: Worker,
     settings: TrainSettings,
@@ -47,14 +59,7 @@ def open_pipeline(
 
     The workers of the world may be in several arrangements of their own. `parts` keep what this one holds.
     """
-    channels = connect(
-        worker.rank,
-        hosts,
-        arrangement.workers,
-        deadline_s=worker.timeout_s,
-        window=2 * arrangement.most_in_flight() + 2,
-        device=parts.device,
-    )
+    channels = link(worker, hosts, arrangement, parts.device)
     pipeline = pipelines.Pipeline(
         worker.rank,
         arrangement,

@@ -8,7 +8,6 @@ only where a stretch ends. Checkpoints hold the whole model by name, so a run ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from plait.planner.plan import Plan
 from plait.planner.schedules import operations
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime import loading
-from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
+from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream, with_choices
 from plait.runtime.build import Parts
 from plait.runtime.columns import check_columns
 from plait.runtime.evaluate import in_order, mean_of_all, sums_of
@@ -29,7 +28,7 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.notes import Notes
 from plait.runtime.open_pipeline import State, further_names, open_pipeline, trace_parts, with_gathered
 from plait.runtime.sampling import GlobalBatch, Position
-from plait.runtime.settings import PipelineSettings, TrainSettings
+from plait.runtime.settings import TrainSettings
 from plait.runtime.spans import operations_event
 from plait.runtime.stretch import Microbatch, StretchWork, cut_step, loaded_by
 from plait.runtime.stretch_trainer import StretchTrainer
@@ -64,22 +63,13 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
             f"parallel.vertical_sync: found schedule {plan.schedule.value}, which has one version by itself; "
             f"expected stash"
         )
-    arrangement = _with_choices(arrange(plan), settings.pipeline)
+    arrangement = with_choices(arrange(plan), settings.pipeline)
     if settings.sync.kind != "all-reduce":
         check_columns(settings, arrangement)
     # Refuses depths that would have a stage wait for ever.
     many = max(plan.microbatches, 4 * workers)
     operations(plan.schedule, arrangement.layout, many, arrangement.depths)
     return arrangement
-
-
-def _with_choices(arrangement: Arrangement, choices: PipelineSettings) -> Arrangement:
-    return replace(
-        arrangement,
-        depths={**arrangement.depths, **choices.depths},
-        vertical_sync=choices.vertical_sync,
-        recompute=arrangement.recompute | frozenset(choices.recompute),
-    )
 
 
 class PipelineTrainer(StretchTrainer):

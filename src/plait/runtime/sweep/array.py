@@ -26,13 +26,20 @@ from plait.fusion.padding import pad
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.build import Parts
-from plait.runtime.evaluate import evaluation_mode, forward, in_order, means, sums_of, sums_over_share
-from plait.runtime.loading import Batch, load, to_device
+from plait.runtime.evaluate import (
+    evaluation_batches,
+    evaluation_mode,
+    forward,
+    means,
+    sums_of,
+    sums_over_share,
+)
+from plait.runtime.loading import Batch, to_device
 from plait.runtime.sampling import mix
 from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.graph import StepGraph
 from plait.runtime.sweep.rounds import Piece, Round, most_rounds, rounds_of
-from plait.runtime.sweep.team import Team, TeamSum
+from plait.runtime.sweep.team import Team, TeamSum, share_of
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
 
@@ -339,7 +346,7 @@ class FusedArray:
         first = self._entries[places[0]]
         parts, settings = first.parts, first.settings
         with torch.no_grad(), evaluation_mode(self.fused):
-            for batch in _test_batches(parts, settings, size, *self._share):
+            for batch in evaluation_batches(parts, settings, size, *share_of(self._team)):
                 if not batch.count:
                     continue
                 inputs, target = to_device(batch.content, parts.device, parts.dtype)
@@ -352,12 +359,7 @@ class FusedArray:
     def _sums_alone(self, place: int) -> Tensor:
         entry = self._entries[place]
         parts = replace(entry.parts, model=self.fused.trial(place))
-        return sums_over_share(parts, entry.settings, *self._share)
-
-    @property
-    def _share(self) -> tuple[int, int]:
-        """Which share of the data is this worker's, and of how many."""
-        return (0, 1) if self._team is None else (self._team.place, self._team.size)
+        return sums_over_share(parts, entry.settings, *share_of(self._team))
 
     def parts_of(self, place: int) -> Parts:
         """What the trial at `place` is evaluated with."""
@@ -411,15 +413,3 @@ def _clip(entry: Entry) -> float:
 
 def _evaluation_size(settings: TrainSettings) -> int:
     return settings.evaluate.batch_size or settings.data.batch_size
-
-
-def _test_batches(parts: Parts, settings: TrainSettings, size: int, place: int, workers: int) -> Any:
-    return load(
-        parts.test_set,
-        in_order(len(parts.test_set), size),
-        seed=settings.seed,
-        rank=place,
-        world_size=workers,
-        loaders=settings.data.loaders,
-        pin=parts.device.type == "cuda",
-    )

@@ -14,7 +14,7 @@ from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.loading import Batch, seed_all
 from plait.runtime.sampling import mix
 from plait.runtime.sweep.array import Entry, TrialTensors
-from plait.runtime.sweep.team import Team, TeamSum
+from plait.runtime.sweep.team import Team, TeamSum, share_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LoneArray:
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step on its batch, with a factor on the learning rate; its loss."""
-        place, _ = self._share
+        place, _ = share_of(self._team)
         seed_all(mix(self._entry.settings.seed, self._age, place))
         self._age += 1
         if self._sum is not None:
@@ -75,18 +75,13 @@ class LoneArray:
         assert self._sum is not None
         self._sum.agree(torch.zeros(1, dtype=torch.float64, device=self._entry.parts.device))
 
-    @property
-    def _share(self) -> tuple[int, int]:
-        """Which share of the data is this worker's, and of how many."""
-        return (0, 1) if self._team is None else (self._team.place, self._team.size)
-
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
         """Mean loss and metric over the test split."""
         if not places:
             return []
         self.average()
         parts = self._entry.parts
-        sums = sums_over_share(parts, self._entry.settings, *self._share)
+        sums = sums_over_share(parts, self._entry.settings, *share_of(self._team))
         return [means(parts, sums if self._team is None else self._team.total(sums, parts.device))]
 
     def average(self) -> None:

@@ -22,7 +22,7 @@ from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
 from plait.runtime.sweep.led import LedArray, make_array, make_entry, position_of
 from plait.runtime.sweep.seat import Seat, newest, save_seat
 from plait.runtime.sweep.settings import SweepSettings
-from plait.runtime.sweep.team import Team
+from plait.runtime.sweep.team import Team, share_of
 from plait.runtime.sweep.trials import is_fusable, with_values
 from plait.runtime.sweep.width import choose_width
 
@@ -86,8 +86,7 @@ class SweepLoop:
         self._group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
-        share = (0, 1) if self._team is None else self._team.share
-        self._feeds = Feeds(sets[0], self._device.type == "cuda", *share)
+        self._feeds = Feeds(sets[0], self._device.type == "cuda", *share_of(self._team))
         if self._group not in self._widths:
             replicas = self._settings.replicas
             own = math.ceil(found["waiting"] * self._settings.team_size / self._worker.world_size)

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.channels import Channels, connect
+from plait.cluster.channels import Channels
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import InputError, JobError
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout
 from plait.planner.plan import Plan
-from plait.runtime.arrangement import Arrangement, arrange
+from plait.planner.schedules import operations
+from plait.runtime.arrangement import Arrangement, arrange, with_choices
+from plait.runtime.open_pipeline import link
 from plait.runtime.settings import PipelineSettings, TrainSettings
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.trials import is_fusable, with_values
@@ -37,18 +39,15 @@ class TeamPipeline:
 def link_stages(worker: Worker, settings: TrainSettings, first: int, device: torch.device) -> TeamPipeline:
     """This worker's links to its team, whose first has rank `first`; all workers call it together."""
     assert settings.pipeline is not None
-    arrangement = _from_rank(first, arrange(decode(Plan, settings.pipeline.plan, "plan")))
+    arrangement = _from_rank(first, _arranged(settings.pipeline))
     hosts: list[str] = [""] * worker.world_size
     dist.all_gather_object(hosts, worker.host)
-    channels = connect(
-        worker.rank,
-        hosts,
-        arrangement.workers,
-        deadline_s=worker.timeout_s,
-        window=2 * arrangement.most_in_flight() + 2,
-        device=device,
-    )
+    channels = link(worker, hosts, arrangement, device)
     return TeamPipeline(worker.rank, arrangement, channels, worker.timeout_s)
+
+
+def _arranged(pipeline: PipelineSettings) -> Arrangement:
+    return with_choices(arrange(decode(Plan, pipeline.plan, "plan")), pipeline)
 
 
 def _from_rank(first: int, arrangement: Arrangement) -> Arrangement:
@@ -110,5 +109,7 @@ def _check_plan(pipeline: PipelineSettings) -> None:
             f"parallel.plan: found stages with {counts} workers on {plan.devices_used} in all, expected one "
             f"stage for each worker; use --plan model-parallel"
         )
+    # Refuses depths that would have a stage wait for ever.
+    operations(plan.schedule, plan.layout(), plan.microbatches, _arranged(pipeline).depths)
     if plan.recompute or pipeline.recompute:
         raise JobError("parallel.recompute: stages of fused trials cannot run forward twice; leave it out")

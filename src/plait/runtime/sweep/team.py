@@ -103,6 +103,16 @@ class Team:
         """Give all members the mean of their running statistics."""
         average(list(module.buffers()), self.sums)
 
+    def close(self) -> None:
+        """End the channels between its stages; all members call it after their last order."""
+        if self.pipeline is not None:
+            self.pipeline.channels.close()
+
+
+def share_of(team: Team | None) -> tuple[int, int]:
+    """Which share of a batch is this worker's, and of how many; all of it without a team."""
+    return (0, 1) if team is None else team.share
+
 
 def _head_length(trials: int) -> int:
     return 1 + max(1, trials)

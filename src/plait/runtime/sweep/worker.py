@@ -63,6 +63,7 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
             raise
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
     if team is not None:
+        team.close()
         dist.destroy_process_group()
     return result
 
