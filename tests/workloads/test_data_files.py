@@ -43,7 +43,7 @@ def write_fashion(folder: Path, zipped: bool = True, count: int = 3) -> Path:
             f"{prefix}-labels-idx1-ubyte": idx((count,), bytes(range(count))),
         }
         for name, data in files.items():
-            (folder / (name + ".gz" if zipped else name)).write_bytes(gzip.compress(data) if zipped else data)
+            (folder / (name + ".gz" if zipped else name)).write_bytes(gzip.compress(data, mtime=0) if zipped else data)
     return folder
 
 
@@ -140,7 +140,7 @@ IMAGES = idx((3, 2, 3), bytes(18))
             idx((3, 2, 3), bytes(18), magic=0x0D03),
             "magic number 0x00000d03, expected 0x00000803",
         ),
-        ("train-images-idx3-ubyte.gz", gzip.compress(IMAGES)[:-9], "not a whole gzip file"),
+        ("train-images-idx3-ubyte.gz", gzip.compress(IMAGES, mtime=0)[:-9], "not a whole gzip file"),
         ("train-images-idx3-ubyte.gz", b"not gzip at all", "not a whole gzip file"),
         ("train-labels-idx1-ubyte", idx((2,), bytes(2)), "found 2 labels, expected one for each of the 3"),
         ("train-labels-idx1-ubyte", idx((3,), b"\0\1\x0b"), "found the label 11, expected 0 to 9"),
