@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -34,6 +35,14 @@ def die_on_zero(rank: int) -> str:
     if rank == 0:
         os._exit(3)
     return "alive"
+
+
+def is_warm(rank: int) -> bool:
+    return "support.warm" in sys.modules
+
+
+def test_ranks_are_forked_from_a_server_that_has_imported_and_traced_what_they_need():
+    assert run_ranks(1, is_warm) == [True]
 
 
 def test_every_rank_returns_its_result_with_one_thread():

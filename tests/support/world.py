@@ -7,6 +7,7 @@ that fails shows its traceback, a rank that says nothing is named, and no proces
 from __future__ import annotations
 
 import faulthandler
+import functools
 import multiprocessing
 import os
 import signal
@@ -16,15 +17,37 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
-# Imported once for all ranks: torch._dynamo, which torch's optimizers load, takes longer than torch itself.
-_context.set_forkserver_preload(
-    ["torch.distributed", "torch._dynamo", "plait.runtime.worker", "support.world", "support.pipelines"]
+START_S = 100.0
+_PRELOAD = (
+    *("torch.distributed", "plait.runtime.worker", "plait.runtime.sweep.worker"),
+    *("support.world", "support.warm"),
 )
+
+
+@functools.cache
+def _begin_server() -> None:
+    """Start the server that ranks are forked from, with all that they need imported once."""
+    _context.set_forkserver_preload(list(_PRELOAD))
+    places = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    # It does not look where this process does, and says nothing of what it cannot import.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, places))):
+        forkserver.ensure_running()
+    # Its imports take seconds, which no world's deadline should pay for.
+    first = _context.Process(target=_nothing)
+    first.start()
+    first.join(START_S)
+    assert first.exitcode == 0, f"the fork server was not ready within {START_S:.0f} s"
+
+
+def _nothing() -> None:
+    pass
 
 
 class WorldError(AssertionError):
@@ -46,6 +69,7 @@ def run_ranks(
     place in the result holds None. All others must return within `deadline_s`. Once `kill_when` says
     so, every rank is killed (SIGKILL) and has None in the result.
     """
+    _begin_server()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start(r, n, folder, fn, args, kwargs, deadline_s) for r in range(n)]
         try:
