@@ -43,7 +43,9 @@ def write_fashion(folder: Path, zipped: bool = True, count: int = 3) -> Path:
             f"{prefix}-labels-idx1-ubyte": idx((count,), bytes(range(count))),
         }
         for name, data in files.items():
-            (folder / (name + ".gz" if zipped else name)).write_bytes(gzip.compress(data, mtime=0) if zipped else data)
+            (folder / (name + ".gz" if zipped else name)).write_bytes(
+                gzip.compress(data, mtime=0) if zipped else data
+            )
     return folder
 
 
