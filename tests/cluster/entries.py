@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ def add_ranks(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
         "pid": os.getpid(),
         "threads": os.environ["OMP_NUM_THREADS"],
         "port": worker.store.port,
+        "kept": gc.get_freeze_count(),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -56,6 +57,9 @@ class Trainer:
         self._agree_on_start()
         # Counted from the position: the batch size may have changed since the steps before were taken.
         self.begin(total_steps(self.settings, len(self.parts.train_set), self.step, self.position))
+        # What was built stays: collections that come while it trains need not go through it.
+        gc.collect()
+        gc.freeze()
         reason = self.train()
         self.recorder.log_rest()
         metrics = self._evaluate() if reason != "stopped" else {}
