@@ -20,7 +20,7 @@ from plait.core.names import did_you_mean
 from plait.runtime import settings as run
 from plait.runtime.launch import Placement
 from plait.sync.options import TOLERANT, read_options
-from plait.sync.wish import AUTO, find_topology, read_wish
+from plait.sync.wish import AUTO, DEFAULT, find_topology, read_wish
 
 # More than there are anywhere.
 MOST_WORKERS = 1 << 20
@@ -118,7 +118,7 @@ class Parallel(Section):
     sync_options: dict[str, Any] = Field(default_factory=dict)
     slow: dict[int, float] = Field(default_factory=dict)
     jitter: list[float] | None = Field(default=None, min_length=2, max_length=2)
-    topology: str = "native"
+    topology: str = DEFAULT
     threads: int | None = Field(default=None, ge=1)
     timeout_s: float = Field(default=300.0, gt=0)
 

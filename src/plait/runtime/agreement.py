@@ -92,9 +92,11 @@ class Agreement:
                 # All holders go through their groups in this one order, so none waits in a circle.
                 near = tuple(hosts[worker] for worker in workers) if hosts else ("",) * len(workers)
                 members = Members(rank, workers, near, group, deadline.total_seconds())
-                self._sums.append(AllReduce(parameters, group, members))
+                sum_ = AllReduce(parameters, group, members)
                 if topology is not None:
-                    self._sums[-1].switch(settle(topology, members, self._sums[-1].gradient_bytes)[0])
+                    device = parameters[0].device
+                    sum_.switch(settle(topology, members, sum_.gradient_bytes, device)[0])
+                self._sums.append(sum_)
         self._counted = [own[name] for name in own if holders[name][0] == rank]
         for reduce in self._sums:
             reduce.begin()

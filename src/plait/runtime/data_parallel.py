@@ -46,7 +46,9 @@ class DataParallel:
         """Sum as the settings ask; what was measured for it, if anything was."""
         if self._sync is None or self._members is None:
             return None
-        topology, chosen = settle(self._settings.topology, self._members, self._sync.gradient_bytes)
+        topology, chosen = settle(
+            self._settings.topology, self._members, self._sync.gradient_bytes, self._parts.device
+        )
         if topology is not None:
             self._sync.switch(topology)
         return chosen

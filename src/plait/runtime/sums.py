@@ -100,7 +100,7 @@ def _time_one(
 ) -> float:
     sync = AllReduce(list(probe), members.group, members)
     if topology is not None:
-        sync.switch(settle(topology, members, sync.gradient_bytes)[0])
+        sync.switch(settle(topology, members, sync.gradient_bytes, probe[0].device)[0])
     samples = []
     for _ in range(repeats + 1):
         sync.begin()

@@ -15,7 +15,7 @@ from plait.core.units import show_bytes, show_seconds
 from plait.sync.over_topology import OverTopology
 from plait.sync.reducer import Members, Native, Spec
 from plait.sync.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
-from plait.sync.wish import AUTO, TopologyWish, find_topology
+from plait.sync.wish import AUTO, DEFAULT, TopologyWish, find_topology
 
 FIRST_PROBE_BYTES = 256 << 10
 LAST_PROBE_BYTES = 16 << 20
@@ -76,9 +76,14 @@ def choose(members: Members, gradient_bytes: int) -> tuple[Topology | None, Topo
 
 
 def settle(
-    wish: TopologyWish, members: Members, gradient_bytes: int
+    wish: TopologyWish, members: Members, gradient_bytes: int, device: torch.device
 ) -> tuple[Topology | None, TopologyChosen | None]:
-    """The topology to start with, and why where it was measured; all members call it together."""
+    """The topology to start with, and why where it was measured; all members call it together.
+
+    `device` is where the gradients are.
+    """
+    if wish.name == DEFAULT and device.type != "cpu":
+        return None, None
     if wish.name == AUTO:
         return choose(members, gradient_bytes)
     return find_topology(wish, members.hosts), None
