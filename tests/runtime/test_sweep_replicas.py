@@ -30,7 +30,15 @@ from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.team import Team, check_teams
 from plait.runtime.sweep.trials import with_values
-from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
+from support.sweeping import (
+    killed_sweep,
+    same_table,
+    sweep_here,
+    sweep_of,
+    sweep_rank,
+    sweeps_rank,
+    trial_alone,
+)
 from support.training import digits_job, largest_difference, train_rank
 from support.world import run_ranks
 
@@ -127,9 +135,8 @@ def test_a_killed_team_goes_on_with_nothing_lost_and_the_same_dropout(
     pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
     settings = replace(OTHERS["dropout"], replicas=2)
-    saved = tmp_path / "trials" / "0000" / "checkpoints"
-    run_ranks(2, sweep_rank, settings, tmp_path, kill_when=lambda: any(saved.glob("step-*")))
-    again = run_ranks(2, sweep_rank, settings, tmp_path, resume=True)[0]
+    folder = killed_sweep(2, settings, tmp_path, 0)
+    again = run_ranks(2, sweep_rank, settings, folder, resume=True)[0]
     assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from plait.runtime.settings import CheckpointSettings, EvaluateSettings, ModelSettings
-from support.sweeping import same_table, sweep_here, sweep_of
+from support.sweeping import killed_sweep, same_table, sweep_here, sweep_of
 from support.training import digits_job
 
 JOB = digits_job(
@@ -42,9 +37,8 @@ def test_a_sweep_killed_at_any_write_resumes_to_the_same_table(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings = SWEEPS[name]
-    expected = sweep_here(settings, tmp_path / "whole")
     writes = _count_flushes(monkeypatch)
-    sweep_here(settings, tmp_path / "counted")
+    expected = sweep_here(settings, tmp_path / "whole")
     total = len(writes)
     assert total > 10
     for number in (total // 2, total - 2):
@@ -104,32 +98,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path):
     assert same_table(expected, found)
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from support.sweeping import sweep_here
-from test_sweep_resume import SWEEPS
-print("ready", flush=True)
-sweep_here(SWEEPS[sys.argv[1]], Path(sys.argv[2]), resume=sys.argv[3] == "resume")
-print("done", flush=True)
-"""
-
-
-def test_kill_minus_nine_at_random_times_loses_nothing(tmp_path: Path):
+def test_kill_minus_nine_in_its_first_and_last_arrays_loses_nothing(tmp_path: Path):
     expected = sweep_here(SWEEPS["grid"], tmp_path / "whole")
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}", "OMP_NUM_THREADS": "1"}
-    for attempt, seconds in enumerate((0.15, 0.35)):
-        word = "resume" if attempt else "new"
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, "grid", str(tmp_path / "killed"), word],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
-    assert same_table(expected, sweep_here(SWEEPS["grid"], tmp_path / "killed", resume=True))
+    folder = killed_sweep(1, SWEEPS["grid"], tmp_path, 0, 5)
+    assert same_table(expected, sweep_here(SWEEPS["grid"], folder, resume=True))

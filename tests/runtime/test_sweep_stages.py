@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from plait.config import make_job
 from plait.core.codec import decode
@@ -39,29 +38,21 @@ from plait.runtime.sweep.team import Team, check_teams
 from plait.runtime.sweep.trials import with_values
 from plait.sweeping import make_sweep
 from support.plans import planned
-from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
+from support.sweeping import (
+    killed_sweep,
+    same_table,
+    sweep_here,
+    sweep_of,
+    sweep_rank,
+    sweeps_rank,
+    trial_alone,
+)
 from support.training import digits_job, largest_difference
 from support.world import run_ranks
 
 MICROBATCHES = 3
 STEPS = 10
 ADAM = OptimizerSettings("adamw", {"lr": 0.01})
-
-
-class Tied(nn.Module):
-    """A model with a weight used twice, under the first of its two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.last = nn.Linear(64, 10)
-        self.head = nn.Linear(64, 64)
-        self.head.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x.flatten(1)).relu()
-        x = functional.linear(x, self.first.weight).relu()
-        return self.last(self.second(x).relu())
 
 
 class Keeps(nn.Module):
@@ -123,7 +114,7 @@ SWEEPS = {
         "data.batch_size=2,64", "clip_norm=null,0.3", "seed=0,1", optimizer=ADAM, model=HALVES
     ),
     "gpipe": in_stages("data.batch_size=2,64", "optimizer.lr=0.01,0.1", schedule=Schedule.GPIPE, model=NORM),
-    "tied": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("test_sweep_stages:Tied")),
+    "tied": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("support.sweeping:Tied")),
     "pbt": in_stages("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
     "dropout": in_stages("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
 }
@@ -152,9 +143,8 @@ def test_a_trial_in_two_stages_equals_that_on_one_worker(
 def test_a_killed_pipeline_goes_on_with_nothing_lost_and_the_same_dropout(
     pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
-    settings, saved = SWEEPS["dropout"], tmp_path / "trials" / "0000" / "checkpoints"
-    run_ranks(2, sweep_rank, settings, tmp_path, kill_when=lambda: any(saved.glob("step-*")))
-    again = run_ranks(2, sweep_rank, settings, tmp_path, resume=True)[0]
+    folder = killed_sweep(2, SWEEPS["dropout"], tmp_path, 0)
+    again = run_ranks(2, sweep_rank, SWEEPS["dropout"], folder, resume=True)[0]
     assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from plait.core.codec import encode
 from plait.fusion.space import Dimension, parse_dimension
@@ -17,6 +18,7 @@ from plait.runtime.sweep import worker as sweep_worker
 from plait.runtime.sweep.settings import SearchSettings, SweepSettings
 from plait.runtime.sweep.trials import with_values
 from support.training import TestWorker, digits_job, train_here
+from support.world import run_ranks
 
 
 def norm_net(classes: int = 10, width: int = 4) -> nn.Module:
@@ -45,6 +47,22 @@ class Halves(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x.flatten(1)).relu() * self.scale
+        return self.last(self.second(x).relu())
+
+
+class Tied(nn.Module):
+    """A model with a weight used twice, under the first of its two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.last = nn.Linear(64, 10)
+        self.head = nn.Linear(64, 64)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.flatten(1)).relu()
+        x = functional.linear(x, self.first.weight).relu()
         return self.last(self.second(x).relu())
 
 
@@ -98,6 +116,29 @@ def sweep_rank(
 def sweeps_rank(rank: int, sweeps: dict[str, SweepSettings], folder: Path) -> dict[str, Any]:
     """Several sweeps, one after the other, each in a folder of its name below `folder`."""
     return {name: sweep_rank(rank, settings, folder / name) for name, settings in sweeps.items()}
+
+
+def killed_sweep(ranks: int, settings: SweepSettings, folder: Path, *trials: int) -> Path:
+    """Where a sweep lies that was killed, and went on, whenever one of `trials` had saved its first state.
+
+    Each time all ranks were still at work. A busy machine may look too late: then the sweep begins anew.
+    """
+    for attempt in range(5):
+        place = folder / f"killed-{attempt}"
+        if all(_killed(ranks, settings, place, trial) for trial in trials):
+            return place
+    raise AssertionError(f"five times the sweep came to its end before it was killed at trials {trials}")
+
+
+def _killed(ranks: int, settings: SweepSettings, folder: Path, trial: int) -> bool:
+    """Start the sweep or go on with it, and kill it; whether nobody had come to the end by then."""
+    saved = folder / "trials" / f"{trial:04d}" / "checkpoints"
+    assert not any(saved.glob("step-*"))
+    resume = folder.exists()
+    answers = run_ranks(
+        ranks, sweep_rank, settings, folder, resume, kill_when=lambda: any(saved.glob("step-*"))
+    )
+    return answers == [None] * ranks
 
 
 def trial_alone(settings: SweepSettings, values: dict[str, Any], folder: Path) -> tuple[Any, Any]:
