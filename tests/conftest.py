@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -15,6 +16,12 @@ settings.load_profile("plait")
 
 # Worlds have one thread a rank; so has the process that compares them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Spare garbage collections what was imported: torch and all tests, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -3,12 +3,13 @@
 It is for worlds alone: importing it traces models, which takes seconds.
 """
 
-# Torch's optimizers load the first; tracing with free sizes loads the others.
-import sympy.tensor.tensor  # noqa: F401
-import torch._dynamo
-import torch.export._trace  # noqa: F401
+from plait.cluster.imports import import_all
 
-from support.pipelines import Case, build, traced_model
-
-for name in ("cnn", "lstm", "transformer"):
-    traced_model(Case(name, ()), build(Case(name, ())))
+import_all(
+    [
+        *("torch.distributed", "plait.runtime.worker", "plait.runtime.sweep.worker", "support.world"),
+        # Torch's optimizers load the first; tracing with free sizes loads the others.
+        *("torch._dynamo", "torch.export._trace", "sympy.tensor.tensor"),
+        "support.traces",
+    ]
+)

@@ -25,16 +25,12 @@ from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
 START_S = 100.0
-_PRELOAD = (
-    *("torch.distributed", "plait.runtime.worker", "plait.runtime.sweep.worker"),
-    *("support.world", "support.warm"),
-)
 
 
 @functools.cache
 def _begin_server() -> None:
     """Start the server that ranks are forked from, with all that they need imported once."""
-    _context.set_forkserver_preload(list(_PRELOAD))
+    _context.set_forkserver_preload(["support.warm"])
     places = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     # It does not look where this process does, and says nothing of what it cannot import.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, places))):

@@ -21,6 +21,8 @@ import threading
 from multiprocessing import forkserver
 from typing import Any, TextIO
 
+from plait.cluster import imports
+
 
 def main() -> None:
     """Serve one supervisor, then end; a broken pipe on either side ends it too."""
@@ -36,9 +38,8 @@ def main() -> None:
     # What a step frees the next one asks for again: giving pages back in between took 4% of the time.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # Workers are forked from a server that imports torch and more while this process imports torch.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([order["entry"].partition(":")[0], *order["preload"]])
-    forkserver.ensure_running()
+    _start_fork_server([order["entry"].partition(":")[0], *order["preload"]])
+    imports.import_all(["plait.cluster.elastic"])
     from plait.cluster.elastic import serve
 
     talk = Talk()
@@ -47,6 +48,14 @@ def main() -> None:
     _end_fork_server()
     # The elastic agent and the store leave threads behind that would hold up an ordinary exit.
     os._exit(status)
+
+
+def _start_fork_server(modules: list[str]) -> None:
+    """Start the server that workers are forked from, which imports `modules` for all of them."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([imports.__name__])
+    os.environ[imports.ORDER] = " ".join(modules)
+    forkserver.ensure_running()
+    del os.environ[imports.ORDER]
 
 
 def _end_fork_server() -> None:
