@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -41,10 +42,25 @@ epochs: 2
 LONG = ["--set", "epochs=null", "--set", "steps=1000000", "--set", "checkpoint.every_steps=1000000"]
 
 
-def plait(*words: str, cwd: Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "plait", *words], cwd=cwd, capture_output=True, text=True, timeout=timeout
-    )
+def plait(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-m", "plait", *words], cwd)
+
+
+def installed(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As `plait`, by the command that people type: it does not look for modules in `cwd` by itself."""
+    return run([str(Path(sys.executable).parent / "plait"), *words], cwd)
+
+
+def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=90)
+
+
+def answer(folder: Path, *words: str) -> Any:
+    """The JSON that a verb prints, in this process, which has imported torch already."""
+    with contextlib.chdir(folder):
+        done = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
 
 
 @pytest.fixture
@@ -64,7 +80,8 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
             if json.loads((folder / "runs/t-001/status.json").read_text())["progress"].get("step", 0) > 0:
                 return process
         time.sleep(0.05)
-    raise AssertionError("no step within 60 s")
+    process.kill()
+    raise AssertionError(f"no step within 60 s; it said: {process.communicate()}")
 
 
 def worker_pids(folder: Path) -> list[int]:
@@ -76,8 +93,14 @@ def wait_until_gone(pids: list[int]) -> None:
     assert alive == []
 
 
-def test_a_job_trains_evaluates_and_leaves_its_record(folder: Path):
-    done = plait("train", "job.yaml", "-np", "2", "--set", "tensorboard=true", cwd=folder)
+def test_a_job_with_a_model_of_ones_own_trains_evaluates_and_leaves_its_record(folder: Path):
+    (folder / "mine.py").write_text(
+        "import torch\n"
+        "def net(classes=10):\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))\n"
+    )
+    (folder / "job.yaml").write_text(JOB.replace("plait.workloads.mlp:mlp_tiny", "mine:net"))
+    done = installed("train", "job.yaml", "-np", "2", "--set", "tensorboard=true", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "2 workers on localhost" in done.stderr
     assert re.search(r"test accuracy +\d", done.stdout)
@@ -90,11 +113,10 @@ def test_a_job_trains_evaluates_and_leaves_its_record(folder: Path):
     assert list((run / "tensorboard").glob("events.out.*"))
     assert (run / "logs/rank1.err").exists()
 
-    measured = plait("evaluate", "t", "--json", cwd=folder)
+    measured = installed("evaluate", "t", "--json", cwd=folder)
     result = json.loads((run / "result.json").read_text())
     assert json.loads(measured.stdout)["metrics"] == pytest.approx(result["test"], rel=1e-5)
-    finished = plait("status", "t", "--json", cwd=folder).stdout
-    assert json.loads(finished)["state"] == "finished"
+    assert answer(folder, "status", "t")["state"] == "finished"
     again = plait("train", "job.yaml", "--resume", "--json", cwd=folder)
     assert json.loads(again.stdout)["train_loss"] == result["train_loss"]
     assert again.stderr == ""
@@ -105,18 +127,6 @@ def test_a_job_trains_evaluates_and_leaves_its_record(folder: Path):
     before = (run / "status.json").read_text()
     assert plait("train", "job.yaml", "--resume", "--set", "optimizer.kind=foo", cwd=folder).returncode == 2
     assert (run / "status.json").read_text() == before
-
-
-def test_a_model_of_ones_own_is_found_by_the_installed_command(folder: Path):
-    (folder / "mine.py").write_text(
-        "import torch\n"
-        "def net(classes=10):\n"
-        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))\n"
-    )
-    command = [str(Path(sys.executable).parent / "plait")]
-    for words in (["train", "job.yaml", "--set", "model=mine:net", "-q"], ["evaluate", "t"]):
-        done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True, timeout=90)
-        assert done.returncode == 0, done.stderr
 
 
 def test_a_mistake_in_json_mode_is_an_object_too(folder: Path):
@@ -194,8 +204,7 @@ def test_a_crash_in_the_users_model_shows_its_traceback_once(folder: Path):
 def test_a_stopped_run_ends_cleanly_and_goes_on_with_resume(folder: Path, how: str):
     process = start(folder)
     pids = worker_pids(folder)
-    alive = json.loads(plait("status", "t", "--json", cwd=folder).stdout)["workers"]
-    assert [w["alive"] for w in alive] == [True, True]
+    assert [w["alive"] for w in answer(folder, "status", "t")["workers"]] == [True, True]
     if how == "ctrl-c":
         process.send_signal(signal.SIGINT)
     else:
