@@ -63,15 +63,25 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """A parameter that several nodes use; its bytes count for the first, and a stage apart has a copy."""
+
+    bytes: float
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Graph:
-    """Nodes and edges, checked when made: names are unique and known, costs finite, and no cycle."""
+    """Nodes, edges and ties, checked when made: names are unique and known, costs finite, and no cycle."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
+    ties: tuple[Tie, ...] = ()
 
     def __post_init__(self) -> None:
         _check_nodes(self.nodes)
         _check_edges(self.edges, self.node_by_id)
+        _check_ties(self.ties, self.node_by_id)
         if len(self.order) < len(self.nodes):
             cycle = _find_cycle(self)
             raise GraphError(
@@ -130,11 +140,13 @@ class Graph:
         return math.fsum(tensors.values())
 
     def without(self, ids: Iterable[str]) -> Graph:
-        """The graph without the nodes named and the edges that touch them."""
+        """The graph without the nodes named, the edges that touch them, and their part in ties."""
         gone = set(ids)
+        ties = [Tie(t.bytes, tuple(node for node in t.nodes if node not in gone)) for t in self.ties]
         return Graph(
             tuple(node for node in self.nodes if node.id not in gone),
             tuple(edge for edge in self.edges if edge.source not in gone and edge.target not in gone),
+            tuple(tie for tie in ties if len(tie.nodes) > 1),
         )
 
     def _chosen(self, ids: Iterable[str] | None) -> Iterable[Node]:
@@ -196,6 +208,18 @@ def _check_edges(edges: Iterable[Edge], nodes: dict[str, Node]) -> None:
                 f"{name}: tensor {edge.tensor!r} has {edge.bytes:g} bytes here, {first:g} on another edge; "
                 f"expected one size, or another tensor name"
             )
+
+
+def _check_ties(ties: Iterable[Tie], nodes: dict[str, Node]) -> None:
+    for tie in ties:
+        _check_amount(tie.bytes, f"a parameter that {', '.join(tie.nodes)} share: bytes")
+        if len(set(tie.nodes)) < 2 or len(set(tie.nodes)) < len(tie.nodes):
+            raise GraphError(
+                f"found a parameter shared by {list(tie.nodes)}; expected two nodes or more, each once"
+            )
+        for name in tie.nodes:
+            if name not in nodes:
+                raise GraphError(f"a shared parameter: there is no node {name!r}{did_you_mean(name, nodes)}")
 
 
 def _check_amount(amount: float, name: str) -> None:

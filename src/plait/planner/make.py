@@ -150,7 +150,7 @@ def as_run(graph: Graph, settings: Settings) -> Graph:
         replace(node, backward_s=node.backward_s + again * node.forward_s + updates * node.update_s)
         for node in graph.nodes
     )
-    return Graph(tuple(nodes), graph.edges)
+    return replace(graph, nodes=tuple(nodes))
 
 
 class _Search:
@@ -208,7 +208,8 @@ class _Search:
 
     def _solved(self, ideals: Ideals, every_ideal: bool) -> Partition:
         depth = Depth(self.settings.schedule, self.machines.count, self._microbatches())
-        memory = stage_memory(ideals, self.settings.schedule, self.settings.memory)
+        deepest = self.machines.count
+        memory = stage_memory(ideals, self.settings.schedule, self.settings.memory, deepest)
         ranges = ranges_of(ideals, memory, depth)
         if self.settings.schedule is Schedule.INTERLEAVED:
             # What counts is that the many small stages are alike; their messages are replayed later.

@@ -5,6 +5,10 @@ What a worker holds for a stage while it trains, beside what any Python process 
 - the weights, once for each version: as many under stash as there are microbatches in flight, two under 2bw,
   else one; one gradient of each; the optimizer's state; the buffers; where the stage has replicas, one copy
   more of the gradients, in which they are summed;
+- the same of weights that belong to another stage and are used here too (`Graph.ties`). All stages that
+  share a weight sum its gradients: schedules that drain hold one copy more for that, 2bw the sum of the batch
+  before. Under stash each stage has given the gradients of so many microbatches, which wait until the first
+  of these stages has come so far, as that one has more in flight than itself (runtime/tied.py);
 - for each microbatch in flight, what autograd keeps, the input that was received, and the output that was
   sent, which stays in the memory that both workers see until the stage behind is done with it. Outputs
   that autograd does not keep are given back once they are sent, and the stage's inputs count once, though
@@ -49,7 +53,8 @@ class MemorySettings:
 class Held(Generic[Amount]):
     """What a stage is made of, in bytes, or every stage of a family: weights, buffers, and by microbatch.
 
-    `kept` is what autograd keeps beside the inputs, `working` what a layer at work takes beyond it.
+    `kept` is what autograd keeps beside the inputs, `working` what a layer at work takes beyond it. `shared`
+    are the weights that other stages use too, `waiting` their gradients that wait for the others under stash.
     """
 
     weights: Amount
@@ -58,11 +63,14 @@ class Held(Generic[Amount]):
     received: Amount
     sent: Amount
     working: Amount
+    shared: Amount
+    waiting: Amount
 
     def state(self, schedule: Schedule, settings: MemorySettings) -> Amount:
         """What is there however many microbatches are in flight, but for the versions of the weights."""
         copies = 1 + settings.optimizer_copies
         state = self.weights * copies + self.buffers + self._queued(schedule) + self.working
+        state = state + (self.waiting if schedule is Schedule.STASH else self.shared)
         return state + self.kept if settings.recompute else state
 
     def microbatch(self, settings: MemorySettings) -> Amount:
@@ -104,27 +112,46 @@ class StageMemory:
         return StageMemory(self.fixed[pairs], self.each[pairs], self.summed[pairs])
 
 
-def stage_memory(ideals: Ideals, schedule: Schedule, settings: MemorySettings) -> StageMemory:
-    """The memory of every stage of `ideals` under `schedule`."""
+def stage_memory(
+    ideals: Ideals, schedule: Schedule, settings: MemorySettings, deepest: int = 1
+) -> StageMemory:
+    """The memory of every stage of `ideals` under `schedule`; `deepest` is the most in flight in any."""
     graph = ideals.graph
     nodes = [graph.node_by_id[name] for name in graph.order]
     kept = kept_bytes(graph)
     working = working_bytes(ideals)
     received, shape = ideals.crossing_bytes[:, None], (len(ideals), len(ideals))
+    shared, copied = _tied(ideals)
     held = Held(
-        weights=_ranges(ideals.parameter_bytes),
+        weights=_ranges(ideals.parameter_bytes) + copied,
         buffers=_ranges(ideals.sums([node.buffer_bytes for node in nodes])),
         kept=_ranges(ideals.sums([kept[node.id] for node in nodes])) - ideals.kept_behind_bytes[:, None],
         received=np.broadcast_to(received, shape),
         sent=np.broadcast_to(received.T, shape),
         working=np.broadcast_to(working[None, :], shape),
+        shared=shared,
+        waiting=deepest * shared,
     )
     copies, versions_each = versions(schedule)
+    # The more a stage itself has in flight, the fewer of its gradients wait.
+    come = shared if schedule is Schedule.STASH else 0.0
     return StageMemory(
         held.weights * copies + held.state(schedule, settings),
-        held.weights * versions_each + held.microbatch(settings),
-        held.weights,
+        held.weights * versions_each + held.microbatch(settings) - come,
+        held.weights - shared,
     )
+
+
+def _tied(ideals: Ideals) -> tuple[Floats, Floats]:
+    """Bytes of the weights that each stage shares with others, and of those that another one counts."""
+    shared, copied = np.zeros((2, len(ideals), len(ideals)))
+    for tie in ideals.graph.ties:
+        users = _ranges(ideals.sums([name in tie.nodes for name in ideals.graph.order]))
+        counts = _ranges(ideals.sums([name == tie.nodes[0] for name in ideals.graph.order]))
+        apart = (users > 0) & (users < len(tie.nodes))
+        shared += tie.bytes * apart
+        copied += tie.bytes * (apart & (counts < 1))
+    return shared, copied
 
 
 def kept_bytes(graph: Graph) -> dict[str, float]:

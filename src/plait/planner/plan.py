@@ -19,6 +19,18 @@ KIND, VERSION = "plan", 1
 
 
 @dataclass(frozen=True)
+class Tied:
+    """Weights that a stage shares with others: all of them, and those that another stage counts as its own.
+
+    `waiting_bytes` are gradients that wait for the first of these stages, under stash.
+    """
+
+    shared_bytes: float = 0.0
+    copied_bytes: float = 0.0
+    waiting_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class Stage:
     """A slice of the model: its layers (node ids in order) and the devices that replicate it.
 
@@ -43,6 +55,7 @@ class Stage:
     in_flight: int
     memory_bytes: float
     working_bytes: float = 0.0
+    tied: Tied = Tied()
 
     @property
     def compute_s(self) -> float:
@@ -52,18 +65,20 @@ class Stage:
     def held(self) -> Held[float]:
         """What its memory is made of."""
         return Held(
-            self.parameter_bytes,
+            self.parameter_bytes + self.tied.copied_bytes,
             self.buffer_bytes,
             self.activation_bytes,
             self.input_bytes,
             self.output_bytes,
             self.working_bytes,
+            self.tied.shared_bytes,
+            self.tied.waiting_bytes,
         )
 
     @property
     def summed_bytes(self) -> float:
-        """What its gradients are summed in, where it has replicas."""
-        return self.parameter_bytes if self.replicas > 1 else 0.0
+        """What its own gradients are summed in, where it has replicas."""
+        return self.held.weights - self.held.shared if self.replicas > 1 else 0.0
 
     @property
     def traffic_bytes(self) -> float:

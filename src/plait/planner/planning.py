@@ -23,7 +23,7 @@ from plait.planner.make import (
 from plait.planner.memory import MemorySettings, kept_bytes, versions, working_bytes
 from plait.planner.mixed import Placed
 from plait.planner.operations import Backward, BackwardWeight, Forward, Layout, Op
-from plait.planner.plan import Plan, Speedups, Stage
+from plait.planner.plan import Plan, Speedups, Stage, Tied
 from plait.planner.predict import (
     choose_microbatches,
     data_parallel_s,
@@ -34,6 +34,7 @@ from plait.planner.predict import (
 )
 from plait.planner.reasons import reasons
 from plait.planner.schedules import operations
+from plait.planner.ties import find_tied
 
 
 def make_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
@@ -143,8 +144,10 @@ def _build_stages(
 ) -> tuple[Stage, ...]:
     layout = Layout(tuple(placed.devices for placed in partition.stages))
     held = _held(settings.schedule, layout, microbatches, depths)
+    layers = [partition.ideals.between(placed.start, placed.end) for placed in partition.stages]
+    tied = find_tied(graph.ties, layers, layout, depths)
     return tuple(
-        _build_stage(graph, machines, settings, partition.ideals, placed, held[s])
+        _build_stage(graph, machines, settings, partition.ideals, placed, held[s], tied[s])
         for s, placed in enumerate(partition.stages)
     )
 
@@ -176,7 +179,13 @@ def _most_held(ops: Sequence[Op], stage: int) -> int:
 
 
 def _build_stage(
-    graph: Graph, machines: Machines, settings: Settings, ideals: Ideals, placed: Placed, held: int
+    graph: Graph,
+    machines: Machines,
+    settings: Settings,
+    ideals: Ideals,
+    placed: Placed,
+    held: int,
+    tied: Tied,
 ) -> Stage:
     layers = ideals.between(placed.start, placed.end)
     kept = kept_bytes(graph)
@@ -209,13 +218,14 @@ def _build_stage(
         in_flight=held,
         memory_bytes=0.0,
         working_bytes=float(working_bytes(ideals)[placed.end]),
+        tied=tied,
     )
     return replace(stage, memory_bytes=_memory_bytes(stage, settings, held))
 
 
 def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
     copies, each = versions(settings.schedule)
-    weights = stage.parameter_bytes * (copies + each * held) + stage.summed_bytes
+    weights = stage.held.weights * (copies + each * held) + stage.summed_bytes
     memory = settings.memory
     return weights + stage.held.state(settings.schedule, memory) + held * stage.held.microbatch(memory)
 

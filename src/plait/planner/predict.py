@@ -96,7 +96,7 @@ def _costs(stage: Stage, schedule: Schedule, memory: MemorySettings, overhead_s:
         backward_s=stage.backward_s + overhead_s,
         output_bytes=stage.output_bytes,
         update_s=stage.update_s,
-        parameter_bytes=stage.parameter_bytes,
+        parameter_bytes=stage.held.weights,
         state_bytes=stage.held.state(schedule, memory) + stage.summed_bytes,
         microbatch_bytes=stage.held.microbatch(memory),
     )

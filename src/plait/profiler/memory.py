@@ -79,7 +79,9 @@ def _working(
 ) -> list[float]:
     """What each layer takes beyond what the layers before it keep; the loss counts for the last."""
     sizes = {name: p.numel() * p.element_size() for name, p in traced.model.named_parameters()}
-    own = [sum(sizes.pop(name, 0) for name in layer.parameters) for layer in traced.layers]
+    # Backward comes to the last layer that uses a parameter first: there its gradient is made.
+    own = [sum(sizes.pop(name, 0) for name in layer.parameters) for layer in reversed(traced.layers)]
+    own.reverse()
     working = []
     for i in range(len(kept)):
         # The layers behind, and this one, have left gradients of their parameters.

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from plait.core import artefact
 from plait.core.errors import InputError
-from plait.graph.graph import Edge, Graph, Node
+from plait.graph.graph import Edge, Graph, Node, Tie
 from plait.profiler.links import Link, Sum
 from plait.profiler.memory import Weights, weigh
 from plait.profiler.timing import Clock, LayeredModel, Loss, StepTimes, Timed, time_layers, time_whole
@@ -78,7 +78,7 @@ class Profile:
         """The graph whose first layer fetches the microbatch too: what a worker of the first stage does."""
         first, *rest = self.graph.nodes
         first = replace(first, forward_s=first.forward_s + self.loading_s)
-        return Graph((first, *rest), self.graph.edges)
+        return replace(self.graph, nodes=(first, *rest))
 
     def with_links(self, links: tuple[Link, ...], sums: tuple[Sum, ...] = ()) -> Profile:
         return replace(self, links=links, sums=sums)
@@ -264,7 +264,8 @@ def _graph(traced: TracedModel, weights: Weights, forward: list[Timed], backward
             for source, value in sources
             if source
         ]
-    return Graph(tuple(nodes), tuple(edges))
+    ties = tuple(Tie(shared.bytes, shared.layers) for shared in shared_parameters(traced))
+    return Graph(tuple(nodes), tuple(edges), ties)
 
 
 def shared_parameters(traced: TracedModel) -> tuple[SharedParameter, ...]:

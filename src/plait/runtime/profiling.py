@@ -136,7 +136,7 @@ def _with_updates(graph: Graph, updates: dict[str, UpdateTimes]) -> Graph:
         times = updates.get(node.id, UpdateTimes(0.0, 0.0))
         more = max(0.0, times.kept_s - times.in_place_s)
         nodes.append(replace(node, update_s=times.in_place_s, version_s=more))
-    return Graph(tuple(nodes), graph.edges)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
@@ -247,4 +247,4 @@ def _mean_of_workers(graph: Graph) -> Graph:
     dist.all_reduce(times)
     means = (times / dist.get_world_size()).tolist()
     nodes = (replace(n, **dict(zip(columns, row))) for n, row in zip(graph.nodes, means))
-    return Graph(tuple(nodes), graph.edges)
+    return replace(graph, nodes=tuple(nodes))

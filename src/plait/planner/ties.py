@@ -1,0 +1,41 @@
+"""Weights that stages share: which stage counts them, who has a copy, and whose gradients wait for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from plait.graph.graph import Tie
+from plait.planner.depth import Schedule, in_flight
+from plait.planner.operations import Layout
+from plait.planner.plan import Tied
+
+
+def find_tied(
+    ties: Iterable[Tie], stages: Sequence[Sequence[str]], layout: Layout, depths: Sequence[int] = ()
+) -> list[Tied]:
+    """What each of `stages`, given by their layers, has in `ties`; `depths` are microbatches in flight.
+
+    A worker with several stages that share a weight holds it once, for the first of them.
+    """
+    # How deep stash is: under the other schedules no gradients wait.
+    many = max([layout.devices_from(0), *depths]) * len(layout.workers)
+    given = dict(enumerate(depths))
+    deep = [in_flight(Schedule.STASH, layout, s, many, given) for s in range(len(stages))]
+    found = [Tied()] * len(stages)
+    for tie in ties:
+        users = [s for s, layers in enumerate(stages) if not set(tie.nodes).isdisjoint(layers)]
+        if len(users) < 2:
+            continue
+        holders: set[int] = set()
+        for s in users:
+            if holders.isdisjoint(layout.stages[s]):
+                copied = 0.0 if tie.nodes[0] in stages[s] else tie.bytes
+                found[s] = replace(
+                    found[s],
+                    shared_bytes=found[s].shared_bytes + tie.bytes,
+                    copied_bytes=found[s].copied_bytes + copied,
+                    waiting_bytes=found[s].waiting_bytes + tie.bytes * max(0, deep[users[0]] - deep[s]),
+                )
+            holders |= set(layout.stages[s])
+    return found
