@@ -94,6 +94,11 @@ class Channels:
         if isinstance(link, RemoteLink):
             link.expect(channel)
 
+    @property
+    def seen_gpu_bytes(self) -> int:
+        """GPU memory of peers that this worker reads messages in."""
+        return sum(link.seen_gpu_bytes for link in self._shared)
+
     def close(self) -> None:
         """End all channels; peers that wait for nothing more take no notice."""
         for link in self._links.values():

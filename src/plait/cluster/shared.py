@@ -68,6 +68,11 @@ class SharedLink:
         """Messages sent on `channel` whose memory the peer has not given back."""
         return self._under_way[channel]
 
+    @property
+    def seen_gpu_bytes(self) -> int:
+        """The peer's GPU memory that messages came in so far; it stays open."""
+        return sum(buffer.size for buffer in self._theirs.values() if buffer.gpu is not None)
+
     def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
         """Copy a message into a free buffer and tell the peer; never waits."""
         self.take_notices()

@@ -1,10 +1,19 @@
 """Memory: what a plan says that each stage holds, against what its worker has resident.
 
-The peak resident bytes of a stage are the most that its worker has resident (the kernel's VmHWM) while it
-trains, less what it has resident just before the first step, its own weights and buffers aside. Libraries
-have been used before that, and allocators give back at once what is freed, so that neither counts. Memory
-that two workers see counts for both. Models are cut in two, or replicated, and take batches that make tens
-of megabytes: less is lost among what libraries set aside.
+The peak resident bytes of a worker are the most that it has resident (the kernel's VmHWM) while it trains,
+less what it has resident just before the first step, its own weights and buffers aside. Libraries have been
+used before that. Memory that two workers see counts for both. Models are cut in two, replicated, or cut in
+four and dealt to two workers, and take batches that make tens of megabytes: less is lost among what
+libraries set aside.
+
+A plan says what tensors take. What an allocator holds besides depends on the system, so claims are made of
+workers whose allocator adds next to nothing (`_ALLOCATOR`), and `as_run_bytes` shows beside them what the
+same stages take with the allocator as workers usually have it. torch's on ARM, mimalloc, cuts memory for
+tensors above 512 kB in steps of as much, counts 64 bytes to each tensor, and asks for pages of 2 MB: a tensor
+of 512 kB then has 1 MB resident. And workers keep what is freed for the next step, which makes them faster.
+
+On CUDA it is what torch's allocator has handed out (`max_memory_allocated`), with the memory of other workers
+that the worker reads. Its own reserve does not count, there either.
 """
 
 from __future__ import annotations
@@ -15,13 +24,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from plait.cluster.channels import connect
+from plait.cluster.channels import Channels, connect
 from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.cluster.worker import Worker
@@ -29,12 +38,21 @@ from plait.core.codec import decode, encode
 from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_models import job
 from plait.experiments.pipeline_sides import FixedWork
-from plait.planner import Plan, Schedule, Settings, data_parallel_plan, make_plan, measured_machines
+from plait.planner import (
+    Plan,
+    Schedule,
+    Settings,
+    data_parallel_plan,
+    make_plan,
+    measured_machines,
+    predict,
+)
+from plait.profiler.profile import Profile
 from plait.profiler.trace import trace
 from plait.runtime import build
 from plait.runtime.arrangement import arrange, one_batch, stream
 from plait.runtime.launch import Placement
-from plait.runtime.loading import SeededSamples
+from plait.runtime.loading import SeededSamples, to_device
 from plait.runtime.optim import build_optimizer
 from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_together
@@ -43,51 +61,83 @@ from plait.workloads.losses import build_loss
 
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED, Schedule.FLUSH, Schedule.GPIPE)
 PIECES = 8
+Device = Literal["cpu", "cuda"]
 TWO = Placement((Host(LOCAL, 2),), threads=1)
-# What is freed is no longer resident, at once: for builds of torch with mimalloc, and for the others.
-_ALLOCATOR = {"MIMALLOC_PURGE_DELAY": "0", "MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+# What is freed is no longer resident, at once, and what is between tensors never is: pages are small. For
+# builds of torch with mimalloc, and for the others.
+_ALLOCATOR = {
+    "MIMALLOC_PURGE_DELAY": "0",
+    "MIMALLOC_ALLOW_THP": "0",
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 10),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its microbatches, and the schedules it is measured under."""
+    """A model with its microbatches, and the schedules it is measured under.
+
+    It is cut in two stages; `replicated` makes it one with two replicas, `dealt` four, two for each worker.
+    """
 
     settings: TrainSettings
     microbatch: int
     schedules: tuple[Schedule, ...] = SCHEDULES
     replicated: bool = False
+    dealt: bool = False
+
+    def plan(self, profile: Profile, schedule: Schedule) -> Plan:
+        """How it is laid over two workers."""
+        machines = measured_machines((2,), profile.links, profile.sums)
+        asked = Settings(schedule, PIECES, straight=not self.replicated)
+        if self.dealt:
+            # The planner deals stages for the interleaved schedule; the others run them as well.
+            plan = make_plan(profile.graph, machines, replace(asked, schedule=Schedule.INTERLEAVED))
+            return replace(plan, schedule=schedule)
+        make = data_parallel_plan if self.replicated else make_plan
+        return make(profile.graph, machines, asked)
 
 
-def cases() -> tuple[Case, ...]:
-    """VGG-16 and ResNet-50, tiny, on larger images, a transformer, and a VGG-16 that is mostly weights."""
+def cases(device: Device = "cpu") -> tuple[Case, ...]:
+    """VGG-16 and ResNet-50, tiny, on larger images, transformers, and a VGG-16 that is mostly weights."""
     images = {"shape": [1, 32, 32], "classes": 10, "samples": 512}
+
+    def on_device(settings: TrainSettings) -> TrainSettings:
+        return replace(settings, device=device)
 
     def tiny(name: str, factory: str, microbatch: int) -> Case:
         common = replace(job("vgg16", 8), name=name, model=ModelSettings(factory))
         data = DataSettings("synthetic", PIECES * microbatch, images)
-        return Case(replace(common, data=data), microbatch)
+        return Case(on_device(replace(common, data=data)), microbatch)
 
-    transformer = Case(job("transformer", PIECES * 32), 32)
+    transformer = Case(on_device(job("transformer", PIECES * 32)), 32)
+    apart = transformer.settings
+    options = {**apart.model.args, "tied": True}
+    tied = replace(apart, name="tied transformer", model=ModelSettings(apart.model.factory, options))
+    dealt = (Schedule.INTERLEAVED, Schedule.STASH, Schedule.FLUSH)
     return (
         tiny("vgg16_tiny", "plait.workloads.vgg:vgg16_tiny", 512),
         tiny("resnet50_tiny", "plait.workloads.resnet:resnet50_tiny", 128),
         transformer,
         replace(transformer, schedules=(Schedule.STASH, Schedule.FLUSH), replicated=True),
-        Case(job("vgg16", PIECES * 16), 16),
+        replace(transformer, schedules=dealt, dealt=True),
+        replace(transformer, settings=tied),
+        Case(on_device(job("vgg16", PIECES * 16)), 16),
     )
 
 
-def run(steps: int = 3, chosen: Sequence[Case] | None = None) -> tuple[list[Row], list[Claim]]:
-    """Every stage of every case, predicted and measured over so many steps."""
+def run(
+    steps: int = 3, chosen: Sequence[Case] | None = None, device: Device = "cpu"
+) -> tuple[list[Row], list[Claim]]:
+    """Every worker of every case, predicted and measured over so many steps.
+
+    On `cuda` the two workers share a GPU where there is only one.
+    """
     rows: list[Row] = []
-    for case in cases() if chosen is None else chosen:
+    for case in cases(device) if chosen is None else chosen:
         with tempfile.TemporaryDirectory() as logs:
             profile = profile_together(case.settings, TWO, case.microbatch, Path(logs), repeats=2)
-        machines = measured_machines((2,), profile.links, profile.sums)
         for schedule in case.schedules:
-            asked = Settings(schedule, PIECES, straight=not case.replicated)
-            make = data_parallel_plan if case.replicated else make_plan
-            rows += _measure(case, make(profile.graph, machines, asked), steps)
+            rows += _measure(case, case.plan(profile, schedule), steps)
     return rows, claims_of(rows)
 
 
@@ -104,25 +154,40 @@ def claims_of(rows: Sequence[Row]) -> list[Claim]:
 
 def _measure(case: Case, plan: Plan, steps: int) -> list[Row]:
     order = {"settings": encode(case.settings), "plan": encode(plan), "microbatch": case.microbatch}
+    order["steps"] = steps
+    found = _peaks(order, _ALLOCATOR)
+    as_run = _peaks(order, {}) if case.settings.device == "cpu" else found
+    # What a worker with several stages holds depends on how they take turns.
+    predicted = dict(predict(plan).simulation.peak_bytes)
+    rows: list[Row] = []
+    for device in plan.layout().workers:
+        own = [number for number, stage in enumerate(plan.stages) if device in stage.devices]
+        if len(own) == 1:
+            predicted[device] = plan.stages[own[0]].memory_bytes
+        rows.append(
+            {
+                "case": f"{case.settings.name}, microbatches of {case.microbatch}",
+                "schedule": plan.schedule.value,
+                "plan": "-".join(str(stage.replicas) for stage in plan.stages),
+                "stage": "+".join(map(str, own)),
+                "worker": device,
+                "predicted_bytes": predicted[device],
+                "bytes": found[device],
+                "ratio": found[device] / predicted[device],
+                "as_run_bytes": as_run[device],
+            }
+        )
+    return rows
+
+
+def _peaks(order: dict[str, Any], environment: dict[str, str]) -> dict[int, int]:
+    """The peak resident bytes of each worker."""
+    entry = "plait.experiments.pipeline_memory:worker"
     with tempfile.TemporaryDirectory() as logs:
-        entry = "plait.experiments.pipeline_memory:worker"
-        placement = replace(TWO, environment=_ALLOCATOR)
-        launch = placement.launch(entry, {**order, "steps": steps}, Path(logs), preload=("torch._dynamo",))
+        placement = replace(TWO, environment=environment)
+        launch = placement.launch(entry, order, Path(logs), preload=("torch._dynamo",))
         found = Supervisor(launch, Unwatched()).run()
-    return [
-        {
-            "case": f"{case.settings.name}, microbatches of {case.microbatch}",
-            "schedule": plan.schedule.value,
-            "plan": "-".join(str(stage.replicas) for stage in plan.stages),
-            "stage": number,
-            "worker": device,
-            "predicted_bytes": stage.memory_bytes,
-            "bytes": found[device]["bytes"],
-            "ratio": found[device]["bytes"] / stage.memory_bytes,
-        }
-        for number, stage in enumerate(plan.stages)
-        for device in stage.devices
-    ]
+    return {rank: result["bytes"] for rank, result in found.items()}
 
 
 def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
@@ -130,61 +195,91 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     worker.join("gloo")
     settings = decode(TrainSettings, order["settings"], "settings")
     plan = decode(Plan, order["plan"], "plan")
-    use_libraries()
+    device = build.choose_device(settings.device, worker.local_rank)
+    use_libraries(device)
     data = SeededSamples(build.build_data(settings.data, "train"), 0)
-    x, y = data.__getitems__([(0, i) for i in range(order["microbatch"])])
+    content = data.__getitems__([(0, i) for i in range(order["microbatch"])])
+    x, y = to_device(content, device, None)
     arrangement = arrange(plan)
-    model = build.build_model(settings.model, 0)
+    model = build.build_model(settings.model, 0).to(device)
     traced = trace(model, (x,))
     window = arrangement.window()
-    channels = connect(worker.rank, ["here"] * 2, arrangement.workers, deadline_s=120, window=window)
+    hosts, peers = ["here"] * 2, arrangement.workers
+    channels = connect(worker.rank, hosts, peers, deadline_s=120, window=window, device=device)
     parts = Parts(
         build_loss(settings.loss),
         lambda parameters: build_optimizer(settings.optimizer, list(parameters)),
-        torch.device("cpu"),
+        device,
         contextlib.nullcontext,
     )
     pipeline = Pipeline(worker.rank, arrangement, traced, channels, parts)
     del model, traced
-    batches = [PIECES] * order["steps"] if plan.schedule.synchronous else [PIECES * order["steps"]]
-    with _watching(pipeline) as peak:
-        for total in batches:
-            work = FixedWork((x,), (y,), 1 / total, total)
-            together = plan.schedule.synchronous
-            ops = (
-                one_batch(arrangement, worker.rank, total)
-                if together
-                else stream(arrangement, worker.rank, work)
-            )
-            pipeline.run(ops, work)
+    meter = _OnGpu(pipeline, channels, device) if device.type == "cuda" else _Resident(pipeline)
+    _train(pipeline, x, y, order["steps"])
+    peak = meter.peak_bytes()
     dist.barrier()
     pipeline.close()
     channels.close()
-    return {"bytes": peak[0]}
+    return {"bytes": peak}
 
 
-def use_libraries() -> None:
+def _train(pipeline: Pipeline, x: Tensor, y: Tensor, steps: int) -> None:
+    """Steps of PIECES microbatches; asynchronous schedules do not drain in between."""
+    arrangement = pipeline.arrangement
+    together = arrangement.schedule.synchronous
+    for total in [PIECES] * steps if together else [PIECES * steps]:
+        work = FixedWork((x,), (y,), 1 / total, total)
+        if together:
+            pipeline.run(one_batch(arrangement, pipeline.rank, total), work)
+        else:
+            pipeline.run(stream(arrangement, pipeline.rank, work), work)
+
+
+def use_libraries(device: torch.device) -> None:
     """Have libraries load and set aside what they need for any model."""
-    model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 4))
+    layers = [nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 4)]
+    model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
-        model(torch.randn(4, 1, 8, 8)).sum().backward()
+        model(torch.randn(4, 1, 8, 8, device=device)).sum().backward()
         optimizer.step()
-    square = torch.randn(1024, 1024, requires_grad=True)
+    square = torch.randn(1024, 1024, device=device, requires_grad=True)
     (square @ square).sum().backward()
 
 
-@contextlib.contextmanager
-def _watching(pipeline: Pipeline) -> Any:
-    """A list that holds the stage's peak resident bytes once the block has run (Linux)."""
-    gc.collect()
-    tensors = [t for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())]
-    before = _resident("VmRSS") - sum(t.numel() * t.element_size() for t in tensors)
-    # The kernel counts the peak anew from here.
-    Path("/proc/self/clear_refs").write_text("5")
-    found: list[int] = []
-    yield found
-    found.append(_resident("VmHWM") - before)
+def _own_bytes(pipeline: Pipeline) -> int:
+    """The worker's weights and buffers, each once."""
+    tensors = {t for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class _Resident:
+    """What the process has resident at most from now on (Linux), with the weights it has already."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        gc.collect()
+        self._before = _resident("VmRSS") - _own_bytes(pipeline)
+        # The kernel counts the peak anew from here.
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        return _resident("VmHWM") - self._before
+
+
+class _OnGpu:
+    """The same of torch's memory on a GPU, and of the memory of others that the worker reads there."""
+
+    def __init__(self, pipeline: Pipeline, channels: Channels, device: torch.device) -> None:
+        gc.collect()
+        torch.cuda.synchronize(device)
+        self._channels, self._device = channels, device
+        self._before = torch.cuda.memory_allocated(device) - _own_bytes(pipeline)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def peak_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        own = torch.cuda.max_memory_allocated(self._device) - self._before
+        return own + self._channels.seen_gpu_bytes
 
 
 def _resident(what: str) -> int:
