@@ -17,6 +17,9 @@ settings.load_profile("plait")
 # Worlds have one thread a rank; so has the process that compares them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Agents and servers of workers start dozens of times: they should not compile Plait's sources each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 def pytest_collection_finish() -> None:
     """Spare garbage collections what was imported: torch and all tests, which stay."""

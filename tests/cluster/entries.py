@@ -28,6 +28,7 @@ def add_ranks(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
         "threads": os.environ["OMP_NUM_THREADS"],
         "port": worker.store.port,
         "kept": gc.get_freeze_count(),
+        "preloaded": "wave" in sys.modules,
     }
 
 

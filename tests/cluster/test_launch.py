@@ -27,8 +27,9 @@ def _nothing_is_left_behind():
 
 def test_workers_return_their_results_and_their_output_carries_host_and_rank(tmp_path: Path):
     memory = Memory()
-    results = launch_entry("add_ranks", tmp_path, memory, threads=3)
+    results = launch_entry("add_ranks", tmp_path, memory, threads=3, preload=("no.such.module", "wave"))
     assert [results[rank]["sum"] for rank in (0, 1)] == [1.0, 1.0]
+    assert [results[rank]["preloaded"] for rank in (0, 1)] == [True, True]
     # Some libraries heed only what the environment says while they are loaded.
     assert [results[rank]["threads"] for rank in (0, 1)] == ["3", "3"]
     # Torch alone has so many objects, which no collection should go through.
