@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.core.errors import ArtefactError, InputError
+from plait.graph.graph import Tie
 from plait.profiler.profile import (
     SharedParameter,
     load_profile,
@@ -134,6 +136,20 @@ def test_a_tied_parameter_counts_once_and_is_listed() -> None:
     assert profile.graph.node_by_id["head"].parameter_bytes == 0
     assert SharedParameter("embed.weight", 11 * 6 * 8, ("embed", "head")) in profile.shared
     assert ("shared", "shared@2") in [shared.layers for shared in profile.shared]
+    assert Tie(11 * 6 * 8, ("embed", "head")) in profile.graph.ties
+
+
+def test_the_gradient_of_a_tied_parameter_is_no_work_of_the_layers_between() -> None:
+    def working(tied: bool) -> float:
+        torch.manual_seed(0)
+        parts = {"embed": nn.Embedding(1000, 8), "middle": nn.Linear(8, 8), "head": nn.Linear(8, 1000, False)}
+        model = nn.Sequential(OrderedDict(parts))
+        if tied:
+            parts["head"].weight = parts["embed"].weight
+        graph = profile_model(model, (torch.arange(4),), warmup=0, repeats=1).graph
+        return graph.node_by_id["middle"].working_bytes
+
+    assert working(tied=True) == working(tied=False)
 
 
 @pytest.mark.parametrize("name", ["recurrent", "masked", "in-place"])
