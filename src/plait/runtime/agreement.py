@@ -97,6 +97,7 @@ class Agreement:
                     device = parameters[0].device
                     sum_.switch(settle(topology, members, sum_.gradient_bytes, device)[0])
                 self._sums.append(sum_)
+        self._unshared = [own[name] for name in own if len(holders[name]) == 1]
         self._counted = [own[name] for name in own if holders[name][0] == rank]
         for reduce in self._sums:
             reduce.begin()
@@ -113,11 +114,11 @@ class Agreement:
 
     def agree(self, factor: float) -> None:
         """Every holder has the sum of the gradients times its `factor`; who has none gives zeros."""
-        grads = [p.grad for p in self._own.values() if p.grad is not None]
+        grads = [p.grad for p in self._unshared if p.grad is not None]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         for reduce in self._sums:
-            reduce.agree(torch.zeros(0, dtype=torch.float64))
+            reduce.agree(torch.zeros(0, dtype=torch.float64), factor)
 
     def clear(self) -> None:
         """Forget the gradients."""

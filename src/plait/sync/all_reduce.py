@@ -33,6 +33,8 @@ class Bucket:
     # What backward has left for each parameter, until it is copied into the buffer.
     grads: list[Tensor | None] = field(default_factory=list)
     filled: list[bool] = field(default_factory=list)
+    # What the gradients are multiplied by on their way into the buffer.
+    factor: float = 1.0
 
     @property
     def spec(self) -> Spec:
@@ -44,19 +46,24 @@ class Bucket:
         self.waiting = len(self.parameters)
         self.grads = [None] * len(self.parameters)
         self.filled = [False] * len(self.parameters)
+        self.factor = 1.0
 
     def fill(self) -> None:
         """Copy the gradients into the buffer, zeros where there are none; another thread may do it."""
+        given = [(view, grad) for view, grad in zip(self.views, self.grads) if grad is not None]
         with torch.no_grad():
             for view, grad in zip(self.views, self.grads):
                 if grad is None:
                     view.zero_()
-                else:
-                    view.copy_(grad)
+            if given:
+                torch._foreach_copy_(*map(list, zip(*given)))
+            if self.factor != 1.0:
+                self.flat.mul_(self.factor)
         self.grads = []
 
     def look_at(self, flat: Tensor) -> None:
         """Use `flat` as the buffer from now on."""
+        self.flat = flat
         pieces = flat.split([p.numel() for p in self.parameters])
         self.views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters)]
 
@@ -141,12 +148,16 @@ class AllReduce:
         """Whether the backward pass that follows completes the gradients of this step."""
         self._armed = last
 
-    def agree(self, notes: Tensor) -> Tensor:
+    def agree(self, notes: Tensor, factor: float = 1.0) -> Tensor:
         """Every rank's gradients now hold the sum over all ranks; returns the sum of `notes` likewise.
+
+        This rank's gradients come in times `factor`, but for those that backward has sent already.
 
         `notes` is a small vector on the gradients' device (loss, flags) that travels along as float64. A
         parameter that no rank used keeps no gradient, as in one process.
         """
+        for bucket in self._buckets[self._next :]:
+            bucket.factor = factor
         self._take_rest()
         marks = [f for b in self._buckets for f in b.filled]
         carried = self._buffers[-1]
