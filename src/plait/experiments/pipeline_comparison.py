@@ -48,6 +48,8 @@ from plait.runtime.profiling import profile_here
 from plait.runtime.settings import TrainSettings
 from plait.runtime.tied import make_tied
 from plait.sync.all_reduce import AllReduce
+from plait.sync.choice import settle
+from plait.sync.reducer import whole_world
 from plait.workloads.losses import build_loss
 
 MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
@@ -55,6 +57,9 @@ MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
 PIECES, FEW = 4, 8
 # What a stretch of data parallelism should last, and the least and most steps that it has.
 STRETCH_S, LEAST, MOST = 0.6, 4, 32
+# Pipelines that never drain in training fill and drain once in each of these stretches.
+LONGER = 6
+DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -182,16 +187,17 @@ class _World:
             "torch DDP": self._torch_data_parallel(),
             "model parallel": self._pipeline(chain, FEW),
             "gpipe": self._pipeline(gpipe, math.ceil(self.steps / PIECES) * pieces),
-            # It fills and drains once a stretch, which in training it does not.
-            "stash": self._pipeline(stash, 2 * self.steps * self.size),
-            "2bw": self._pipeline(buffered, math.ceil(2 * self.steps / PIECES) * pieces),
+            "stash": self._pipeline(stash, LONGER * self.steps * self.size),
+            "2bw": self._pipeline(buffered, math.ceil(LONGER * self.steps / PIECES) * pieces),
         }
 
     def _data_parallel(self) -> Side:
-        """Our own all-reduce, in buckets beside backward."""
+        """Our own all-reduce, in buckets beside backward, as a job has it by default."""
         model = copy.deepcopy(self.model)
         optimizer = self._optimizer(list(model.parameters()))
-        sync = AllReduce(list(model.parameters()))
+        members = whole_world(self.worker.host, DEADLINE_S)
+        sync = AllReduce(list(model.parameters()), members=members)
+        sync.switch(settle(self.settings.topology, members, sync.gradient_bytes, torch.device("cpu"))[0])
 
         def steps() -> None:
             for x, y in itertools.islice(itertools.cycle(self.content), self.steps):
@@ -223,11 +229,19 @@ class _World:
         traced = trace(model, (x,))
         window = arrangement.window()
         peers = arrangement.workers if rank in arrangement.workers else ()
-        channels = connect(rank, ["here"] * self.size, peers, deadline_s=120, window=window)
+        hosts = (self.worker.host,) * self.size
+        channels = connect(rank, hosts, peers, deadline_s=DEADLINE_S, window=window)
         predicted_s = plan.step_s / plan.microbatches
         if not peers:
             return Side(_words(plan), total, _stand_by(rank, arrangement, traced), predicted_s)
-        parts = Parts(self.loss, self._optimizer, torch.device("cpu"), contextlib.nullcontext)
+        parts = Parts(
+            self.loss,
+            self._optimizer,
+            torch.device("cpu"),
+            contextlib.nullcontext,
+            hosts=hosts,
+            topology=self.settings.topology,
+        )
         pipeline = Pipeline(rank, arrangement, traced, channels, parts)
         batches = total // plan.microbatches if plan.schedule.synchronous else 1
         each = total // batches
@@ -255,7 +269,7 @@ class _World:
 
 def _stand_by(rank: int, arrangement: Arrangement, traced: TracedModel) -> Callable[[], None]:
     """What a worker does that the plan has no use for: take part in making the others' groups."""
-    stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=120)
+    stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=DEADLINE_S)
     make_agreements(rank, arrangement, stages_of, {}, deadline)
     make_tied(arrangement, stages_of, {}, {}, lambda: None, deadline)
     replica_groups(arrangement, deadline)

@@ -50,13 +50,14 @@ class Bucket:
 
     def fill(self) -> None:
         """Copy the gradients into the buffer, zeros where there are none; another thread may do it."""
-        given = [(view, grad) for view, grad in zip(self.views, self.grads) if grad is not None]
+        grads = [grad for grad in self.grads if grad is not None]
         with torch.no_grad():
             for view, grad in zip(self.views, self.grads):
                 if grad is None:
                     view.zero_()
-            if given:
-                torch._foreach_copy_(*map(list, zip(*given)))
+            if grads:
+                given = [view for view, grad in zip(self.views, self.grads) if grad is not None]
+                torch._foreach_copy_(given, grads)
             if self.factor != 1.0:
                 self.flat.mul_(self.factor)
         self.grads = []
