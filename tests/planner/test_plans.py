@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from brute_force import down_sets
@@ -21,6 +22,7 @@ from plait.planner import (
     Settings,
     data_parallel_plan,
     draw_plan,
+    fastest_plan,
     load_plan,
     machines,
     make_plan,
@@ -303,3 +305,39 @@ def test_inputs_and_unused_results_are_left_to_the_loader():
     edge = type(vgg().edges[0])
     graph = Graph(nodes, (edge("i", "a", 1.0), edge("a", "g", 1.0)))
     assert [node.id for node in planning_graph(graph).nodes] == ["a"]
+
+
+def test_a_pipeline_that_would_stand_idle_gives_way_to_replicas_and_the_plan_says_why():
+    # Agreeing costs a little, so cutting has the lower bottleneck; but two microbatches leave it half full.
+    graph = chain([0.1] * 4, parameter_bytes=1e6)
+    cluster = machines(2, 1e9)
+    asked = Settings(Schedule.FLUSH, microbatches=2)
+    cut, chosen = make_plan(graph, cluster, asked), fastest_plan(graph, cluster, asked)
+    assert [len(plan.stages) for plan in (cut, chosen)] == [2, 1]
+    assert cut.bottleneck_s < chosen.bottleneck_s
+    assert chosen.step_s < 0.8 * cut.step_s
+    assert "The best cut (1-1) has a bottleneck of" in chosen.why
+    assert chosen.stages == data_parallel_plan(graph, cluster, asked).stages
+
+
+def test_replicas_that_do_not_fit_leave_the_best_cut():
+    graph = chain([0.1] * 4, parameter_bytes=1e6)
+    asked = Settings(Schedule.FLUSH, microbatches=2)
+    needed = max(stage.memory_bytes for stage in make_plan(graph, machines(2, 1e9), asked).stages)
+    cluster = machines(2, 1e9, memory_bytes=1.1 * needed)
+    assert fastest_plan(graph, cluster, asked).stages == make_plan(graph, cluster, asked).stages
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    graphs(layers=4),
+    st.integers(1, 4),
+    st.sampled_from([Schedule.STASH, Schedule.TWO_BUFFERED, Schedule.FLUSH]),
+)
+def test_the_fastest_plan_is_never_slower_than_the_best_cut_or_the_plain_ways(graph, count, schedule):
+    cluster = machines(count, 1e8)
+    asked = Settings(Schedule(schedule), microbatches=8)
+    others = [make_plan(graph, cluster, asked), make_plan(graph, cluster, replace(asked, straight=True))]
+    others.append(data_parallel_plan(graph, cluster, asked))
+    found = fastest_plan(graph, cluster, asked)
+    assert 0.99 * found.step_s <= min(plan.step_s for plan in others) + 1e-12

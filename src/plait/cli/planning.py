@@ -204,7 +204,15 @@ def plan(
 
     Example: plait plan digits.profile.json --devices 4 --bandwidth 1e9
     """
-    from plait.planner import MemorySettings, PlanError, Settings, make_plan, render_plan, save_plan, summary
+    from plait.planner import (
+        MemorySettings,
+        PlanError,
+        Settings,
+        fastest_plan,
+        render_plan,
+        save_plan,
+        summary,
+    )
 
     if to_code is not None and job is None:
         raise InputError("--to-code: needs --job JOB, the job file whose model it writes")
@@ -221,7 +229,7 @@ def plan(
         MemorySettings(optimizer_copies, recompute),
         hide_messages=hide_messages,
     )
-    made = make_plan(graph, machines, settings)
+    made = fastest_plan(graph, machines, settings)
     target = output or profile.with_name(profile.name.split(".")[0] + ".plan.json")
     save_plan(made, target)
     wrote = [str(target), *_extras(made, measured, timeline, to_code, job)]

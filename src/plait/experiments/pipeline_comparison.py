@@ -35,7 +35,15 @@ from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_models import job
 from plait.experiments.pipeline_sides import FixedWork
 from plait.experiments.world import in_world
-from plait.planner import Plan, Schedule, Settings, make_plan, measured_machines, model_parallel_plan
+from plait.planner import (
+    Plan,
+    Schedule,
+    Settings,
+    fastest_plan,
+    make_plan,
+    measured_machines,
+    model_parallel_plan,
+)
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import build
@@ -178,9 +186,9 @@ class _World:
         cluster = measured_machines((self.size,), self.profile.links, self.profile.sums)
         graph = self.profile.graph
         pieces = PIECES * self.size
-        stash = make_plan(graph, cluster, Settings(Schedule.STASH, pieces))
+        stash = fastest_plan(graph, cluster, Settings(Schedule.STASH, pieces))
         gpipe = make_plan(graph, cluster, Settings(Schedule.GPIPE, pieces, straight=True))
-        buffered = make_plan(graph, cluster, Settings(Schedule.TWO_BUFFERED, pieces))
+        buffered = fastest_plan(graph, cluster, Settings(Schedule.TWO_BUFFERED, pieces))
         chain = model_parallel_plan(graph, cluster, Settings(Schedule.NONE, FEW))
         return {
             "data parallel": self._data_parallel(),

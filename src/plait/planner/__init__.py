@@ -9,7 +9,7 @@ from plait.planner.machines import Device, Level, Machines, machines, measured_m
 from plait.planner.make import Settings
 from plait.planner.memory import MemorySettings
 from plait.planner.plan import Plan, Stage, load_plan, save_plan, summary
-from plait.planner.planning import data_parallel_plan, make_plan, model_parallel_plan
+from plait.planner.planning import data_parallel_plan, fastest_plan, make_plan, model_parallel_plan
 from plait.planner.predict import compare_schedules, predict
 from plait.planner.reasons import render_plan
 from plait.planner.timeline import draw_plan
@@ -27,6 +27,7 @@ __all__ = [
     "compare_schedules",
     "data_parallel_plan",
     "draw_plan",
+    "fastest_plan",
     "load_plan",
     "machines",
     "make_plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, trivial_ideals
 from plait.planner.depth import Schedule, in_flight
+from plait.planner.errors import PlanError
 from plait.planner.fits import check_memory, check_work, misfit
 from plait.planner.machines import Machines
 from plait.planner.make import (
@@ -32,7 +34,7 @@ from plait.planner.predict import (
     predict_stages,
     single_s,
 )
-from plait.planner.reasons import reasons
+from plait.planner.reasons import reasons, why_not_best_cut
 from plait.planner.schedules import operations
 from plait.planner.ties import find_tied
 
@@ -45,6 +47,30 @@ def make_plan(graph: Graph, machines: Machines, settings: Settings | None = None
     if settings.schedule is Schedule.INTERLEAVED:
         partition = _interleaved(partition, machines)
     return _finish(graph, machines, settings, partition)
+
+
+def fastest_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
+    """The plan whose replayed step is the shortest: the best cut, one replica a stage, or one stage for all.
+
+    The best cut has the lowest bottleneck, which knows nothing of pipelines that fill and drain, nor of
+    replicas that wait for each other.
+    """
+    settings = settings or Settings()
+    best = make_plan(graph, machines, settings)
+    if settings.straight or settings.pipelines > 1 or settings.schedule is Schedule.INTERLEAVED:
+        return best
+    found = best
+    for make, asked in ((data_parallel_plan, settings), (make_plan, replace(settings, straight=True))):
+        # What does not fit is no plan.
+        with contextlib.suppress(PlanError):
+            found = min(found, make(graph, machines, asked), key=_replayed_s)
+    if _replayed_s(found) > 0.99 * _replayed_s(best):
+        return best
+    return replace(found, why=f"{found.why} {why_not_best_cut(best, found)}")
+
+
+def _replayed_s(plan: Plan) -> float:
+    return plan.step_s / plan.microbatches
 
 
 def data_parallel_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:

@@ -24,6 +24,16 @@ def reasons(plan: Plan, graph: Graph) -> str:
     return " ".join(part for part in parts if part)
 
 
+def why_not_best_cut(best: Plan, chosen: Plan) -> str:
+    """Why `chosen` was taken, though `best` has the lower bottleneck."""
+    cut = "-".join(str(stage.replicas) for stage in best.stages)
+    seconds, own = (show_seconds(plan.step_s / plan.microbatches) for plan in (best, chosen))
+    return (
+        f"The best cut ({cut}) has a bottleneck of {show_seconds(best.bottleneck_s)}, but with what workers "
+        f"wait for each other it takes {seconds} a microbatch, this plan {own}."
+    )
+
+
 def _pace(plan: Plan) -> str:
     device = max(range(plan.machines.count), key=lambda d: _device_s(plan, d))
     busiest = _device_s(plan, device)

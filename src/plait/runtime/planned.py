@@ -15,9 +15,9 @@ from plait.planner import (
     Plan,
     Schedule,
     Settings,
+    fastest_plan,
     load_plan,
     machines,
-    make_plan,
     measured_machines,
     model_parallel_plan,
 )
@@ -83,7 +83,7 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan
     asked = Settings(schedule, microbatches, memory=memory)
     if wish.plan == "model-parallel":
         return model_parallel_plan(graph, cluster, asked)
-    return make_plan(graph, cluster, asked)
+    return fastest_plan(graph, cluster, asked)
 
 
 def _machines(placement: Placement, profile: Profile) -> Machines:
