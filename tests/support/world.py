@@ -144,15 +144,18 @@ def _collect(ranks: list[Any], folder: Path, deadline_s: float, may_die: tuple[i
 
 
 def _wait_to_kill(ranks: list[Any], deadline_s: float, moment: Callable[[], bool]) -> tuple[int, ...]:
-    """Wait until the moment has come or all ranks have answered; the ranks that had not by then."""
+    """Wait until the moment has come or all ranks have answered; kills the ranks that had not by then."""
     pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     end = time.monotonic() + deadline_s
-    while not moment() and time.monotonic() < end:
+    while not moment():
         if len(wait(list(pipes), timeout=0.002)) == len(pipes):
             return ()
+        if time.monotonic() > end:
+            raise WorldError(f"the moment to kill the ranks did not come within {deadline_s} s")
+    answered = {pipes[pipe] for pipe in wait(list(pipes), timeout=0)}
     for process, _ in ranks:
         process.kill()
-    return tuple(range(len(ranks)))
+    return tuple(rank for rank in range(len(ranks)) if rank not in answered)
 
 
 def _receive(pipe: Any, process: Any, rank: int, may_die: bool) -> tuple[Any, str | None]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.sync.choice import settle
 from plait.sync.pieces import cut_buffer
+from plait.sync.reducer import Members
 from plait.sync.topology import (
     ROOTED,
     TOPOLOGIES,
@@ -15,6 +18,7 @@ from plait.sync.topology import (
     from_graphs,
     make_topology,
 )
+from plait.sync.wish import TopologyWish
 
 hosts_of_ranks = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)
 
@@ -175,3 +179,13 @@ def test_pieces_cover_a_buffer_once_and_even_out_the_routes(count: int, item: in
         after[cut.route] += size
     largest = max(sizes, default=0)
     assert max(after) - min(after) <= max(max(loads) - min(loads), largest)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "device", "name"),
+    [("aaa", "cpu", "binary-tree"), ("aab", "cpu", None), ("aaa", "cuda", None)],
+)
+def test_by_default_cpu_workers_of_one_host_sum_in_a_tree_and_others_the_backends_way(hosts, device, name):
+    members = Members(0, (0, 1, 2), tuple(hosts))
+    topology, chosen = settle(TopologyWish(), members, 1, torch.device(device))
+    assert (topology and topology.name, chosen) == (name, None)

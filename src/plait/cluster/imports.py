@@ -20,7 +20,8 @@ def import_all(modules: Iterable[str]) -> None:
     A module that cannot be imported is left to whoever needs it, who can say why.
     """
     collects = gc.isenabled()
-    # A seventh of the time that torch takes went into collections.
+    # A seventh of the time that torch takes went into collections, and each later one through all of it
+    # stops a step for 0.2 s.
     gc.disable()
     try:
         for module in modules:
@@ -32,4 +33,5 @@ def import_all(modules: Iterable[str]) -> None:
             gc.enable()
 
 
-import_all(os.environ.get(ORDER, "").split())
+# Workers need not know.
+import_all(os.environ.pop(ORDER, "").split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import signal
@@ -95,8 +94,6 @@ def enter(entry: str, settings: dict[str, Any], place: dict[str, Any]) -> Any:
     """Be one worker: run `entry(worker, settings)`. Torch's agent calls it in a fresh process."""
     here = Place(**place)
     _die_with_agent(here)
-    # Modules stay, and a garbage collection that goes through all of them takes 0.2 s.
-    gc.freeze()
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = int(os.environ["RANK"])

@@ -209,6 +209,8 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         lambda parameters: build_optimizer(settings.optimizer, list(parameters)),
         device,
         contextlib.nullcontext,
+        hosts=tuple(hosts),
+        topology=settings.topology,
     )
     pipeline = Pipeline(worker.rank, arrangement, traced, channels, parts)
     del model, traced

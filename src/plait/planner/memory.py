@@ -115,7 +115,11 @@ class StageMemory:
 def stage_memory(
     ideals: Ideals, schedule: Schedule, settings: MemorySettings, deepest: int = 1
 ) -> StageMemory:
-    """The memory of every stage of `ideals` under `schedule`; `deepest` is the most in flight in any."""
+    """The memory of every stage of `ideals` under `schedule`; `deepest` is the most in flight in any.
+
+    For gradients of tied weights that wait under stash it is a bound from above: which stage uses them
+    first, and how deep that is, is not known of a stage alone.
+    """
     graph = ideals.graph
     nodes = [graph.node_by_id[name] for name in graph.order]
     kept = kept_bytes(graph)

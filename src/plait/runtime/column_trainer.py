@@ -25,7 +25,7 @@ from plait.runtime.sampling import share
 from plait.runtime.settings import TrainSettings
 from plait.runtime.spans import operations_event
 from plait.runtime.stretch_trainer import StretchTrainer
-from plait.runtime.trainer import Trainer
+from plait.runtime.trainer import Trainer, keep_what_was_built
 from plait.sync.averaging import Averaging
 
 
@@ -148,6 +148,7 @@ class FollowerTrainer(Trainer):
         self._agree_on_start()
         column = Column(self.worker, self.settings, self.parts, self._whole, self._hosts)
         leave_world(needed=len(set(self._hosts)) > 1)
+        keep_what_was_built()
         while (order := column.next_order())["kind"] != "end":
             self._carry_out(column, order)
         column.close()

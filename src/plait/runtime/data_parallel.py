@@ -23,7 +23,7 @@ from plait.sync.all_reduce import AllReduce
 from plait.sync.buffers import average
 from plait.sync.choice import TopologyChosen, settle
 from plait.sync.reducer import whole_world
-from plait.sync.wish import find_topology, read_wish
+from plait.sync.wish import read_wish
 
 
 class DataParallel:
@@ -56,7 +56,8 @@ class DataParallel:
     def switch(self, topology: str) -> None:
         """Sum over the topology of that name from the next step on; all workers call it between two steps."""
         if self._sync is not None and self._members is not None:
-            self._sync.switch(find_topology(read_wish(topology), self._members.hosts))
+            wish, size = read_wish(topology), self._sync.gradient_bytes
+            self._sync.switch(settle(wish, self._members, size, self._parts.device)[0])
 
     def close(self) -> None:
         """End what runs beside the steps; called after the last one."""

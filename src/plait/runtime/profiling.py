@@ -212,11 +212,12 @@ def profile_here(
     if worker.world_size == 1:
         return found
     model = build.build_model(settings.model, settings.seed)
+    device = build.choose_device(settings.device, worker.local_rank)
     hosts: list[str] = [""] * worker.world_size
     dist.all_gather_object(hosts, worker.host)
     links = measure_links(_two_of_each(hosts), host=worker.host)
     found = replace(found, overhead_s=measure_overhead(worker.rank, hosts))
-    return found.with_links(links, measure_sums(model, worker.host, settings.topology))
+    return found.with_links(links, measure_sums(model, worker.host, settings.topology, device=device))
 
 
 def _two_of_each(hosts: list[str]) -> list[int]:

@@ -24,19 +24,24 @@ DEADLINE_S = 120.0
 
 
 def measure_sums(
-    model: nn.Module, host: str, topology: TopologyWish | None = None, repeats: int = 15
+    model: nn.Module,
+    host: str,
+    topology: TopologyWish | None = None,
+    repeats: int = 15,
+    device: torch.device | None = None,
 ) -> tuple[Sum, ...]:
     """How fast workers sum gradients like the model's within hosts and between them, equal on every rank.
 
     All ranks of the default group call it together, at least two. Hosts with as many workers each are
-    measured inside, all at once, and between their first workers; others as one set of workers.
+    measured inside, all at once, and between their first workers; others as one set of workers. `device` is
+    where the job's gradients are, the CPU if None; those measured are on the CPU.
     """
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, host)
     probes = [[Parameter(torch.zeros(FEW_BYTES // 4))], _like(model)]
     found: list[Sum] = []
     for groups in groups_of(hosts):
-        times = _time(groups, hosts, probes, topology, repeats)
+        times = _time(groups, hosts, probes, topology, repeats, device or torch.device("cpu"))
         few, many = (sum(p.numel() * p.element_size() for p in probe) for probe in probes)
         same_host = len({hosts[rank] for rank in groups[0]}) == 1
         found.append(sum_of_times(len(groups[0]), same_host, (few, times[0]), (many, times[1])))
@@ -77,6 +82,7 @@ def _time(
     probes: Sequence[Sequence[Parameter]],
     topology: TopologyWish | None,
     repeats: int,
+    device: torch.device,
 ) -> list[float]:
     """Seconds of each probe's sum in the slowest of `groups`, which sum at once; all ranks call it."""
     rank = dist.get_rank()
@@ -88,7 +94,7 @@ def _time(
             near = tuple(hosts[each] for each in ranks)
             members = Members(rank, tuple(ranks), near, group, DEADLINE_S)
             for index, probe in enumerate(probes):
-                seconds[index] = _time_one(probe, members, topology, repeats)
+                seconds[index] = _time_one(probe, members, topology, repeats, device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     for group, ranks in made:
         if rank in ranks:
@@ -97,11 +103,15 @@ def _time(
 
 
 def _time_one(
-    probe: Sequence[Parameter], members: Members, topology: TopologyWish | None, repeats: int
+    probe: Sequence[Parameter],
+    members: Members,
+    topology: TopologyWish | None,
+    repeats: int,
+    device: torch.device,
 ) -> float:
     sync = AllReduce(list(probe), members.group, members)
     if topology is not None:
-        sync.switch(settle(topology, members, sync.gradient_bytes, probe[0].device)[0])
+        sync.switch(settle(topology, members, sync.gradient_bytes, device)[0])
     samples = []
     elsewhere = torch.zeros(BEYOND_CACHES_BYTES // 4)
     for _ in range(repeats + 1):
@@ -114,7 +124,8 @@ def _time_one(
         sync.agree(torch.zeros(0, dtype=torch.float64))
         samples.append(time.perf_counter() - started)
     sync.close()
-    # The first one connects the workers. The mean, of all workers too: a run pays for every wait.
-    mean = torch.tensor(statistics.fmean(samples[1:]), dtype=torch.float64)
+    # The first one connects the workers, the slowest may have met something else on the machine. The mean of
+    # the others, and of all workers: a run pays for every wait.
+    mean = torch.tensor(statistics.fmean(sorted(samples[1:])[: max(1, repeats - 1)]), dtype=torch.float64)
     dist.all_reduce(mean, group=members.group)
     return float(mean) / len(members.ranks)

@@ -28,6 +28,12 @@ from plait.runtime.sampling import GlobalBatch, Position, batches, mix
 from plait.runtime.settings import TrainSettings
 
 
+def keep_what_was_built() -> None:
+    """Let garbage collections pass over what is there now: while it trains, each would stop a step."""
+    gc.collect()
+    gc.freeze()
+
+
 class Trainer:
     """Trains `parts` on this worker from where the last good checkpoint left off."""
 
@@ -57,9 +63,7 @@ class Trainer:
         self._agree_on_start()
         # Counted from the position: the batch size may have changed since the steps before were taken.
         self.begin(total_steps(self.settings, len(self.parts.train_set), self.step, self.position))
-        # What was built stays: collections that come while it trains need not go through it.
-        gc.collect()
-        gc.freeze()
+        keep_what_was_built()
         reason = self.train()
         self.recorder.log_rest()
         metrics = self._evaluate() if reason != "stopped" else {}

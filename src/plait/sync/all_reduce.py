@@ -28,6 +28,7 @@ class Bucket:
     """Gradients that travel together: each parameter has a view of one flat buffer."""
 
     parameters: list[Parameter]
+    flat: Tensor = field(default_factory=lambda: torch.empty(0))
     views: list[Tensor] = field(default_factory=list)
     waiting: int = 0
     # What backward has left for each parameter, until it is copied into the buffer.
@@ -152,12 +153,13 @@ class AllReduce:
     def agree(self, notes: Tensor, factor: float = 1.0) -> Tensor:
         """Every rank's gradients now hold the sum over all ranks; returns the sum of `notes` likewise.
 
-        This rank's gradients come in times `factor`, but for those that backward has sent already.
+        This rank's gradients come in times `factor`, which must be 1 where backward sends them by itself.
 
         `notes` is a small vector on the gradients' device (loss, flags) that travels along as float64. A
         parameter that no rank used keeps no gradient, as in one process.
         """
-        for bucket in self._buckets[self._next :]:
+        assert factor == 1.0 or self._next == 0
+        for bucket in self._buckets:
             bucket.factor = factor
         self._take_rest()
         marks = [f for b in self._buckets for f in b.filled]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ def find_topology(wish: TopologyWish, hosts: Hosts) -> Topology | None:
     """
     assert wish.name != AUTO
     if wish.name == DEFAULT:
-        return make_topology("binary-tree", hosts) if len(set(hosts)) == 1 else None
+        shares = len(set(hosts)) == 1 and hasattr(os, "memfd_create")
+        return make_topology("binary-tree", hosts) if shares else None
     if wish.graphs:
         return from_graphs(wish.graphs, len(hosts), wish.name)
     if wish.name == NATIVE:
