@@ -6,7 +6,7 @@ import pytest
 
 from plait.graph import GraphError
 from plait.graph.graph import Tie
-from plait.planner import PlanError, Schedule, Settings, machines, make_plan, predict
+from plait.planner import PlanError, Schedule, Settings, fastest_plan, machines, make_plan, predict
 from support.graphs import chain
 
 SHARED = 100.0
@@ -73,3 +73,13 @@ def test_a_tie_goes_with_its_layers():
     graph = replace(chain([1.0] * 4), ties=(Tie(1.0, ("n0", "n2", "n3")),))
     assert graph.without(["n3"]).ties == (Tie(1.0, ("n0", "n2")),)
     assert graph.without(["n2", "n3"]).ties == ()
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), [("stash", [3]), ("2bw", [2, 1])])
+def test_stash_gets_no_plan_in_which_stages_with_other_replicas_share_a_weight(schedule, replicas):
+    graph = replace(chain([0.8, 0.2, 0.2], 1e5, 1e6), ties=(Tie(1e6, ("n0", "n2")),))
+    cluster, asked = machines(3, 1e8), Settings(Schedule(schedule), microbatches=12)
+    assert [stage.replicas for stage in make_plan(graph, cluster, asked).stages] == [2, 1]
+    found = fastest_plan(graph, cluster, asked)
+    assert [stage.replicas for stage in found.stages] == replicas
+    assert ("The best cut (2-1) has weights" in found.why) == (schedule == "stash")

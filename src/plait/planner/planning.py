@@ -34,9 +34,9 @@ from plait.planner.predict import (
     predict_stages,
     single_s,
 )
-from plait.planner.reasons import reasons, why_not_best_cut
+from plait.planner.reasons import reasons, why_not_best_cut, why_not_run
 from plait.planner.schedules import operations
-from plait.planner.ties import find_tied
+from plait.planner.ties import find_tied, update_together
 
 
 def make_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
@@ -53,20 +53,24 @@ def fastest_plan(graph: Graph, machines: Machines, settings: Settings | None = N
     """The plan whose replayed step is the shortest: the best cut, one replica a stage, or one stage for all.
 
     The best cut has the lowest bottleneck, which knows nothing of pipelines that fill and drain, nor of
-    replicas that wait for each other.
+    replicas that wait for each other; and stash cannot run it if stages with other numbers of replicas
+    share weights.
     """
     settings = settings or Settings()
     best = make_plan(graph, machines, settings)
     if settings.straight or settings.pipelines > 1 or settings.schedule is Schedule.INTERLEAVED:
         return best
-    found = best
+    others = []
     for make, asked in ((data_parallel_plan, settings), (make_plan, replace(settings, straight=True))):
         # What does not fit is no plan.
         with contextlib.suppress(PlanError):
-            found = min(found, make(graph, machines, asked), key=_replayed_s)
-    if _replayed_s(found) > 0.99 * _replayed_s(best):
+            others.append(make(graph, machines, asked))
+    runs = settings.schedule is not Schedule.STASH or update_together(graph.ties, best.stages)
+    found = min(others, key=_replayed_s, default=best)
+    if runs and _replayed_s(found) > 0.99 * _replayed_s(best):
         return best
-    return replace(found, why=f"{found.why} {why_not_best_cut(best, found)}")
+    why = why_not_best_cut(best, found) if runs else why_not_run(best)
+    return replace(found, why=f"{found.why} {why}")
 
 
 def _replayed_s(plan: Plan) -> float:

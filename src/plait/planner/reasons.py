@@ -26,12 +26,24 @@ def reasons(plan: Plan, graph: Graph) -> str:
 
 def why_not_best_cut(best: Plan, chosen: Plan) -> str:
     """Why `chosen` was taken, though `best` has the lower bottleneck."""
-    cut = "-".join(str(stage.replicas) for stage in best.stages)
+    cut = _replicas(best)
     seconds, own = (show_seconds(plan.step_s / plan.microbatches) for plan in (best, chosen))
     return (
         f"The best cut ({cut}) has a bottleneck of {show_seconds(best.bottleneck_s)}, but with what workers "
         f"wait for each other it takes {seconds} a microbatch, this plan {own}."
     )
+
+
+def why_not_run(best: Plan) -> str:
+    """Why the best cut was not taken, though nothing is faster."""
+    return (
+        f"The best cut ({_replicas(best)}) has weights in stages with other numbers of replicas, which stash "
+        f"updates at other times; schedules 2bw and flush could run it."
+    )
+
+
+def _replicas(plan: Plan) -> str:
+    return "-".join(str(stage.replicas) for stage in plan.stages)
 
 
 def _pace(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from plait.graph.graph import Tie
 from plait.planner.depth import Schedule, in_flight
 from plait.planner.operations import Layout
-from plait.planner.plan import Tied
+from plait.planner.plan import Stage, Tied
 
 
 def find_tied(
@@ -39,3 +39,11 @@ def find_tied(
                 )
             holders |= set(layout.stages[s])
     return found
+
+
+def update_together(ties: Iterable[Tie], stages: Sequence[Stage]) -> bool:
+    """Whether stash updates each shared weight at one time in all its stages: they have equal replicas."""
+    return all(
+        len({stage.replicas for stage in stages if not set(tie.nodes).isdisjoint(stage.layers)}) == 1
+        for tie in ties
+    )
