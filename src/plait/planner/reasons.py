@@ -71,7 +71,7 @@ def _device_s(plan: Plan, device: int) -> float:
 
 def _against_data_parallel(plan: Plan, graph: Graph) -> str:
     if len(plan.stages) == 1:
-        return "Cutting the model would move more bytes than agreeing on its gradients does."
+        return "Every device holds the whole model, and only gradients travel."
     whole = data_parallel_s(graph, plan.machines)
     held = graph.parameter_bytes()
     return (
