@@ -43,7 +43,13 @@ class Memory:
 
 
 def launch_entry(
-    entry: str, folder: Path, memory: Memory, *, settings: Mapping[str, Any] | None = None, **changes: Any
+    entry: str,
+    folder: Path,
+    memory: Memory,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    prepare: Callable[[], None] = lambda: None,
+    **changes: Any,
 ) -> dict[int, Any]:
     """Run a function of tests/cluster/entries.py on two local workers, or where `changes` say."""
     here = str(Path(__file__).parent.parent / "cluster")
@@ -59,7 +65,7 @@ def launch_entry(
         entry=f"entries:{entry}", settings=settings or {}, logs=folder / "logs", **{**values, **changes}
     )
     memory.supervisor = Supervisor(order, memory)
-    return memory.supervisor.run()
+    return memory.supervisor.run(prepare)
 
 
 def left_behind() -> list[str]:

@@ -100,6 +100,7 @@ class Supervisor:
         self._printed = [deque[str](maxlen=LAST_LINES) for _ in launch.hosts]
         self._workers: dict[int, WorkerState] = {}
         self._stops = 0
+        self._begun = False
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
         """What each rank's entry returned; raises when any worker failed. No process is left behind.
@@ -112,6 +113,8 @@ class Supervisor:
                     self._start_agent(index)
                 head = self._await_ready()
                 prepare()
+                # From here on agents pass a request to stop on, also to workers that nobody has told of yet.
+                self._begun = True
                 for agent in self._agents:
                     _send(agent, {"go": head})
                 return self._await_results()
@@ -217,7 +220,7 @@ class Supervisor:
             raise Interrupted(
                 "stopped at once, at a second request; the newest checkpoint is the last one written"
             )
-        if not self._workers:
+        if not self._begun:
             raise Interrupted("stopped before any worker had started; nothing was run")
         self._watcher.stopping()
         for agent in self._agents:
