@@ -11,7 +11,9 @@ from hypothesis import settings
 
 from support.hosts import Hosts, missing_for_hosts
 
-settings.register_profile("plait", deadline=None, print_blob=True)
+# The same examples on every machine; PLAIT_EXPLORE=1 looks for new ones.
+explores = bool(os.environ.get("PLAIT_EXPLORE"))
+settings.register_profile("plait", deadline=None, print_blob=True, derandomize=not explores)
 settings.load_profile("plait")
 
 # Worlds have one thread a rank; so has the process that compares them.
