@@ -91,7 +91,7 @@ def test_the_plan_costs_what_is_claimed_and_covers_the_graph_with_nested_ideals(
     assert claimed == pytest.approx(solution.bottleneck_s)
 
 
-# Of two plans with replicas the one that needs less has the larger stages, but no copy to sum in.
+# The plan that would need less without it needs more with the copy that its replicas sum in.
 @example(
     Graph((Node("n0", "", 0, 0, 0, 2, activation_bytes=2), Node("n1", "", 0, 0.3, 0, 3)), ()),
     Level(3, 21.0),

@@ -65,8 +65,10 @@ def fastest_plan(graph: Graph, machines: Machines, settings: Settings | None = N
         # What does not fit is no plan.
         with contextlib.suppress(PlanError):
             others.append(make(graph, machines, asked))
+    if not others:
+        return best
     runs = settings.schedule is not Schedule.STASH or update_together(graph.ties, best.stages)
-    found = min(others, key=_replayed_s, default=best)
+    found = min(others, key=_replayed_s)
     if runs and _replayed_s(found) > 0.99 * _replayed_s(best):
         return best
     why = why_not_best_cut(best, found) if runs else why_not_run(best)
