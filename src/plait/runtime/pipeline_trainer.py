@@ -110,7 +110,9 @@ class PipelineTrainer(StretchTrainer):
         pieces = [cut_step(self.step + i, b, self._arrangement.microbatches) for i, b in enumerate(steps)]
         together = [m for piece in pieces for m in piece]
         if self._arrangement.schedule.synchronous:
-            notes = Notes(self.worker, together, 0, self._recorder_of(steps))
+            # Read a step later: nobody waits for the sum of the step that has just ended.
+            slack = self._arrangement.microbatches
+            notes = Notes(self.worker, together, slack, self._recorder_of(steps))
             done = self._take_batches(pieces, notes)
         else:
             notes = Notes(self.worker, together, self._arrangement.slack(), self._recorder_of(steps))
