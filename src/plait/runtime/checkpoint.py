@@ -24,6 +24,7 @@ from torch import Tensor
 
 from plait.core.errors import CheckpointError
 from plait.core.files import sync_folder, write_atomic
+from plait.stages.linear import laid_out_as
 
 VERSION = 1
 log = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ def load_optimizer_state(
         name, _, key = path.rpartition("/")
         if name not in numbers:
             raise CheckpointError(f"the optimizer's state is of another model: it has {name!r}")
-        whole["state"].setdefault(numbers[name], {})[key] = value
+        number = numbers[name]
+        whole["state"].setdefault(number, {})[key] = laid_out_as(parameters[number], value)
     optimizer.load_state_dict(whole)
 
 

@@ -12,6 +12,7 @@ import torch
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, resolve
 from plait.runtime.settings import LrScheduleSettings, OptimizerSettings
+from plait.runtime.update_kernels import use_fused_kernels
 
 LrFactor = Callable[[int], float]
 
@@ -61,12 +62,15 @@ def _check_numbers(factory: Callable[..., Any], options: Mapping[str, Any]) -> N
 def build_optimizer(
     settings: OptimizerSettings, parameters: Iterable[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
+    """The optimizer of `parameters`, which steps with torch's fused kernels where that is sooner."""
     factory = find_optimizer(settings)
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.options.items()}
     try:
-        return factory(list(parameters), **options)
+        optimizer = factory(list(parameters), **options)
     except (ValueError, TypeError) as failure:
         raise JobError(f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}") from None
+    use_fused_kernels(optimizer)
+    return optimizer
 
 
 def constant(step: int, total: int) -> float:
