@@ -3,13 +3,17 @@
 It is for worlds alone: importing it traces models, which takes seconds.
 """
 
+import torch
+
 from plait.cluster.imports import import_all
 
+# With CUDA, tracing looks at the GPU, which a process that was forked then cannot use.
+traced = ("support.traces",) if torch.version.cuda is None else ()
 import_all(
     [
         *("torch.distributed", "plait.runtime.worker", "plait.runtime.sweep.worker", "support.world"),
         # Torch's optimizers load the first; tracing with free sizes loads the others.
         *("torch._dynamo", "torch.export._trace", "sympy.tensor.tensor"),
-        "support.traces",
+        *traced,
     ]
 )

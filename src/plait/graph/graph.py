@@ -26,7 +26,8 @@ class Node:
     `output_bytes` counts all tensors it returns, `activation_bytes` what autograd keeps until the
     backward pass, `update_s` what the optimizer takes for its parameters, `version_s` what it takes more
     where microbatches in flight still need the weights before, and `working_bytes` what the operation takes
-    while it runs beyond what the layers before it keep (0 where nobody measured them).
+    while it runs beyond what the layers before it keep, `adding_bytes` more where there are gradients already
+    that its own are added to (0 where nobody measured them).
     """
 
     id: str
@@ -40,6 +41,7 @@ class Node:
     update_s: float = 0.0
     working_bytes: float = 0.0
     version_s: float = 0.0
+    adding_bytes: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -186,6 +188,7 @@ def _check_nodes(nodes: Iterable[Node]) -> None:
             "update_s",
             "working_bytes",
             "version_s",
+            "adding_bytes",
         ):
             _check_amount(getattr(node, field), f"node {node.id!r}: {field}")
 

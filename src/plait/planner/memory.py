@@ -15,7 +15,8 @@ What a worker holds for a stage while it trains, beside what any Python process 
   layers keep them too;
 - messages on their way: an input more, and two gradients in either direction;
 - what the layer at work takes beyond all that, as it was measured: results that nobody keeps, gradients,
-  the workspace of its kernels. Early layers have it while little is kept as yet;
+  the workspace of its kernels, and, where gradients add up over microbatches, those that are added. Early
+  layers have it while little is kept as yet;
 - with recomputation, of each microbatch only what was received and sent, and the activations of one.
 
 What libraries keep for themselves is not counted.
@@ -24,12 +25,14 @@ What libraries keep for themselves is not counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from plait.graph.graph import Graph
+from plait.graph.graph import Graph, Node
 from plait.graph.ideals import Floats, Ideals
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
@@ -123,7 +126,7 @@ def stage_memory(
     graph = ideals.graph
     nodes = [graph.node_by_id[name] for name in graph.order]
     kept = kept_bytes(graph)
-    working = working_bytes(ideals)
+    adds = schedule is not Schedule.STASH
     received, shape = ideals.crossing_bytes[:, None], (len(ideals), len(ideals))
     shared, copied = _tied(ideals)
     held = Held(
@@ -132,7 +135,7 @@ def stage_memory(
         kept=_ranges(ideals.sums([kept[node.id] for node in nodes])) - ideals.kept_behind_bytes[:, None],
         received=np.broadcast_to(received, shape),
         sent=np.broadcast_to(received.T, shape),
-        working=np.broadcast_to(working[None, :], shape),
+        working=_working_of_stages(ideals, adds),
         shared=shared,
         waiting=deepest * shared,
     )
@@ -164,17 +167,32 @@ def kept_bytes(graph: Graph) -> dict[str, float]:
     return {node.id: node.activation_bytes if measured else node.output_bytes for node in graph.nodes}
 
 
-def working_bytes(ideals: Ideals) -> Floats:
-    """What a layer at work takes at most beyond what all layers of each ideal keep in the end.
+def working_bytes(nodes: Sequence[Node], schedule: Schedule) -> float:
+    """What a layer of a stage at work takes at most beyond what all of its layers keep in the end."""
+    most, kept = 0.0, 0.0
+    for node in nodes:
+        adding = 0.0 if schedule is Schedule.STASH else node.adding_bytes
+        most = max(most, kept + node.working_bytes + adding)
+        kept += node.activation_bytes
+    return max(0.0, most - kept)
 
-    Counted from the first layer of the model on, which for a later stage is never too little.
-    """
+
+@lru_cache(maxsize=8)
+def _working_of_stages(ideals: Ideals, adds: bool) -> Floats:
+    """`working_bytes` of every stage."""
     nodes = [ideals.graph.node_by_id[name] for name in ideals.graph.order]
-    own = np.array([node.activation_bytes for node in nodes])
-    peaks = np.cumsum(own) - own + np.array([node.working_bytes for node in nodes])
-    most = np.where(ideals.members, peaks, 0.0).max(axis=1, initial=0.0)
-    working: Floats = np.maximum(most - ideals.sums(own.tolist()), 0.0)
-    return working
+    kept = np.array([node.activation_bytes for node in nodes])
+    taken = np.array([node.working_bytes + adds * node.adding_bytes for node in nodes])
+    working = np.zeros((len(ideals), len(ideals)))
+    if not taken.any():
+        return working
+    for start, before in enumerate(ideals.members):
+        behind = np.flatnonzero(~before)
+        within = ideals.members[start:, behind]
+        own = within * kept[behind]
+        peaks = within * (np.cumsum(own, axis=1) - own + taken[behind])
+        working[start, start:] = peaks.max(axis=1, initial=0.0) - own.sum(axis=1)
+    return np.maximum(working, 0.0)
 
 
 def versions(schedule: Schedule) -> tuple[int, int]:

@@ -249,7 +249,7 @@ def _build_stage(
         output_bytes=float(ideals.crossing_bytes[placed.end]),
         in_flight=held,
         memory_bytes=0.0,
-        working_bytes=float(working_bytes(ideals)[placed.end]),
+        working_bytes=working_bytes(nodes, settings.schedule),
         tied=tied,
     )
     return replace(stage, memory_bytes=_memory_bytes(stage, settings, held))

@@ -23,13 +23,15 @@ class Weights:
 
     `keepers` are the layers, by their number, for which a value that another layer returned was counted.
     `working_bytes` is what each layer takes at work, forward or backward, beyond what those before it keep;
-    gradients of parameters aside.
+    gradients of parameters aside. `adding_bytes` is what it takes more where its gradients are added to
+    others.
     """
 
     value_bytes: dict[str, int]
     kept_bytes: list[int]
     keepers: dict[str, int]
     working_bytes: list[float]
+    adding_bytes: list[float]
 
 
 def weigh(
@@ -39,12 +41,30 @@ def weigh(
     loss: Callable[[Any], Tensor],
     device: torch.device,
 ) -> Weights:
-    """Run one step and weigh the real tensors; what the loss keeps counts for the last layer.
+    """Run a step and weigh the real tensors; what the loss keeps counts for the last layer.
 
     A tensor that several layers keep counts for the first of them, so that the sum over layers is what the
     model keeps; parameters, buffers and constants are not counted. A stage that keeps a tensor it received
     from the layer that counts it holds that copy besides, which is the tensor's edge.
     """
+    scale, forward, backward = _run_step(traced, model, inputs, loss, device)
+    working = _working(scale.kept_bytes, forward, backward, _gradients_behind(traced))
+    adding = [0.0] * len(working)
+    if device.type == "cuda":  # a pipeline's linear layers on a CPU add in the product itself
+        _, forward, backward = _run_step(traced, model, inputs, loss, device)
+        with_others = _working(scale.kept_bytes, forward, backward, adding)
+        adding = [max(0.0, more - alone) for more, alone in zip(with_others, working)]
+    return Weights(scale.value_bytes, scale.kept_bytes, scale.keepers, working, adding)
+
+
+def _run_step(
+    traced: TracedModel,
+    model: LayeredModel,
+    inputs: Sequence[Tensor],
+    loss: Callable[[Any], Tensor],
+    device: torch.device,
+) -> tuple[_Scale, list[float], list[float]]:
+    """What a step keeps, and the highest level of each layer, forward and backward, the loss's at the end."""
     own = [*traced.model.parameters(), *traced.model.buffers(), *traced.constants.values()]
     scale = _Scale({_storage(tensor) for tensor in own}, [0] * len(traced.layers))
     levels = Levels(device)
@@ -62,8 +82,7 @@ def weigh(
         del output
         backward = BackwardTimer(levels, [*ends, [value.grad_fn]])
         backward.run(value)
-    working = _working(traced, scale.kept_bytes, forward.laps(), _highest(backward, levels, len(ends)))
-    return Weights(scale.value_bytes, scale.kept_bytes, scale.keepers, working)
+    return scale, forward.laps(), _highest(backward, levels, len(ends))
 
 
 def _highest(backward: BackwardTimer, levels: Levels, layers: int) -> list[float]:
@@ -74,18 +93,24 @@ def _highest(backward: BackwardTimer, levels: Levels, layers: int) -> list[float
     return found
 
 
-def _working(
-    traced: TracedModel, kept: Sequence[int], forward: Sequence[float], backward: Sequence[float]
-) -> list[float]:
-    """What each layer takes beyond what the layers before it keep; the loss counts for the last."""
+def _gradients_behind(traced: TracedModel) -> list[float]:
+    """The gradients of parameters that there are once backward is through each layer."""
     sizes = {name: p.numel() * p.element_size() for name, p in traced.model.named_parameters()}
     # Backward comes to the last layer that uses a parameter first: there its gradient is made.
     own = [sum(sizes.pop(name, 0) for name in layer.parameters) for layer in reversed(traced.layers)]
-    own.reverse()
+    return [float(behind) for behind in reversed(list(itertools.accumulate(own)))]
+
+
+def _working(
+    kept: Sequence[int], forward: Sequence[float], backward: Sequence[float], gradients: Sequence[float]
+) -> list[float]:
+    """What each layer takes beyond what the layers before it keep; the loss counts for the last.
+
+    `gradients` are those that backward has made of parameters when it is through each layer.
+    """
     working = []
     for i in range(len(kept)):
-        # The layers behind, and this one, have left gradients of their parameters.
-        levels = [forward[i], backward[i] - sum(own[i:])]
+        levels = [forward[i], backward[i] - gradients[i]]
         if i == len(kept) - 1:
             levels += [forward[-1], backward[-1]]
         working.append(max(0.0, max(levels) - sum(kept[:i])))

@@ -129,6 +129,8 @@ def profile_model(
         inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), inputs)
         traced = trace(model, inputs)
         session = _Session(traced, inputs, loss or default_loss, place)
+        if place.type == "cuda":
+            session.measure()  # what libraries set aside once would count for the layer that asks first
         weights = weigh(traced, session.layered, session.tensors, session.loss, place)
         progress()
         steps: list[tuple[StepTimes, float]] = []
@@ -256,6 +258,7 @@ def _graph(traced: TracedModel, weights: Weights, forward: list[Timed], backward
                 buffer_bytes=sum(buffer_bytes.pop(key, 0) for key in layer.buffers),
                 activation_bytes=weights.kept_bytes[i],
                 working_bytes=weights.working_bytes[i],
+                adding_bytes=weights.adding_bytes[i],
             )
         )
         sources = [(traced.layer_of.get(value), value) for value in boundary.inputs]
