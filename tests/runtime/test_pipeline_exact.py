@@ -82,6 +82,10 @@ def test_replicated_stages_under_stashing_equal_the_same_delayed_gradients() -> 
         Case("lstm", (((0,), (1,)), ((2,), (3,))), Schedule.STASH, **rounds),
         Case("lstm", (((0,), (1,)), ((2,), (3,))), Schedule.TWO_BUFFERED, **rounds),
         Case("cnn", (((0, 1), (2,), (3,)),), Schedule.STASH, vertical_sync=True, **rounds),
+        Case("cnn", (((0,), (1, 2, 3)),), Schedule.STASH, recompute=frozenset({1}), **rounds),
+        Case("positions", (((0, 1), (2, 3)),), Schedule.STASH, samples=5, **rounds),
+        Case("transformer", (((0, 1), (2, 3)),), Schedule.STASH, cores=1, **rounds),
+        Case("transformer", (((0, 1), (2,), (3,)),), Schedule.TWO_BUFFERED, cores=1, **rounds),
         tolerance=1e-12,
         skip=("running_mean", "running_var", "num_batches_tracked"),
     )

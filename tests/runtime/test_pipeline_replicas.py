@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy
+import torch
 
 from plait.planner.depth import Schedule
-from plait.runtime.updates import Updates
+from plait.planner.operations import Layout
+from plait.runtime.arrangement import Arrangement
+from plait.runtime.stage_runner import Flight
+from plait.runtime.updates import Updates, summed_beside_backward
+from plait.sync.all_reduce import AllReduce
 from plait.sync.reducer import Native
 from support.pipelines import Case, Delayed, train_in_pipeline, train_many, train_plainly
 from support.world import run_ranks
@@ -49,7 +55,69 @@ def sends_beside_backward(rank: int, case: Case) -> tuple[int, int]:
     return counts["backward"], counts["update"]
 
 
-def test_replicas_send_their_gradients_while_the_last_backward_runs() -> None:
-    """All gradients of this small model are one message; what follows at the update is who had any."""
-    case = Case("transformer", (((0, 1),),), Schedule.FLUSH, steps=3)
-    assert run_ranks(2, sends_beside_backward, case) == [(3, 3), (3, 3)]
+def test_replicas_send_their_gradients_while_the_last_backward_before_an_update_runs() -> None:
+    """All gradients of this small model are one message; what follows at the update is who had any.
+
+    12 microbatches: under stash each replica updates six times, under 2bw three times.
+    """
+    flush = Case("transformer", (((0, 1),),), Schedule.FLUSH, steps=3)
+    stash, buffered = (replace(flush, schedule=kind) for kind in (Schedule.STASH, Schedule.TWO_BUFFERED))
+    again, busy = replace(stash, recompute=frozenset({0})), replace(stash, cores=2)
+    found = run_ranks(2, sends_of_each, (flush, stash, buffered, again, busy))
+    assert found == [[(3, 3), (6, 6), (3, 3), (6, 6), (0, 12)]] * 2
+
+
+def sends_of_each(rank: int, cases: tuple[Case, ...]) -> list[tuple[int, int]]:
+    return [sends_beside_backward(rank, case) for case in cases]
+
+
+def order_of_rank(rank: int, case: Case) -> list[str]:
+    """When a rank starts sums in backward, ends them, and gives back the memory of what it received."""
+    order: list[str] = []
+    send, agree, land = AllReduce._send_full, AllReduce.agree, Flight.land
+
+    def sent(self: AllReduce) -> None:
+        begun = self._next
+        send(self)
+        order.extend(["send"] * (self._next - begun))
+
+    def agreed(self: AllReduce, notes: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        found = agree(self, notes, factor)
+        order.append("agree")
+        return found
+
+    def landed(self: Flight) -> None:
+        order.append("land")
+        land(self)
+
+    with (
+        patch.object(AllReduce, "_send_full", sent),
+        patch.object(AllReduce, "agree", agreed),
+        patch.object(Flight, "land", landed),
+    ):
+        train_in_pipeline(rank, case)
+    return order
+
+
+def test_what_was_received_is_given_back_once_the_gradients_that_lie_in_it_are_summed() -> None:
+    stash = Case("positions", (((0, 1), (2,)),), Schedule.STASH, steps=3, samples=4)
+    first, second, last = run_ranks(3, order_of_rank, stash)
+    assert first == second == ["send", "agree", "land"] * 6
+    # Who shares nothing has nothing to wait for.
+    assert last == ["land"] * 12
+
+
+def test_sums_go_on_beside_backward_where_something_else_than_busy_cores_carries_them() -> None:
+    layout = Layout(((0, 1), (2,), (3, 4)))
+    stages = (("a",), ("b",), ("c",))
+    stash = Arrangement(stages, (layout,), Schedule.STASH, 4)
+    cpu, gpu, here = torch.device("cpu"), torch.device("cuda"), ("here",) * 5
+    assert summed_beside_backward(0, stash, cpu, here, cores=5) == frozenset()
+    assert summed_beside_backward(0, stash, cpu, here, cores=6) == {0}
+    assert summed_beside_backward(0, stash, gpu, here, cores=5) == {0}
+    assert summed_beside_backward(2, stash, cpu, here, cores=6) == frozenset()
+    apart = ("a", "a", "a", "a", "b")
+    assert summed_beside_backward(0, stash, cpu, apart, cores=4) == frozenset()
+    assert summed_beside_backward(3, stash, cpu, apart, cores=4) == {2}
+    flush = replace(stash, schedule=Schedule.FLUSH)
+    assert summed_beside_backward(0, flush, cpu, here, cores=64) == frozenset()

@@ -104,7 +104,9 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     assert [event.step for event in steps] == list(range(1, 21))
     stop = tmp_path / "stop"
     stop.touch()
-    stopped = run_ranks(3, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
+    # Replicas on two hosts, of the last stage: they sum beside backward, and know how a round ends before.
+    apart = planned((1, 2), schedule, checkpoint=CheckpointSettings(every_steps=16))
+    stopped = run_ranks(3, train_rank, apart, tmp_path / "run", stop_file=stop, hosts=["a", "a", "b"])[0]
     assert (stopped["reason"], 0 < stopped["step"] < 16) == ("stopped", True)
     stop.unlink()
     resumed = run_ranks(3, train_rank, settings, tmp_path / "run", True)[0]
@@ -178,7 +180,9 @@ def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple
             stop_before=lambda step: step >= stop_at,
         )
         updates = [op for op in stream(arrangement, rank, work) if isinstance(op, Update)]
-        factors = [work.prepare_update(update) for update in updates]
+        factors = [work.factor(update) for update in updates]
+        for update in updates:
+            work.set_rate(update)
         found.append([(u.version, s, f) for u, s, f in zip(updates, steps, factors)])
     return found
 

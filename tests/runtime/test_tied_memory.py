@@ -19,8 +19,8 @@ class ManyMicrobatches:
     def admits(self, pipeline, microbatch):
         return microbatch < self.total
 
-    def prepare_update(self, update):
-        return 1.0
+    def set_rate(self, update):
+        pass
 
 
 def most_copies(arrangement, stage):

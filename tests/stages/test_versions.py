@@ -138,3 +138,28 @@ def test_weights_in_flight_are_not_written_over() -> None:
     loss.backward()
     versions.collect()
     assert torch.equal(expected[0], weight.grad)
+
+
+def test_gradients_that_lie_on_several_versions_come_together_on_one() -> None:
+    model = net()
+    masters = list(model.parameters())
+    versions = WeightVersions(model, masters)
+    losses = []
+    for version in range(2):
+        versions.use(version)
+        losses.append(model(batch(version)).square().mean())
+        for master in masters:
+            master.grad = torch.ones_like(master)
+        versions.update(torch.optim.SGD(masters, lr=0.1).step, needed_from=0)
+        for master in masters:
+            master.grad = None
+    for loss in losses:
+        loss.backward()
+    first = [None if leaf.grad is None else leaf.grad.clone() for leaf in versions.leaves(0)]
+    second = [None if leaf.grad is None else leaf.grad.clone() for leaf in versions.leaves(1)]
+    leaves = versions.gather(1)
+    assert [leaves[master] for master in masters] == list(versions.leaves(1))
+    assert all(leaf.grad is None for leaf in versions.leaves(0))
+    for leaf, one, other in zip(versions.leaves(1), first, second):
+        assert (leaf.grad is None) == (one is None)
+        assert leaf.grad is None or torch.equal(leaf.grad, one + other)

@@ -88,6 +88,8 @@ class Case:
     recompute: frozenset[int] = frozenset()
     clip_norm: float | None = None
     hosts: tuple[str, ...] | None = None
+    # Enough that replicas sum their gradients beside backward.
+    cores: int = 64
 
     def arrangement(self, traced: TracedModel) -> Arrangement:
         ids = [layer.id for layer in traced.layers]
@@ -181,7 +183,10 @@ class CaseWork:
     def seed(self, index: int, stage: int) -> int:
         return mix(1, self.number(index), stage)
 
-    def prepare_update(self, update: Update) -> float:
+    def set_rate(self, update: Update) -> None:
+        pass
+
+    def factor(self, update: Update) -> float:
         if self.case.schedule is not Schedule.STASH:
             return 1.0
         replicas = self.arrangement.layout.replicas(update.stage)
@@ -225,6 +230,7 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
         torch.device("cpu"),
         contextlib.nullcontext,
         case.clip_norm,
+        cores=case.cores,
     )
     pipeline = Pipeline(rank, arrangement, traced, channels, parts)
     if case.schedule.synchronous:

@@ -80,7 +80,10 @@ class FixedWork:
     def seed(self, microbatch: int, stage: int) -> int:
         return microbatch
 
-    def prepare_update(self, update: Update) -> float:
+    def set_rate(self, update: Update) -> None:
+        pass
+
+    def factor(self, update: Update) -> float:
         return 1.0
 
     def admits(self, pipeline: int, microbatch: int) -> bool:

@@ -107,10 +107,15 @@ class Agreement:
         for reduce in self._sums:
             reduce.close()
 
-    def before_backward(self, last: bool) -> None:
-        """Whether the backward that follows completes all gradients, so that each is sent as it is made."""
+    def before_last_backward(
+        self, factor: float = 1.0, leaves: Mapping[Parameter, Parameter] | None = None
+    ) -> None:
+        """The backward that follows completes all gradients: each is sent, times `factor`, as it is made.
+
+        It leaves them on `leaves`, by the parameters that those stand for, or else on these themselves.
+        """
         for reduce in self._sums:
-            reduce.before_backward(last)
+            reduce.before_backward(True, factor, leaves)
 
     def agree(self, factor: float) -> None:
         """Every holder has the sum of the gradients times its `factor`; who has none gives zeros."""

@@ -206,16 +206,29 @@ def _lane(arrangement: Arrangement, pipeline: int, stage: int, worker: int, stre
             own = len(range(replica, arrangement.local(stretch.total, pipeline), replicas))
             if backwards >= own:
                 break
-            yield Backward(stage, replica + backwards * replicas, versions.pop(backwards))
+            backward = Backward(stage, replica + backwards * replicas, versions.pop(backwards))
+            yield backward
             backwards += 1
-            if backwards % every == 0:
-                updates += 1
-                yield Update(stage, updates)
+            update = update_behind(arrangement, backward)
+            if update is not None:
+                updates = update.version
+                yield update
     # Replicas and pipelines with fewer microbatches take part in the last updates all the same.
     rounds = math.ceil(arrangement.local(stretch.total, 0) / replicas)
     while updates * every < rounds:
         updates += 1
         yield Update(stage, updates)
+
+
+def update_behind(arrangement: Arrangement, backward: Backward) -> Update | None:
+    """The update that a stage makes after `backward` and before anything else; None if it goes on.
+
+    Under an asynchronous schedule. The last update of a stretch may come behind another backward.
+    """
+    replicas = arrangement.layout.replicas(backward.stage)
+    every = microbatches_per_update(arrangement, backward.stage) // replicas
+    updates, rest = divmod(backward.microbatch // replicas + 1, every)
+    return None if rest else Update(backward.stage, updates)
 
 
 def _depth(arrangement: Arrangement, stage: int) -> int:

@@ -48,7 +48,10 @@ class ColumnWork:
     def seed(self, microbatch: int, stage: int) -> int:
         return mix(*self.seeds, microbatch, stage)
 
-    def prepare_update(self, update: Update) -> float:
+    def set_rate(self, update: Update) -> None:
+        pass
+
+    def factor(self, update: Update) -> float:
         return 1.0
 
 

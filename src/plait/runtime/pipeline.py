@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,9 @@ from plait.runtime.arrangement import Arrangement
 from plait.runtime.checkpoint import optimizer_state
 from plait.runtime.evaluate import evaluation_mode
 from plait.runtime.spans import Span
-from plait.runtime.stage_runner import Autocast, Flight, StageRunner
+from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.runtime.tied import make_tied
-from plait.runtime.updates import Updates
+from plait.runtime.updates import Updates, summed_beside_backward
 from plait.stages.cut import Stage, check_stages, cut
 from plait.stages.linear import laid_out_as
 from plait.stages.quick import plain_forwards, quicken
@@ -35,7 +36,6 @@ from plait.stages.routes import Route, find_routes
 from plait.sync.buffers import average
 from plait.sync.wish import TopologyWish
 
-Loss = Callable[[Any, Any], Tensor]
 _SPANS_AT_ONCE = 1024
 
 
@@ -51,8 +51,11 @@ class Work(Protocol):
     def seed(self, microbatch: int, stage: int) -> int:
         """Where random numbers start."""
 
-    def prepare_update(self, update: Update) -> float:
-        """Set the learning rate; the factor on this worker's gradients before they are summed."""
+    def set_rate(self, update: Update) -> None:
+        """Set the learning rate of an update."""
+
+    def factor(self, update: Update) -> float:
+        """What this worker's gradients are multiplied by before they are summed."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Parts:
     slowed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     # What a stage of these layers is; a sweep's hold many trials.
     make_stage: Callable[[TracedModel, Sequence[str]], Stage] = cut
+    # Those of the host, which its workers share.
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
@@ -83,12 +88,16 @@ class _Hop:
 
 @dataclass
 class _Held:
-    """A stage of this worker, with its hops and what is in flight in it."""
+    """A stage of this worker, with its hops and what is in flight in it.
+
+    `landing` has come back, but gradients on their way to the other holders may lie in what it received.
+    """
 
     runner: StageRunner
     incoming: list[_Hop]
     outgoing: list[_Hop]
     flights: dict[int, Flight] = field(default_factory=dict)
+    landing: Flight | None = None
 
 
 class Pipeline:
@@ -136,7 +145,8 @@ class Pipeline:
             rank, arrangement, stages_of, self.parameters, deadline, parts.hosts, parts.topology
         )
         tied = make_tied(arrangement, stages_of, self.modules, self.parameters, self.optimizer.step, deadline)
-        self._updates = Updates(rank, arrangement, self.modules, self.optimizer, agreements, tied)
+        beside = summed_beside_backward(rank, arrangement, parts.device, parts.hosts, parts.cores)
+        self._updates = Updates(rank, arrangement, self.modules, self.optimizer, agreements, tied, beside)
         self._first_held = first_held(rank, arrangement, stages_of)
         self._replicas = replica_groups(arrangement, deadline)
         hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, arrangement.stages))]
@@ -181,12 +191,8 @@ class Pipeline:
             last = op
         if isinstance(last, Backward):
             self._updates.before_last_backward()
-            flight = self._backward(last)
-            self._update(updates, work)
-            # Gradients on their way to the other holders may lie in what was received.
-            flight.land()
-            return
-        if last is not None:
+            self._held[last.stage].landing = self._backward(last)
+        elif last is not None:
             self._carry_out(last, work)
         self._update(updates, work)
 
@@ -235,10 +241,13 @@ class Pipeline:
                 self._update([op], work)
             case Forward():
                 self._forward(op, work)
-            case Backward() | BackwardInput():
-                flight = self._backward(op)
-                if isinstance(op, Backward):
-                    flight.land()
+            case Backward():
+                if self._updates.before_backward(op, work):
+                    self._held[op.stage].landing = self._backward(op)
+                else:
+                    self._backward(op).land()
+            case BackwardInput():
+                self._backward(op)
             case BackwardWeight():
                 start = time.time()
                 held = self._held[op.stage]
@@ -389,6 +398,10 @@ class Pipeline:
         if self.after_update is not None:
             self.after_update()
         for update in updates:
+            held = self._held[update.stage]
+            if held.landing is not None:
+                held.landing.land()
+                held.landing = None
             self._note(update, start)
 
     def evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
@@ -415,20 +428,6 @@ class Pipeline:
         loss_of = self._held[self.arrangement.last].runner.loss_of
         assert isinstance(loss_of, LossOf)
         return loss_of.output(values)
-
-
-@dataclass(frozen=True)
-class LossOf:
-    """The loss of what the model returns, from the values that its stages made."""
-
-    traced: TracedModel
-    loss: Loss
-
-    def output(self, values: Mapping[str, Tensor]) -> Any:
-        return self.traced.rebuild_output([values[name] for name in self.traced.outputs])
-
-    def __call__(self, values: Mapping[str, Tensor], target: Any) -> Tensor:
-        return self.loss(self.output(values), target)
 
 
 def _tensors(inputs: Any) -> list[Tensor]:

@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.cluster.messages import Message
+from plait.profiler.traced import TracedModel
 from plait.runtime.loading import seed_all
 from plait.stages.cut import Stage
 from plait.stages.deferred import DeferWeights
 from plait.stages.versions import WeightVersions
 
 Autocast = Callable[[], AbstractContextManager[Any]]
+Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
@@ -53,6 +55,20 @@ class Flight:
         self.edges.clear()
         for message in self.messages:
             message.release()
+
+
+@dataclass(frozen=True)
+class LossOf:
+    """The loss of what the model returns, from the values that its stages made."""
+
+    traced: TracedModel
+    loss: Loss
+
+    def output(self, values: Mapping[str, Tensor]) -> Any:
+        return self.traced.rebuild_output([values[name] for name in self.traced.outputs])
+
+    def __call__(self, values: Mapping[str, Tensor], target: Any) -> Tensor:
+        return self.loss(self.output(values), target)
 
 
 @dataclass

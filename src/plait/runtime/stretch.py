@@ -115,18 +115,18 @@ class StretchWork:
         own = self.microbatch(microbatch)
         return mix(self._seed, own.step, own.place, stage)
 
-    def prepare_update(self, update: Update) -> float:
-        """Set the learning rate of the step it belongs to; the factor on this worker's gradients."""
+    def set_rate(self, update: Update) -> None:
+        """Set the learning rate of the step that an update belongs to."""
+        synchronous = self._arrangement.schedule.synchronous
+        members = self._microbatches if synchronous else self._members(update)
+        self._set_lr(members[-1].step)
+
+    def factor(self, update: Update) -> float:
+        """What this worker's gradients are multiplied by before they are summed."""
         if self._arrangement.schedule.synchronous:
-            self._set_lr(self._microbatches[0].step)
             return 1.0
         size = microbatches_per_update(self._arrangement, update.stage)
-        # Replicas must agree on what the round holds, also one that has not come to where it may end.
-        last = min(update.version * size * self._arrangement.pipelines, self.total) - 1
-        self.admits(last % self._arrangement.pipelines, last // self._arrangement.pipelines)
-        members = self._round(update.version - 1, size, self.total)
-        self._set_lr(members[-1].step)
-        whole = sum(len(m.samples) for m in members)
+        whole = sum(len(m.samples) for m in self._members(update))
         if self._arrangement.schedule is Schedule.TWO_BUFFERED:
             # Where the stretch ended early, the losses were weighted for a larger round.
             planned = self._round(update.version - 1, size, len(self._microbatches))
@@ -136,6 +136,14 @@ class StretchWork:
         if index * self._arrangement.pipelines + self._pipeline >= self.total:
             return 1.0
         return len(self.microbatch(index).samples) / whole
+
+    def _members(self, update: Update) -> Sequence[Microbatch]:
+        """The microbatches of all pipelines whose gradients an update takes."""
+        size = microbatches_per_update(self._arrangement, update.stage)
+        # Replicas must agree on what the round holds, also one that has not come to where it may end.
+        last = min(update.version * size * self._arrangement.pipelines, self.total) - 1
+        self.admits(last % self._arrangement.pipelines, last // self._arrangement.pipelines)
+        return self._round(update.version - 1, size, self.total)
 
     def _round(self, number: int, size: int, total: int) -> Sequence[Microbatch]:
         """Those of the first `total` microbatches that all pipelines take between two updates."""

@@ -26,8 +26,11 @@ from plait.stages.versions import WeightVersions
 class Rounds(Protocol):
     """What is known of the microbatches between two updates."""
 
-    def prepare_update(self, update: Update) -> float:
-        """Set the learning rate; the factor on this worker's gradients before they are summed."""
+    def set_rate(self, update: Update) -> None:
+        """Set the learning rate of an update."""
+
+    def factor(self, update: Update) -> float:
+        """What this worker's gradients are multiplied by before they are summed."""
 
 
 class Tied:
@@ -105,7 +108,7 @@ class Tied:
             for master, grad in zip(self.masters, round_.grads):
                 master.grad = grad
             # Other stages of this worker have made other updates since: the rate is that of this one.
-            work.prepare_update(Update(self._own, following))
+            work.set_rate(Update(self._own, following))
             self.versions.update(self._step, min(self._oldest.values()))
             for master in self.masters:
                 master.grad = None

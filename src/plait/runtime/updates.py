@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from plait.cluster.channels import PeerError
-from plait.planner.operations import Forward, Update
+from plait.planner.operations import Backward, Forward, Update
 from plait.runtime.agreement import Agreement
-from plait.runtime.arrangement import Arrangement, oldest_needed
+from plait.runtime.arrangement import Arrangement, oldest_needed, update_behind
 from plait.runtime.tied import Rounds, Tied
 from plait.stages.versions import WeightVersions
 
@@ -19,7 +19,8 @@ class Updates:
     """What one worker does at updates, and the versions of its weights under an asynchronous schedule.
 
     `modules` are its stages, `agreements` those that their updates need. The optimizer holds all of the
-    worker's parameters and steps those that have a gradient.
+    worker's parameters and steps those that have a gradient. `beside` are the stages whose gradients are
+    summed while backward goes on, where pipelines do not drain at updates.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         agreements: Mapping[int, Agreement],
         tied: Sequence[Tied],
+        beside: Collection[int] = (),
     ) -> None:
         self._rank = rank
         self._arrangement = arrangement
         self._optimizer = optimizer
         self._agreements = agreements
+        self._beside = beside
         self._tied = {s: [t for t in tied if s in t.held_stages] for s in modules}
         self._versions: dict[int, WeightVersions] = {}
         if arrangement.schedule.synchronous:
@@ -62,11 +65,24 @@ class Updates:
     def before_last_backward(self) -> None:
         """Let what the worker's last backward of a batch completes be summed while it goes on."""
         for agreement in set(self._agreements.values()):
-            agreement.before_backward(last=True)
+            agreement.before_last_backward()
+
+    def before_backward(self, op: Backward, work: Rounds) -> bool:
+        """Let the gradients that `op` completes, if any, be summed while it goes on; whether it does.
+
+        Then they are on their way until the next update of the stage.
+        """
+        update = update_behind(self._arrangement, op) if op.stage in self._beside else None
+        if update is None:
+            return False
+        leaves = self._versions[op.stage].gather(op.version)
+        self._agreements[op.stage].before_last_backward(work.factor(update), leaves)
+        return True
 
     def agree(self, updates: Sequence[Update], work: Rounds) -> None:
         """Sum the gradients of the stages that `updates` are of over all holders."""
-        factor = [work.prepare_update(update) for update in updates][-1]
+        work.set_rate(updates[-1])
+        factor = work.factor(updates[-1])
         for update in updates:
             if update.stage in self._versions:
                 self._versions[update.stage].collect()
@@ -109,3 +125,23 @@ class Updates:
         """End what sums beside this thread; all workers call it after their last update."""
         for agreement in set(self._agreements.values()):
             agreement.close()
+
+
+def summed_beside_backward(
+    rank: int, arrangement: Arrangement, device: torch.device, hosts: Sequence[str], cores: int
+) -> frozenset[int]:
+    """The stages of a worker whose gradients are better summed beside backward, if pipelines never drain.
+
+    Where the holders are on one host whose workers compute on all of its `cores`, sums beside backward take
+    the time from it, and the caches. `hosts` names the host of each worker; none are all on one.
+    """
+    if arrangement.schedule.synchronous:
+        return frozenset()
+    names = tuple(hosts) or ("",) * (max(arrangement.workers) + 1)
+    spare = device.type != "cpu" or cores > names.count(names[rank])
+    holders = {stage: arrangement.holders(stage) for stage in arrangement.stages_of(rank)}
+    return frozenset(
+        stage
+        for stage, workers in holders.items()
+        if len(workers) > 1 and (spare or len({names[worker] for worker in workers}) > 1)
+    )

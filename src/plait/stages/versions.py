@@ -89,11 +89,13 @@ class WeightVersions:
 
     def collect(self) -> None:
         """Move the gradients that backwards left on the versions to the masters."""
-        for version in self._versions.values():
-            for master, leaf in zip(self.masters, version.leaves):
-                if leaf.grad is not None:
-                    master.grad = leaf.grad if master.grad is None else master.grad.add_(leaf.grad)
-                    leaf.grad = None
+        self._move_gradients(self.masters)
+
+    def gather(self, version: int) -> dict[Parameter, Parameter]:
+        """The leaves of `version`, by their masters, now with the gradients of all versions."""
+        leaves = self._versions[version].leaves
+        self._move_gradients(leaves)
+        return dict(zip(self.masters, leaves))
 
     def update(self, step: Callable[[], Any], needed_from: int) -> None:
         """Write the next version: `step` is the optimizer's, which writes to the masters in place.
@@ -135,6 +137,13 @@ class WeightVersions:
                 self._free.append([leaf.data for leaf in version.leaves])
                 if self._in_module == number:
                     self._in_module = None
+
+    def _move_gradients(self, targets: Sequence[Parameter]) -> None:
+        for version in self._versions.values():
+            for target, leaf in zip(targets, version.leaves):
+                if leaf.grad is not None and leaf is not target:
+                    target.grad = leaf.grad if target.grad is None else target.grad.add_(leaf.grad)
+                    leaf.grad = None
 
     def _leaves_of_masters(self) -> _Version:
         leaves = [Parameter(m.data, requires_grad=m.requires_grad) for m in self.masters]

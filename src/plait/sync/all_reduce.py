@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from plait.core.errors import PlaitError
 from plait.sync.over_topology import OverTopology
@@ -106,6 +107,7 @@ class AllReduce:
             for index, nodes in enumerate(self._ends)
             for place, node in enumerate(nodes)
         ]
+        self._watched: list[tuple[Node, RemovableHandle]] = []
 
     @property
     def gradient_bytes(self) -> int:
@@ -145,22 +147,30 @@ class AllReduce:
                 parameter.grad = None
         self._next = 0
         self._armed = False
+        self._watch({})
 
-    def before_backward(self, last: bool) -> None:
-        """Whether the backward pass that follows completes the gradients of this step."""
+    def before_backward(
+        self, last: bool, factor: float = 1.0, leaves: Mapping[Parameter, Parameter] | None = None
+    ) -> None:
+        """Whether the backward pass that follows completes the gradients of this step.
+
+        If so, it sends them times `factor`, and finds them on `leaves`, by the parameters that those stand
+        for, where it leaves them there instead.
+        """
         self._armed = last
+        self._weigh(factor)
+        self._watch(leaves or {})
 
     def agree(self, notes: Tensor, factor: float = 1.0) -> Tensor:
         """Every rank's gradients now hold the sum over all ranks; returns the sum of `notes` likewise.
 
-        This rank's gradients come in times `factor`, which must be 1 where backward sends them by itself.
+        This rank's gradients come in times `factor`: that which backward sent them with, if it did.
 
         `notes` is a small vector on the gradients' device (loss, flags) that travels along as float64. A
         parameter that no rank used keeps no gradient, as in one process.
         """
-        assert factor == 1.0 or self._next == 0
-        for bucket in self._buckets:
-            bucket.factor = factor
+        assert all(bucket.factor == factor for bucket in self._buckets[: self._next])
+        self._weigh(factor)
         self._take_rest()
         marks = [f for b in self._buckets for f in b.filled]
         carried = self._buffers[-1]
@@ -181,12 +191,29 @@ class AllReduce:
         for bucket, flat in zip(self._buckets, buffers):
             bucket.look_at(flat)
 
-    def _hook(self, index: int, place: int) -> Callable[..., None]:
-        parameter = self._buckets[index].parameters[place]
+    def _weigh(self, factor: float) -> None:
+        for bucket in self._buckets:
+            bucket.factor = factor
+
+    def _watch(self, leaves: Mapping[Parameter, Parameter]) -> None:
+        """Take gradients from `leaves`, too, and from those of the step before no more."""
+        for _, hook in self._watched:
+            hook.remove()
+        self._watched = []
+        for index, bucket in enumerate(self._buckets):
+            for place, parameter in enumerate(bucket.parameters):
+                if parameter in leaves:
+                    leaf = leaves[parameter]
+                    # The leaf does not keep it, and its graph may be made only in backward.
+                    node = get_gradient_edge(leaf).node
+                    self._watched.append((node, node.register_hook(self._hook(index, place, leaf))))
+
+    def _hook(self, index: int, place: int, leaf: Parameter | None = None) -> Callable[..., None]:
+        left = self._buckets[index].parameters[place] if leaf is None else leaf
 
         def take(*_: object) -> None:
-            if self._armed and parameter.grad is not None:
-                self._take(index, place, parameter)
+            if self._armed and left.grad is not None:
+                self._take(index, place, left)
                 self._send_full()
 
         return take

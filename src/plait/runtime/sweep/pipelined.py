@@ -244,7 +244,10 @@ class _Work:
         # Fused trials draw from streams of their own.
         return 0
 
-    def prepare_update(self, update: Update) -> float:
+    def set_rate(self, update: Update) -> None:
+        pass
+
+    def factor(self, update: Update) -> float:
         return 1.0
 
 
