@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.runtime.checkpoint import Checkpoint, load, load_optimizer_state, optimizer_state, save
 from plait.runtime.optim import build_optimizer
 from plait.runtime.settings import OptimizerSettings
+from plait.stages.versions import WeightVersions
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
@@ -157,6 +158,24 @@ def test_parameters_that_get_gradients_later_than_others_join_in(case: str):
         step(plain, present)
     assert_same(own, expected)
     assert calls == [1, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("case", ["nesterov", "adam"])
+def test_a_fused_step_leaves_the_version_before_to_those_that_use_it(case: str):
+    (own, fused), (expected, plain) = make(case), make(case, **PLAIN)
+    versions = WeightVersions(nn.ParameterList(own), own)
+    for grads in itertools.islice(gradients(), 3):
+        before = versions.leaves(versions.newest)
+        values = [leaf.detach().clone() for leaf in before]
+        versions.use(versions.newest)
+        step(plain, grads)
+        for master, grad in zip(own, grads):
+            master.grad = grad
+        with FusedKernels() as kernels:
+            versions.update(fused.step, versions.newest)
+        assert kernels.calls == 1
+        assert all(map(torch.equal, before, values))
+    assert_same(own, expected)
 
 
 class Sparse(nn.Module):
