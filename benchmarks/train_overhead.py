@@ -56,6 +56,7 @@ class LoneWorker:
         self.rank = self.local_rank = rank
         self.world_size = world_size
         self.host = "localhost"
+        self.timeout_s = 60.0
 
     def stop_requested(self) -> bool:
         return os.path.exists("/tmp/plait-benchmark-never-stops")
