@@ -22,14 +22,17 @@ def train(
     """
     settings, placement = job.settings(), job.placement()
     if job.parallel.plan != "data-parallel":
-        settings, placement = _planned(job, settings, placement)
+        settings, placement = _planned(job, settings, placement, display or Silent())
     folder = choose_folder(Path(job.run_dir), job.name, resume, run_folder)
     result = launch(settings, placement, folder, display or Silent(), resume=resume, job_text=job.text())
     return {**result, "run": str(folder.path)}
 
 
-def _planned(job: Job, settings: TrainSettings, placement: Placement) -> tuple[TrainSettings, Placement]:
+def _planned(
+    job: Job, settings: TrainSettings, placement: Placement, display: Display
+) -> tuple[TrainSettings, Placement]:
     """The job's settings with its plan, which says how many workers there are where the job does not."""
+    from plait.planner import describe_plan
     from plait.runtime.pipeline_trainer import check_pipeline
     from plait.runtime.planned import PlanWish, planned
 
@@ -51,4 +54,6 @@ def _planned(job: Job, settings: TrainSettings, placement: Placement) -> tuple[T
     workers = sum(host.slots for host in placement.hosts)
     check_slow(wish.slow, workers)
     check_pipeline(settings, workers)
+    if wish.plan == "auto":
+        display.printed(describe_plan(plan))
     return settings, placement

@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.config import make_job
 from plait.core.errors import JobError
+from plait.planner import Plan, Settings, data_parallel_plan, machines
+from plait.runtime import planned
+from support.graphs import chain
 
 JOB: dict[str, Any] = {
     "name": "digits",
@@ -57,3 +60,17 @@ def test_profile_plan_train_and_evaluate_follow_each_other(
 def test_a_wrong_wish_for_a_plan_is_answered_with_the_right_one(parallel: Any, words: str) -> None:
     with pytest.raises(JobError, match=words):
         make_job({**JOB, "parallel": parallel})
+
+
+def test_a_run_tells_of_the_plan_that_was_made_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*_: Any) -> Plan:
+        return data_parallel_plan(chain([0.25]), machines(1, 1e9), Settings(microbatches=3))
+
+    monkeypatch.setattr(planned, "_make", make)
+    monkeypatch.setattr("plait.training.launch", lambda *_, **__: {"reason": "stopped"})
+    Path(tmp_path / "job.yaml").write_text(json.dumps({**JOB, "run_dir": str(tmp_path)}))
+    told = CliRunner().invoke(app, ["train", str(tmp_path / "job.yaml"), "--plan", "auto"]).stderr
+    assert "1 stage on 1 device, schedule stash, 3 microbatches a step: 1.5 s predicted" in told
+    assert "Every device holds the whole model" in told

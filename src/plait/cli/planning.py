@@ -82,7 +82,8 @@ def _measure_together(
     console = Console(stderr=True)
     size = batch or settings.data.batch_size
     with tempfile.TemporaryDirectory() as logs, _spinner(console, quiet):
-        return profile_together(settings, placement, size, Path(logs), repeats)
+        (found,) = profile_together(settings, placement, (size,), Path(logs), repeats)
+        return found
 
 
 def _spinner(console: Console, quiet: bool) -> AbstractContextManager[object]:

@@ -177,7 +177,7 @@ class _World:
         data = SeededSamples(build.build_data(settings.data, "train"), 0)
         groups = [range(i * minibatch, (i + 1) * minibatch) for i in range(PIECES)]
         self.content = [data.__getitems__([(0, i) for i in group]) for group in groups]
-        self.profile = profile_here(worker, settings, minibatch)
+        (self.profile,) = profile_here(worker, settings, (minibatch,))
         # All workers come to the same number: the profile is their mean.
         self.steps = min(MOST, max(LEAST, round(STRETCH_S / self.profile.graph.compute_s())))
 

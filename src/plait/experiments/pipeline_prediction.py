@@ -88,6 +88,8 @@ def _time_row(settings: TrainSettings, repeats: int) -> Row:
     return {
         "case": settings.name,
         "plan": "-".join(str(stage.replicas) for stage in plan.stages),
+        "schedule": plan.schedule.value,
+        "microbatches": plan.microbatches,
         "predicted_step_s": statistics.median(predicted),
         "step_s": statistics.median(measured),
         "ratio": statistics.median(ratios),

@@ -42,6 +42,15 @@ def why_not_run(best: Plan) -> str:
     )
 
 
+def why_faster(chosen: Plan, other: Plan) -> str:
+    """Why `chosen` was taken, and not `other`, which cuts the same batch in another way."""
+    pieces = _count(other.microbatches, "microbatch", "microbatches")
+    return (
+        f"The same batch as {pieces} under schedule {other.schedule.value} (replicas {_replicas(other)}) "
+        f"would take {show_seconds(other.step_s)}, this plan takes {show_seconds(chosen.step_s)}."
+    )
+
+
 def _replicas(plan: Plan) -> str:
     return "-".join(str(stage.replicas) for stage in plan.stages)
 
@@ -98,11 +107,6 @@ def _how_near(plan: Plan) -> str:
 def render_plan(plan: Plan) -> str:
     """The answer to `plait plan`: a line, the stages as a table, the gains and the reasons."""
     gains = plan.speedup_over
-    head = (
-        f"{_count(len(plan.stages), 'stage')} on {_count(plan.devices_used, 'device')}"
-        f"{f' in {plan.pipelines} pipelines' if plan.pipelines > 1 else ''}, schedule {plan.schedule.value}, "
-        f"{_count(plan.microbatches, 'microbatch', 'microbatches')} a step"
-    )
     predicted = (
         f"{show_seconds(plan.bottleneck_s)} a microbatch at best, {show_seconds(plan.step_s)} a step "
         f"predicted, {plan.idle_share:.0%} idle"
@@ -111,7 +115,20 @@ def render_plan(plan: Plan) -> str:
         f"{gains.single:.2f}x one device, {gains.data_parallel:.2f}x data parallelism, "
         f"{gains.model_parallel:.2f}x model parallelism, at best"
     )
-    return "\n".join([head, predicted, compared, "", stage_table(plan), "", plan.why])
+    return "\n".join([_head(plan), predicted, compared, "", stage_table(plan), "", plan.why])
+
+
+def describe_plan(plan: Plan) -> str:
+    """What a run under `plan` says of it first: its shape, the time of a step, and why it was chosen."""
+    return f"{_head(plan)}: {show_seconds(plan.step_s)} predicted\n{plan.why}"
+
+
+def _head(plan: Plan) -> str:
+    return (
+        f"{_count(len(plan.stages), 'stage')} on {_count(plan.devices_used, 'device')}"
+        f"{f' in {plan.pipelines} pipelines' if plan.pipelines > 1 else ''}, schedule {plan.schedule.value}, "
+        f"{_count(plan.microbatches, 'microbatch', 'microbatches')} a step"
+    )
 
 
 def stage_table(plan: Plan) -> str:

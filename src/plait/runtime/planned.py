@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,8 +15,11 @@ from plait.planner import (
     Machines,
     MemorySettings,
     Plan,
+    PlanError,
     Schedule,
     Settings,
+    data_parallel_plan,
+    faster_plan,
     fastest_plan,
     load_plan,
     machines,
@@ -44,6 +49,16 @@ class PlanWish:
     depths: Mapping[int, int] = field(default_factory=dict)
     recompute: tuple[int, ...] = ()
 
+    @property
+    def leaves_pieces_open(self) -> bool:
+        """Whether the planner may choose how a batch is cut, and whether updates wait for all of it."""
+        return (
+            self.plan == "auto"
+            and self.schedule is None
+            and self.microbatches is None
+            and not (self.vertical_sync or self.depths)
+        )
+
 
 def planned(settings: TrainSettings, placement: Placement, wish: PlanWish) -> tuple[TrainSettings, Plan]:
     """`settings` with the plan that `wish` asks for, and the plan; measures the job where it must."""
@@ -72,18 +87,33 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan
     workers = sum(host.slots for host in placement.hosts)
     batch = settings.data.batch_size
     microbatches = wish.microbatches or min(batch, _PER_WORKER * workers)
+    small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
     build.check(settings)
+    sizes = {small, whole} if wish.leaves_pieces_open else {small}
     with tempfile.TemporaryDirectory() as logs:
-        size = max(1, batch // microbatches)
-        profile = profile_together(settings, placement, size, Path(logs), least_s=_MEASURE_S)
-    graph = profile.loaded_graph()
-    cluster = _machines(placement, profile)
+        found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=_MEASURE_S)
+    profiles = dict(zip(sorted(sizes), found))
+    cluster = _machines(placement, profiles[small])
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
-    schedule = Schedule(wish.schedule or "stash")
-    asked = Settings(schedule, microbatches, memory=memory)
+    asked = Settings(_schedule(settings, wish), microbatches, memory=memory)
+    graph = profiles[small].loaded_graph()
     if wish.plan == "model-parallel":
         return model_parallel_plan(graph, cluster, asked)
-    return fastest_plan(graph, cluster, asked)
+    best = fastest_plan(graph, cluster, asked)
+    if wish.leaves_pieces_open:
+        one_each = Settings(Schedule.FLUSH, min(batch, workers), memory=memory)
+        # A batch with fewer samples than there are workers cannot be shared out.
+        with contextlib.suppress(PlanError):
+            best = faster_plan(best, data_parallel_plan(profiles[whole].loaded_graph(), cluster, one_each))
+    return best
+
+
+def _schedule(settings: TrainSettings, wish: PlanWish) -> Schedule:
+    """The schedule of a pipeline: the job's, or stash where nothing in the job needs whole batches."""
+    if wish.schedule is not None:
+        return Schedule(wish.schedule)
+    needs_batches = settings.clip_norm is not None or settings.sync.kind != "all-reduce"
+    return Schedule.FLUSH if needs_batches and wish.leaves_pieces_open else Schedule.STASH
 
 
 def _machines(placement: Placement, profile: Profile) -> Machines:

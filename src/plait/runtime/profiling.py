@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,34 +41,55 @@ def profile_job(
     repeats: int = 5,
     least_s: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
-    local_rank: int = 0,
 ) -> Profile:
     """The job's model measured layer by layer on `batch_size` samples of its data (a microbatch).
 
     `threads` is what one worker will have; the job's whole batch serves where no size is given.
     """
+    sizes = (batch_size or settings.data.batch_size,)
+    (found,) = _profile_sizes(settings, sizes, threads, repeats, least_s, on_progress, local_rank=0)
+    return found
+
+
+def _profile_sizes(
+    settings: TrainSettings,
+    batch_sizes: Sequence[int],
+    threads: int | None,
+    repeats: int,
+    least_s: float,
+    on_progress: Callable[[int, int], None] | None,
+    local_rank: int,
+) -> tuple[Profile, ...]:
+    """The job's model measured on microbatches of each size, one size after the other."""
     build.check(settings)
     device = build.choose_device(settings.device, local_rank)
-    model, inputs, target = _example(settings, batch_size or settings.data.batch_size, device)
-    loss = build_loss(settings.loss, settings.loss_args)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
+    profiles = []
     try:
-        found = profile_model(
-            model,
-            inputs,
-            lambda output: loss(output, target),
-            device=device,
-            repeats=repeats,
-            least_s=least_s,
-            name=settings.model.factory,
-            on_progress=on_progress,
-        )
+        for size in batch_sizes:
+            model, inputs, target = _example(settings, size, device)
+            found = profile_model(
+                model,
+                inputs,
+                _loss_of(settings, target),
+                device=device,
+                repeats=repeats,
+                least_s=least_s,
+                name=settings.model.factory,
+                on_progress=on_progress,
+            )
+            profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
+        # Whatever the microbatches, an update is the same.
         updates = time_updates(model.to(device), trace(model, inputs), settings.optimizer, max(repeats, 9))
-        loading_s = _loading_s(settings, found.batch, device)
     finally:
         torch.set_num_threads(before)
-    return replace(found, graph=_with_updates(found.graph, updates), loading_s=loading_s)
+    return tuple(replace(each, graph=_with_updates(each.graph, updates)) for each in profiles)
+
+
+def _loss_of(settings: TrainSettings, target: Any) -> Callable[[Any], torch.Tensor]:
+    loss = build_loss(settings.loss, settings.loss_args)
+    return lambda output: loss(output, target)
 
 
 @dataclass(frozen=True)
@@ -148,10 +169,12 @@ def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
 def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> tuple[Any, Any, Any]:
     """The model, its inputs as a tuple or dict, and the target, for one batch of training data."""
     dataset = build.build_data(settings.data, "train")
-    if len(dataset) < batch_size:
-        raise InputError(f"--batch: found {batch_size}, but the data set has only {len(dataset)} samples")
+    if len(dataset) < 1:
+        raise InputError("data: the data set has no samples, expected one at least")
     dtype = torch.float64 if settings.precision == "float64" else None
-    content = SeededSamples(dataset, settings.seed).__getitems__([(0, i) for i in range(batch_size)])
+    # A set with fewer samples than a microbatch begins again: what they hold costs no time.
+    keys = [(0, i % len(dataset)) for i in range(batch_size)]
+    content = SeededSamples(dataset, settings.seed).__getitems__(keys)
     inputs, target = to_device(content, device, dtype)
     model = build.build_model(settings.model, settings.seed).to(dtype=dtype)
     if isinstance(inputs, (tuple, list)):
@@ -162,35 +185,41 @@ def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> 
 def profile_together(
     settings: TrainSettings,
     placement: Placement,
-    batch_size: int,
+    batch_sizes: Sequence[int],
     logs: Path,
     repeats: int = 5,
     least_s: float = 0.0,
-) -> Profile:
+) -> tuple[Profile, ...]:
     """The job measured on all of its workers at once, with the links between them and their sums.
 
-    Neighbours share memory and caches, so layers take longer beside busy workers than alone; and what is
-    measured where the job will run has its threads, its libraries and its processors.
+    Each of `batch_sizes`, sizes of microbatches, has its own profile. Neighbours share memory and caches, so
+    layers take longer beside busy workers than alone; and what is measured where the job will run has its
+    threads, its libraries and its processors.
     """
-    order = {"settings": encode(settings), "batch_size": batch_size, "repeats": repeats, "least_s": least_s}
+    sizes = list(batch_sizes)
+    order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
     entry = "plait.runtime.profiling:profile_worker"
     launch = placement.launch(entry, order, logs, preload=("torch._dynamo",))
     results = Supervisor(launch, Unwatched()).run()
-    return decode(Profile, results[0]["profile"], "profile")
+    return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
 
 
 def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     """Be one worker of a profile; every rank gets the same answer."""
     worker.join("gloo")
     settings = decode(TrainSettings, order["settings"], "settings")
-    found = profile_here(worker, settings, order["batch_size"], order["repeats"], order["least_s"])
-    return {"profile": encode(found)}
+    found = profile_here(worker, settings, order["batch_sizes"], order["repeats"], order["least_s"])
+    return {"profiles": [encode(each) for each in found]}
 
 
 def profile_here(
-    worker: Worker, settings: TrainSettings, batch_size: int, repeats: int = 5, least_s: float = 0.0
-) -> Profile:
-    """The mean of what all workers measured at once, with links and sums.
+    worker: Worker,
+    settings: TrainSettings,
+    batch_sizes: Sequence[int],
+    repeats: int = 5,
+    least_s: float = 0.0,
+) -> tuple[Profile, ...]:
+    """The mean of what all workers measured at once, with links and sums; one profile for each size.
 
     All workers call it together, in a gloo group.
     """
@@ -199,25 +228,20 @@ def profile_here(
         if done == 1:  # traced and weighed; the timed steps follow
             dist.barrier()
 
-    found = profile_job(
-        settings,
-        batch_size,
-        threads=None,
-        repeats=repeats,
-        least_s=least_s,
-        on_progress=start_together,
-        local_rank=worker.local_rank,
+    profiles = _profile_sizes(
+        settings, batch_sizes, None, repeats, least_s, start_together, worker.local_rank
     )
-    found = replace(found, graph=_mean_of_workers(found.graph))
+    profiles = tuple(replace(each, graph=_mean_of_workers(each.graph)) for each in profiles)
     if worker.world_size == 1:
-        return found
+        return profiles
     model = build.build_model(settings.model, settings.seed)
     device = build.choose_device(settings.device, worker.local_rank)
     hosts: list[str] = [""] * worker.world_size
     dist.all_gather_object(hosts, worker.host)
     links = measure_links(_two_of_each(hosts), host=worker.host)
-    found = replace(found, overhead_s=measure_overhead(worker.rank, hosts))
-    return found.with_links(links, measure_sums(model, worker.host, settings.topology, device=device))
+    overhead_s = measure_overhead(worker.rank, hosts)
+    sums = measure_sums(model, worker.host, settings.topology, device=device)
+    return tuple(replace(each.with_links(links, sums), overhead_s=overhead_s) for each in profiles)
 
 
 def _two_of_each(hosts: list[str]) -> list[int]:
