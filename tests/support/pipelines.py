@@ -90,6 +90,7 @@ class Case:
     hosts: tuple[str, ...] | None = None
     # Enough that replicas sum their gradients beside backward.
     cores: int = 64
+    device: str = "cpu"
 
     def arrangement(self, traced: TracedModel) -> Arrangement:
         ids = [layer.id for layer in traced.layers]
@@ -108,7 +109,7 @@ class Case:
 
 def build(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[case.model][0]().double()
+    return MODELS[case.model][0]().double().to(case.device)
 
 
 def make_optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
@@ -118,15 +119,16 @@ def make_optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
 
 
-_traces: dict[str, TracedModel] = {}
+_traces: dict[tuple[str, str], TracedModel] = {}
 
 
 def traced_model(case: Case, model: nn.Module) -> TracedModel:
     """The model's trace; it names parameters by path, so models of one kind share what takes longest."""
-    if case.model not in _traces:
+    key = case.model, case.device
+    if key not in _traces:
         inputs, _ = MODELS[case.model][1](4, 0)
-        _traces[case.model] = trace(build(case), inputs)
-    return dataclasses.replace(_traces[case.model], model=model)
+        _traces[key] = trace(build(case), tuple(x.to(case.device) for x in inputs))
+    return dataclasses.replace(_traces[key], model=model)
 
 
 def sizes(case: Case) -> list[int]:
@@ -141,9 +143,10 @@ def microbatch(case: Case, number: int) -> tuple[Any, Any]:
     inputs, target = MODELS[case.model][1](case.samples, step)
     begin = sum(sizes(case)[:place])
     part = slice(begin, begin + sizes(case)[place])
+    inputs = tuple(x[part].to(case.device) for x in inputs)
     if isinstance(target, dict):
-        return tuple(x[part] for x in inputs), {k: v[part] for k, v in target.items()}
-    return tuple(x[part] for x in inputs), target[part]
+        return inputs, {k: v[part].to(case.device) for k, v in target.items()}
+    return inputs, target[part].to(case.device)
 
 
 def count(case: Case, number: int) -> int:
@@ -223,11 +226,12 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
     traced = traced_model(case, model)
     arrangement = case.arrangement(traced)
     hosts = case.hosts or ("here",) * len(arrangement.workers)
-    channels = connect(rank, hosts, arrangement.workers, deadline_s=20)
+    device = torch.device(case.device)
+    channels = connect(rank, hosts, arrangement.workers, deadline_s=20, device=device)
     parts = Parts(
         MODELS[case.model][2],
         lambda parameters: make_optimizer(case, parameters),
-        torch.device("cpu"),
+        device,
         contextlib.nullcontext,
         case.clip_norm,
         cores=case.cores,
@@ -244,7 +248,7 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
         pipeline.run(stream(arrangement, rank, AllOf(arrangement, total)), work)
     channels.close()
     weights = {
-        name: value.detach().numpy()
+        name: value.detach().cpu().numpy()
         for module in pipeline.modules.values()
         for name, value in module.state_dict().items()
     }
@@ -264,7 +268,7 @@ def train_plainly(case: Case) -> Weights:
         if case.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         optimizer.step()
-    return {name: value.detach().numpy() for name, value in copy.deepcopy(model).state_dict().items()}
+    return {name: v.detach().cpu().numpy() for name, v in copy.deepcopy(model).state_dict().items()}
 
 
 def train_many(rank: int, cases: tuple[Case, ...]) -> list[tuple[Weights, list[float]]]:
@@ -310,7 +314,7 @@ class Delayed:
                 size = self._round(stage)
                 if (row + 1) % size == 0 or row == rows - 1:
                     self._update(stage)
-        return {n: v.detach().numpy() for n, v in copy.deepcopy(self.model).state_dict().items()}
+        return {n: v.detach().cpu().numpy() for n, v in copy.deepcopy(self.model).state_dict().items()}
 
     def _round(self, stage: int) -> int:
         if self.case.schedule is Schedule.STASH:

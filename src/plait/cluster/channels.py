@@ -1,9 +1,9 @@
 """Channels: tensors from worker to worker, tagged, in order, without waiting for each other.
 
 Workers of one host hand tensors over in shared memory; others use gloo, and so do all where the system
-has no anonymous shared memory. Tensors of any type and device may be sent; they arrive on the CPU, or, from
-a worker whose GPU's memory can be read here, on that GPU. Every wait has a deadline, and its error names the
-peer and what was waited for.
+has no anonymous shared memory; between GPUs of different hosts goes NCCL. Tensors of any type and device may
+be sent; they arrive on the CPU, or, from a worker whose GPU's memory can be read here, on that GPU, or, by
+NCCL, on this worker's. Every wait has a deadline, and its error names the peer and what was waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -21,11 +22,13 @@ from torch import Tensor
 
 from plait.cluster.gpu import name_of, reachable_from
 from plait.cluster.messages import Message
+from plait.cluster.nccl import NcclLink, make_nccl_links
 from plait.cluster.remote import RemoteLink
 from plait.cluster.shared import Door, SharedLink, knock, wait_for_notices
 from plait.core.errors import PlaitError
 
-Link = SharedLink | RemoteLink
+FarLink = RemoteLink | NcclLink
+Link = SharedLink | FarLink
 
 
 class PeerError(PlaitError, RuntimeError):
@@ -58,7 +61,7 @@ class Channels:
         """Start a message on its way; `what` it is, in words, for errors. The tensors may change at once."""
         link = self._links[peer]
         end = time.monotonic() + self._deadline_s
-        if isinstance(link, RemoteLink):
+        if isinstance(link, FarLink):
             try:
                 link.send(channel, number, tensors, note, self._deadline_s)
             except torch.OutOfMemoryError:
@@ -74,9 +77,11 @@ class Channels:
         """Message `number` of the channel; `what` it is, in words, for errors."""
         link = self._links[peer]
         end = time.monotonic() + self._deadline_s
-        if isinstance(link, RemoteLink):
+        if isinstance(link, FarLink):
             try:
                 message = link.receive(channel, self._deadline_s)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as failure:
                 raise self._failed(peer, f"for {what}", failure, end) from failure
         else:
@@ -91,7 +96,7 @@ class Channels:
     def expect(self, peer: int, channel: int) -> None:
         """Post a receive ahead, where the transport has use for it."""
         link = self._links[peer]
-        if isinstance(link, RemoteLink):
+        if isinstance(link, FarLink):
             link.expect(channel)
 
     @property
@@ -105,7 +110,7 @@ class Channels:
             if isinstance(link, SharedLink):
                 link.close()
         for peer, link in self._links.items():
-            if isinstance(link, RemoteLink):
+            if isinstance(link, FarLink):
                 end = time.monotonic() + self._deadline_s
                 try:
                     link.close(self._deadline_s)
@@ -156,6 +161,14 @@ class Channels:
         )
 
 
+@dataclass(frozen=True)
+class _Reach:
+    """What a worker with a GPU tells the others: who it can reach by NCCL, and the GPUs it can read."""
+
+    peers: tuple[int, ...]
+    readable: tuple[str, ...]
+
+
 def connect(
     rank: int,
     hosts: Sequence[str],
@@ -173,11 +186,16 @@ def connect(
     peers = sorted(set(peers) - {rank})
     near = meet_near(rank, hosts, peers, deadline_s)
     gpu = device if device is not None and device.type == "cuda" else None
-    readable: list[tuple[str, ...]] = [()] * len(hosts)
-    dist.all_gather_object(readable, reachable_from(gpu) if gpu else ())
+    by_nccl = tuple(peers) if dist.is_nccl_available() else ()
+    own = _Reach(by_nccl, reachable_from(gpu)) if gpu else None
+    reach: list[_Reach | None] = [None] * len(hosts)
+    dist.all_gather_object(reach, own)
     links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in near}
+    peers_of = {each: known.peers for each, known in enumerate(reach) if known is not None}
+    links |= make_nccl_links(rank, hosts, peers_of, window, deadline_s, gpu)
     for peer, connection in near.items():
-        can_read = gpu is not None and name_of(gpu) in readable[peer]
+        other = reach[peer]
+        can_read = gpu is not None and other is not None and name_of(gpu) in other.readable
         links[peer] = SharedLink(connection, gpu if can_read else None)
     return Channels(rank, links, deadline_s, window)
 

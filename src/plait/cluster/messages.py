@@ -110,6 +110,11 @@ class Buffer:
         """The bytes that there are for tensors."""
         return (self.flat if self.gpu is None else self.gpu.flat).numel()
 
+    @property
+    def message_size(self) -> int:
+        """The bytes of the message in the buffer, head and tensors."""
+        return int(_PREFIX.unpack_from(self._bytes)[1])
+
     def fits(self, packing: Packing, on_gpu: bool) -> bool:
         """Whether a message can be written, its tensors to where they are to lie."""
         if (self.gpu is not None) != on_gpu:
