@@ -163,3 +163,39 @@ def test_gradients_that_lie_on_several_versions_come_together_on_one() -> None:
     for leaf, one, other in zip(versions.leaves(1), first, second):
         assert (leaf.grad is None) == (one is None)
         assert leaf.grad is None or torch.equal(leaf.grad, one + other)
+
+
+def test_an_rnn_takes_the_weights_of_a_version_for_its_own() -> None:
+    """On a GPU it would otherwise move them to other memory, where no update finds them."""
+    model = nn.LSTM(4, 5)
+    versions = WeightVersions(model, list(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for version in range(3):
+        versions.use(version)
+        assert not model._weights_have_changed()
+        model(torch.randn(3, 2, 4))[0].sum().backward()
+        versions.collect()
+        versions.update(optimizer.step, needed_from=version)
+        versions.done(version)
+    versions.settle()
+    assert not model._weights_have_changed()
+
+
+def test_weights_that_lie_in_one_piece_do_so_in_every_version() -> None:
+    model = nn.LSTM(4, 5)
+    sizes = [p.numel() for p in model.parameters()]
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for parameter, piece in zip(model.parameters(), flat.split(sizes)):
+        parameter.data = piece.view_as(parameter)
+    places = [p.storage_offset() for p in model.parameters()]
+    masters = list(model.parameters())
+    versions = WeightVersions(model, masters)
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    for version in range(3):
+        versions.use(version)
+        model(torch.randn(3, 2, 4))[0].sum().backward()
+        versions.collect()
+        versions.update(optimizer.step, needed_from=version)
+        assert len({p.untyped_storage().data_ptr() for p in masters}) == 1
+        assert [p.storage_offset() for p in masters] == places
+    assert len({versions.leaves(v)[0].data_ptr() for v in range(4)}) == 4

@@ -7,6 +7,7 @@ optimizer's first write to a parameter lands in a buffer that nobody uses. No op
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,7 +112,7 @@ class WeightVersions:
             self._versions[self.newest] = self._versions.pop(newest)
             self._in_module = None
             return
-        buffers = self._free.pop() if self._free else [torch.empty_like(m) for m in self.masters]
+        buffers = self._free.pop() if self._free else _memory_like(self.masters)
         with WriteElsewhere(self.masters, buffers):
             step()
         self._versions[self.newest] = self._leaves_of_masters()
@@ -156,6 +157,10 @@ class WeightVersions:
                 setattr(slot.owner, slot.name, parameters[slot.index])
             else:
                 slot.owner._parameters[slot.name] = parameters[slot.index]
+        for owner in {slot.owner for slot in self._slots if isinstance(slot.owner, nn.RNNBase)}:
+            # Else it would take them for new ones and, on a GPU, move them away from the masters' memory.
+            found = [None if weight is None else weakref.ref(weight) for weight in owner._flat_weights]
+            owner._flat_weight_refs = found
 
 
 class WriteElsewhere(TorchDispatchMode):
@@ -193,6 +198,24 @@ class WriteElsewhere(TorchDispatchMode):
         if key in self._buffers:
             parameter, buffer = self._buffers.pop(key)
             parameter.data = buffer.copy_(parameter.data)
+
+
+def _memory_like(masters: Sequence[Parameter]) -> list[Tensor]:
+    """New memory for each of `masters`, in one piece where theirs is: so cuDNN wants the weights of RNNs."""
+    together: dict[int, list[Parameter]] = {}
+    for master in masters:
+        together.setdefault(master.untyped_storage().data_ptr(), []).append(master)
+    pieces: dict[int, Tensor] = {}
+    for place, own in together.items():
+        if len(own) > 1 and len({master.dtype for master in own}) == 1:
+            count = own[0].untyped_storage().nbytes() // own[0].element_size()
+            pieces[place] = own[0].new_empty(count)
+    buffers = []
+    for master in masters:
+        piece = pieces.get(master.untyped_storage().data_ptr())
+        shape = master.size(), master.stride(), master.storage_offset()
+        buffers.append(torch.empty_like(master) if piece is None else piece.as_strided(*shape))
+    return buffers
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
