@@ -22,6 +22,7 @@ from plait.profiler.trace import TracedModel, trace
 from plait.runtime.arrangement import Arrangement, microbatches_per_update, one_batch, stream
 from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.sampling import mix
+from plait.runtime.update_kernels import use_fused_kernels
 from plait.stages.cut import cut_all
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.transformer import transformer_tiny
@@ -117,6 +118,11 @@ def make_optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
         # A large epsilon keeps the rounding of gradients that are truly zero from being blown up.
         return torch.optim.Adam(parameters, lr=0.01, eps=1e-3)
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def _as_jobs_have_it(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    use_fused_kernels(optimizer)
+    return optimizer
 
 
 _traces: dict[tuple[str, str], TracedModel] = {}
@@ -230,7 +236,7 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
     channels = connect(rank, hosts, arrangement.workers, deadline_s=20, device=device)
     parts = Parts(
         MODELS[case.model][2],
-        lambda parameters: make_optimizer(case, parameters),
+        lambda parameters: _as_jobs_have_it(make_optimizer(case, parameters)),
         device,
         contextlib.nullcontext,
         case.clip_norm,
