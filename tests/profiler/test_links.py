@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
+from plait.cluster.channels import Channels
 from plait.core.errors import InputError
 from plait.profiler.links import Link, measure_links
 from support.world import run_ranks
@@ -30,15 +31,15 @@ def test_every_pair_is_measured_both_ways_and_all_ranks_agree() -> None:
 
 def slow_one_direction(rank: int) -> tuple[Link, ...]:
     """Rank 1 sends slowly: 100 ms for each large message."""
-    send = dist.isend
+    send = Channels.send
 
-    def slow(tensor: Any, dst: int) -> Any:
-        if rank == 1 and tensor.numel() > 1:
+    def slow(self: Channels, peer: int, channel: int, number: int, tensors: Any, what: str) -> None:
+        if rank == 1 and tensors[0].numel() > 1:
             time.sleep(0.1)
-        return send(tensor, dst)
+        send(self, peer, channel, number, tensors, what)
 
-    dist.isend = slow
-    return measure_links(repeats=3, message_bytes=1 << 20)
+    with mock.patch.object(Channels, "send", slow):
+        return measure_links(repeats=3, message_bytes=1 << 20)
 
 
 def test_a_slow_direction_is_told_from_the_fast_one() -> None:

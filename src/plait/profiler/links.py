@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.cluster.channels import Channels, connect
 from plait.core.errors import InputError
+
+_DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,10 @@ def measure_links(
 ) -> tuple[Link, ...]:
     """The links between all pairs of `ranks` (all ranks when None), both directions, equal on every rank.
 
-    All ranks of the default group call it together. Each pair is timed while the others wait, by round
-    trips: a rank has no clock but its own. A group's own timeout ends a wait for a rank that is gone.
-    `host` is where this rank runs, as its launcher calls it; the machine's own name when None.
+    All ranks of the default group call it together. Tensors of `device` go as those of a pipeline do: in
+    shared memory, of the GPU itself, over gloo or NCCL. Each pair is timed while the others wait, by round
+    trips: a rank has no clock but its own. `host` is where this rank runs, as its launcher calls it; the
+    machine's own name when None.
     """
     world = dist.get_world_size()
     chosen = list(range(world)) if ranks is None else sorted(ranks)
@@ -65,17 +70,22 @@ def measure_links(
     dist.all_gather_object(hosts, host or socket.gethostname())
     small = torch.zeros(1, dtype=torch.uint8, device=device)
     large = torch.zeros(message_bytes, dtype=torch.uint8, device=device)
+    rank = dist.get_rank()
+    peers = chosen if rank in chosen else ()
+    channels = connect(rank, hosts, peers, deadline_s=_DEADLINE_S, device=small.device)
     links: list[Link] = []
     for first, second in _pairs(chosen):
         times: list[tuple[float, float, float] | None] = [None]
-        if dist.get_rank() in (first, second):
-            times = [_time_pair(first, second, small, large, repeats)]
+        if rank in (first, second):
+            pair = _Pair(channels, second if rank == first else first, rank == first, repeats)
+            times = [pair.times(small, large)]
         dist.broadcast_object_list(times, src=first)
         assert times[0] is not None
         there, back, empty = times[0]
         same_host = hosts[first] == hosts[second]
         links.append(_link(first, second, there, empty, message_bytes, same_host))
         links.append(_link(second, first, back, empty, message_bytes, same_host))
+    channels.close()
     return tuple(links)
 
 
@@ -101,35 +111,52 @@ def _link(source: int, target: int, trip_s: float, empty_s: float, count: int, s
     return Link(source, target, count / transfer_s, empty_s / 2, same_host)
 
 
-def _time_pair(
-    first: int, second: int, small: Tensor, large: Tensor, repeats: int
-) -> tuple[float, float, float]:
-    """Seconds of round trips as `first` sees them: large there, large back, empty both ways."""
-    there = _round_trip(first, second, large, small, repeats)
-    back = _round_trip(first, second, small, large, repeats)
-    return there, back, _round_trip(first, second, small, small, repeats)
+@dataclass(frozen=True)
+class _Pair:
+    """This rank and a peer; the first of the two keeps the time."""
+
+    channels: Channels
+    peer: int
+    first: bool
+    repeats: int
+
+    def times(self, small: Tensor, large: Tensor) -> tuple[float, float, float]:
+        """Seconds of round trips: large there, large back, empty both ways."""
+        numbers = itertools.count()
+        there = self._round_trip(large, small, numbers)
+        back = self._round_trip(small, large, numbers)
+        return there, back, self._round_trip(small, small, numbers)
+
+    def _round_trip(self, out: Tensor, home: Tensor, numbers: Iterator[int]) -> float:
+        """The least seconds from sending `out` to having received `home`, after two that warm up.
+
+        Whatever else the machines do only adds to a message's time; the least is what the link can do.
+        """
+        samples = []
+        for number in itertools.islice(numbers, self.repeats + 2):
+            start = time.perf_counter()
+            if self.first:
+                self._send(out, number)
+                self._receive(home, number)
+            else:
+                self._receive(out, number)
+                self._send(home, number)
+            samples.append(time.perf_counter() - start)
+        return min(samples[2:])
+
+    def _send(self, tensor: Tensor, number: int) -> None:
+        self.channels.send(self.peer, _channel(tensor), number, [tensor], "a message that is timed")
+
+    def _receive(self, like: Tensor, number: int) -> None:
+        message = self.channels.receive(self.peer, _channel(like), number, "a message that is timed")
+        (tensor,) = message.content.tensors
+        assert tensor is not None
+        tensor.to(like.device)
+        message.release()
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)
 
 
-def _round_trip(first: int, second: int, out: Tensor, home: Tensor, repeats: int) -> float:
-    """The least seconds from sending `out` to having received `home`, after one that warms up.
-
-    Whatever else the machines do only adds to a message's time; the least is what the link can do.
-    """
-    samples = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        if dist.get_rank() == first:
-            _wait(dist.isend(out, second), out)
-            _wait(dist.irecv(home, second), home)
-        else:
-            _wait(dist.irecv(out, first), out)
-            _wait(dist.isend(home, first), home)
-        samples.append(time.perf_counter() - start)
-    return min(samples[1:])
-
-
-def _wait(work: dist.Work | None, tensor: Tensor) -> None:
-    assert work is not None, "both ranks belong to the group"
-    work.wait()
-    if tensor.is_cuda:  # NCCL only queues the transfer
-        torch.cuda.synchronize(tensor.device)
+def _channel(tensor: Tensor) -> int:
+    """Another one for each size: over gloo, all messages of a channel are as long as the longest."""
+    return int(tensor.numel() > 1)

@@ -238,7 +238,7 @@ def profile_here(
     device = build.choose_device(settings.device, worker.local_rank)
     hosts: list[str] = [""] * worker.world_size
     dist.all_gather_object(hosts, worker.host)
-    links = measure_links(_two_of_each(hosts), host=worker.host)
+    links = measure_links(_two_of_each(hosts), device=device, host=worker.host)
     overhead_s = measure_overhead(worker.rank, hosts)
     sums = measure_sums(model, worker.host, settings.topology, device=device)
     return tuple(replace(each.with_links(links, sums), overhead_s=overhead_s) for each in profiles)
