@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from plait.cluster.hosts import LOCAL, Host
 from plait.core.codec import decode
@@ -15,14 +17,14 @@ from plait.planner import Plan, Schedule
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
-from plait.runtime import build
+from plait.runtime import build, pipeline_trainer
 from plait.runtime import planned as module
 from plait.runtime.folder import RunFolder
 from plait.runtime.launch import Placement
-from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.runtime.planned import PlanWish, planned
 from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
 from support.graphs import chain
+from support.plans import planned as cut_evenly
 from support.training import TestWorker, digits_job, train_here
 from support.world import run_ranks
 
@@ -105,11 +107,20 @@ def test_a_job_that_clips_gradients_gets_a_schedule_that_can(measured: list[list
     assert plan_of(1, 2, PlanWish("auto"), clip_norm=1.0).schedule is Schedule.FLUSH
 
 
-def train_rank(rank: int, settings: TrainSettings, folder: Path) -> dict[str, Any]:
+def train_rank(rank: int, settings: TrainSettings, folder: Path, opening_s: float = 0.0) -> dict[str, Any]:
     torch.set_num_threads(1)
     parts = build.build(settings, torch.device("cpu"))
-    worker: Any = TestWorker(rank, 2)
-    return PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * 2).run(resume=False)
+    size = dist.get_world_size()
+    worker: Any = TestWorker(rank, size)
+    trace = pipeline_trainer.trace_parts
+
+    def slow_trace(*arguments: Any) -> Any:
+        time.sleep(opening_s)
+        return trace(*arguments)
+
+    pipeline_trainer.trace_parts = slow_trace
+    trainer = pipeline_trainer.PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size)
+    return trainer.run(resume=False)
 
 
 def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
@@ -126,3 +137,9 @@ def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
     plain, _ = train_here(job, tmp_path / "plain")
     assert result["step"] == 25
     assert result["test"]["loss"] == pytest.approx(plain["test"]["loss"], rel=1e-9)
+
+
+def test_the_time_in_which_a_pipeline_opens_is_no_time_of_its_steps(tmp_path: Path) -> None:
+    result = run_ranks(1, train_rank, cut_evenly((1,), Schedule.FLUSH, 1), tmp_path, opening_s=1.0)[0]
+    assert result["seconds"] > 1.0
+    assert 20 * 64 / result["samples_per_s"] < 0.9

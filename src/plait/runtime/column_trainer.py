@@ -61,6 +61,7 @@ class HeadTrainer(OwnPaceTrainer):
         """Get ready to go on: tell of the whole model, then cut it."""
         StretchTrainer.begin(self, steps)
         self._link()
+        self.recorder.begin_steps()
 
     def _open(self) -> Averaging:
         self._column = Column(self.worker, self.settings, self.parts, self._whole, self._hosts)

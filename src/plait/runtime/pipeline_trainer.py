@@ -104,6 +104,7 @@ class PipelineTrainer(StretchTrainer):
             self.worker, self.settings, self.parts, traced, self._arrangement, self._hosts
         )
         self._pipeline.on_spans = self._record_operations
+        self.recorder.begin_steps()
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Take the steps through the pipeline; it is empty at their end."""

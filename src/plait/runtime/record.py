@@ -69,6 +69,10 @@ class Recorder:
         self._report(force=True)
         self._mark = time.perf_counter()
 
+    def begin_steps(self) -> None:
+        """Count the seconds of the steps from now on: what came before was getting ready for them."""
+        self._mark = time.perf_counter()
+
     def step(self, step: int, epoch: int, loss: torch.Tensor, lr: float, samples: int) -> None:
         """Note one step; `loss` may still be on its way on the device."""
         if not self._active:

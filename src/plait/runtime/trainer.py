@@ -159,10 +159,10 @@ class Trainer:
         is_best = self._is_best(metrics)
         if is_best:
             self.best = {"step": self.step, **metrics}
+        started = time.perf_counter()
         self._gather_state()
         if not self._writes():
             return
-        started = time.perf_counter()
         rule, folder = self.settings.checkpoint, self.folder.checkpoints
         checkpoints.save(folder, self._state())
         checkpoints.prune(folder, self.step, rule.keep_last, self.best["step"] if self.best else None)
