@@ -16,6 +16,7 @@ from plait.planner import (
     make_plan,
     measured_machines,
 )
+from plait.planner.operations import Update
 from plait.planner.predict import predict
 from plait.profiler.links import Link, Sum, sum_of_times
 from support.graphs import chain
@@ -45,6 +46,17 @@ def test_an_update_of_replicas_takes_as_long_as_the_sum_that_was_measured():
     assert stage.update_s == pytest.approx((1 - 1 / 4) * (2.0 + 4 * 10.0 / 80.0))
     assert plan.bottleneck_s == pytest.approx((stage.compute_s + stage.update_s) / 4)
     assert predict(plan).step_s == pytest.approx(stage.compute_s + stage.update_s)
+
+
+def test_replicas_under_2bw_sum_once_a_batch_however_many_microbatches_it_has():
+    cluster = slow_sums(machines(4, 1e3), 80.0, latency_s=2.0)
+    for microbatches in (4, 8, 32):
+        settings = Settings(Schedule.TWO_BUFFERED, microbatches)
+        plan = data_parallel_plan(chain([1.0], 1.0, 10.0), cluster, settings)
+        (stage,) = plan.stages
+        assert plan.step_s == pytest.approx(microbatches / 4 * stage.compute_s + stage.update_s)
+        updates = [op for op in plan.operations(64)[0] if isinstance(op, Update)]
+        assert len(updates) == 64 / microbatches
 
 
 def test_two_sizes_give_the_latency_and_the_speed_of_a_sum():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from plait.planner.depth import Schedule
@@ -21,9 +23,9 @@ def arranged(layout: Layout, schedule: Schedule, **changes: object) -> Arrangeme
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1, 1), (1, 3), (3, 2), (1, 1, 1, 1), (4,)])
 def test_a_stream_is_the_planners_list(replicas: tuple[int, ...], schedule: Schedule) -> None:
     layout = straight_layout(replicas)
-    arrangement = arranged(layout, schedule)
-    for total in (1, 5, 12, 23):
-        expected = operations(schedule, layout, total)
+    for total, batch in ((1, 1), (5, 1), (12, 1), (23, 1), (23, 7)):
+        arrangement = replace(arranged(layout, schedule), microbatches=batch)
+        expected = operations(schedule, layout, total, batch=batch)
         for worker in layout.workers:
             assert tuple(stream(arrangement, worker, AllOf(arrangement, total))) == expected[worker]
 

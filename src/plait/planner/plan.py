@@ -138,7 +138,8 @@ class Plan:
     def operations(self, microbatches: int | None = None, pipeline: int = 0) -> Operations:
         """What each worker of a pipeline does with its share of `microbatches` (the plan's own if None)."""
         share = math.ceil((microbatches or self.microbatches) / self.pipelines)
-        return operations(self.schedule, self.layout(pipeline), share, dict(enumerate(self.depths)))
+        batch = math.ceil(self.microbatches / self.pipelines)
+        return operations(self.schedule, self.layout(pipeline), share, dict(enumerate(self.depths)), batch)
 
     def stage_of_layer(self) -> dict[str, int]:
         """The stage of each layer, as PipeDream's `stage_id`."""

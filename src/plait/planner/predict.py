@@ -12,7 +12,7 @@ from plait.planner.machines import Machines
 from plait.planner.memory import MemorySettings
 from plait.planner.operations import Layout
 from plait.planner.plan import Plan, Stage
-from plait.planner.schedules import least_depth, operations
+from plait.planner.schedules import batch_of_two_buffers, least_depth, operations
 from plait.planner.simulator import Link, Simulation, StageCosts, simulate
 
 
@@ -53,9 +53,11 @@ def predict_stages(
     """Replay one pipeline; asynchronous schedules, which never drain, are timed in their steady state."""
     memory = MemorySettings(optimizer_copies, recompute)
     costs = [_costs(stage, schedule, memory, machines.overhead_s / 2) for stage in stages]
-    fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout, depths)
+    # What a step takes is a batch of 2bw, too.
+    batch = batch_of_two_buffers(layout, microbatches) if schedule is Schedule.TWO_BUFFERED else 1
+    fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout, depths, batch)
     drain = 0 if schedule.synchronous else fill
-    ops = operations(schedule, layout, fill + window + drain, dict(enumerate(depths)))
+    ops = operations(schedule, layout, fill + window + drain, dict(enumerate(depths)), batch)
     result = simulate(
         layout,
         ops,
@@ -69,12 +71,14 @@ def predict_stages(
     return Prediction((end - start) * microbatches / window, result.idle_share(start, end), peak, result)
 
 
-def _steady_window(layout: Layout, depths: tuple[int, ...]) -> tuple[int, int]:
+def _steady_window(layout: Layout, depths: tuple[int, ...], batch: int) -> tuple[int, int]:
     """Microbatches that fill the pipeline, and as many more as show its pace.
 
-    The pace repeats after every stage has gone round its replicas; where that takes too long, a long
-    stretch stands for it.
+    The pace repeats after every stage has gone round its replicas, and a batch is over; where the former
+    takes too long, a long stretch stands for it.
     """
+    if batch > 1:
+        return math.ceil(2 * layout.devices_from(0) / batch) * batch, batch
     deepest = [depth * len(workers) for depth, workers in zip(depths, layout.stages)]
     devices = max([layout.devices_from(0), *deepest])
     turn = math.lcm(*(len(workers) for workers in layout.stages))

@@ -3,7 +3,7 @@
 | schedule | order | versions | in flight on a replica of stage s |
 | --- | --- | --- | --- |
 | stash | 1F1B, an update after every round of backwards | as many as in flight | depth(s) |
-| 2bw | 1F1B, an update after every batch of `depth` rounds | 2 | depth(s) |
+| 2bw | 1F1B, an update after every batch, of `depth` rounds at least | 2 | depth(s) |
 | flush | 1F1B, one update at the end | 1 | depth(s) |
 | gpipe | all forwards, then all backwards, one update | 1 | all |
 | interleaved | 1F1B over several stages a worker, one update | 1 | see `interleaved_depth` |
@@ -34,11 +34,13 @@ def operations(
     layout: Layout,
     microbatches: int,
     depths: Mapping[int, int] | None = None,
+    batch: int = 1,
 ) -> Operations:
     """What each worker does, in order, to take `microbatches` through the pipeline.
 
     Synchronous schedules end with one update: the microbatches are one batch. The others update as they
-    go. `depths` overrides how many microbatches the replicas of a stage keep in flight.
+    go, 2bw after `batch` microbatches at least. `depths` overrides how many microbatches the replicas of a
+    stage keep in flight.
     """
     _check(schedule, layout, microbatches, depths or {})
     if schedule is Schedule.ZERO_BUBBLE:
@@ -51,7 +53,8 @@ def operations(
         for replica in range(len(workers)):
             own = range(replica, microbatches, len(workers))
             rounds = math.ceil(microbatches / len(workers))
-            lists[stage, replica] = _one_stage(schedule, layout, stage, own, depth, rounds)
+            every = _rounds_between_updates(schedule, layout, stage, rounds, batch)
+            lists[stage, replica] = _one_stage(schedule, stage, own, depth, rounds, every)
     if layout.shared:
         return greedy.merged(layout, lists, together=schedule.synchronous)
     return {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
@@ -71,32 +74,23 @@ def messages_per_channel(schedule: Schedule, layout: Layout, depths: Mapping[int
     return 1 + max([0, *extra])
 
 
-def rounds_per_batch(layout: Layout, stage: int) -> int:
-    """How many backwards of a replica make one batch under 2bw.
+def batch_of_two_buffers(layout: Layout, least: int = 1) -> int:
+    """Microbatches between two updates under 2bw: `least`, or enough that no stage spans three batches.
 
-    Batches are of one size for the whole pipeline, `depth(0) * replicas(0)` microbatches rounded up so that
-    every stage can keep its depth with two versions.
+    Batches are of one size for the whole pipeline, such that all replicas of a stage have as many.
     """
-    return math.ceil(batch_of_two_buffers(layout) / layout.replicas(stage))
-
-
-def batch_of_two_buffers(layout: Layout) -> int:
-    """Microbatches between two updates under 2bw: enough that no stage spans three batches."""
     most = max(
         math.ceil(layout.devices_from(s) / layout.replicas(s)) * layout.replicas(s)
         for s in range(len(layout.stages))
     )
     common = math.lcm(*(layout.replicas(s) for s in range(len(layout.stages))))
-    return math.ceil(most / common) * common
+    return math.ceil(max(most, least) / common) * common
 
 
-def _one_stage(
-    schedule: Schedule, layout: Layout, stage: int, own: range, depth: int, rounds: int
-) -> list[Op]:
-    """The work of one replica: fill the pipe, alternate, drain it, updating as the schedule says."""
+def _one_stage(schedule: Schedule, stage: int, own: range, depth: int, rounds: int, every: int) -> list[Op]:
+    """The work of one replica: fill the pipe, alternate, drain it, with an update `every` so many rounds."""
     ops: list[Op] = []
     backwards = 0
-    every = _rounds_between_updates(schedule, layout, stage, rounds)
     versions: dict[int, int] = {}
     done_updates = 0
     for step in range(len(own) + depth - 1):
@@ -115,11 +109,11 @@ def _one_stage(
     return ops
 
 
-def _rounds_between_updates(schedule: Schedule, layout: Layout, stage: int, rounds: int) -> int:
+def _rounds_between_updates(schedule: Schedule, layout: Layout, stage: int, rounds: int, batch: int) -> int:
     if schedule is Schedule.STASH:
         return 1
     if schedule is Schedule.TWO_BUFFERED:
-        return rounds_per_batch(layout, stage)
+        return batch_of_two_buffers(layout, batch) // layout.replicas(stage)
     return rounds
 
 

@@ -77,12 +77,9 @@ class Arrangement:
     @cached_property
     def batch_of_two_buffers(self) -> int:
         """Microbatches of one pipeline between two updates under 2bw."""
-        layout, stages = self.layout, range(len(self.stages))
-        common = math.lcm(*(layout.replicas(s) for s in stages))
         # A microbatch is one batch behind: those in flight must not be more than a batch.
-        flying = [_depth(self, s) * layout.replicas(s) for s in stages]
-        least = max(batch_of_two_buffers(layout), self.local(self.microbatches, 0), *flying)
-        return math.ceil(least / common) * common
+        flying = [_depth(self, s) * self.layout.replicas(s) for s in range(len(self.stages))]
+        return batch_of_two_buffers(self.layout, max(self.local(self.microbatches, 0), *flying))
 
     def most_in_flight(self) -> int:
         """Microbatches that a worker's peers can be apart."""
