@@ -8,11 +8,12 @@ worker, for about as long each, but model parallelism, which more workers make n
 
 On a machine without the job file's dependencies, for several numbers of workers at once:
 
-    python -m plait.experiments.pipeline_comparison 4 8 16
+    python -m plait.experiments.pipeline_comparison 4 8 16 --models vgg16 lstm --minibatch 16
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import itertools
@@ -89,15 +90,16 @@ def run(
     models: Sequence[str] = tuple(MINIBATCH),
     repeats: int = 3,
     on_rows: Callable[[list[Row]], None] = lambda rows: None,
+    minibatch: int | None = None,
 ) -> tuple[list[Row], list[Claim]]:
     """Throughput of every way to train each model on so many workers of this machine.
 
-    `on_rows` sees the rows of each model as they come.
+    `on_rows` sees the rows of each model as they come. `minibatch` is a worker's, MINIBATCH where None.
     """
     rows: list[Row] = []
     for count in [workers] if isinstance(workers, int) else workers:
         for model in models:
-            asked = {"model": model, "repeats": repeats}
+            asked = {"model": model, "repeats": repeats, "minibatch": minibatch or MINIBATCH[model]}
             world = in_world(count, "pipeline_comparison:worker", asked, preload=("torch._dynamo",))
             rows += world["rows"]
             on_rows(world["rows"])
@@ -131,7 +133,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     """Be one of the workers that time all sides of one model."""
     worker.join("gloo")
-    minibatch = MINIBATCH[asked["model"]]
+    minibatch = asked["minibatch"]
     settings = job(asked["model"], minibatch)
     sides = _World(worker, settings, minibatch).sides()
     rates: dict[str, list[float]] = {name: [] for name in sides}
@@ -145,7 +147,7 @@ def worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
                 rates[name].append(side.minibatches * minibatch / (time.perf_counter() - started))
     for side in sides.values():
         side.close()
-    case = f"{asked['model']}, {worker.world_size} workers"
+    case = f"{asked['model']}, {worker.world_size} workers, minibatches of {minibatch}"
     base = statistics.median(rates["data parallel"])
     rows = [_row(case, name, side, rates[name], base, minibatch) for name, side in sides.items()]
     return {"rows": rows}
@@ -294,14 +296,20 @@ def _words(plan: Plan) -> str:
     return "-".join(str(stage.replicas) for stage in plan.stages)
 
 
-def main(workers: Sequence[str]) -> None:
-    """Print the table, a model at a time; `workers` are numbers of workers as words, two if none."""
+def main(words: Sequence[str]) -> None:
+    """Print the table, a model at a time."""
+    parser = argparse.ArgumentParser(prog="python -m plait.experiments.pipeline_comparison")
+    parser.add_argument("workers", type=int, nargs="*", default=[2])
+    parser.add_argument("--models", nargs="+", choices=list(MINIBATCH), default=list(MINIBATCH))
+    parser.add_argument("--minibatch", type=int, help="samples that a worker takes at once")
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args(words)
 
     def show(rows: list[Row]) -> None:
         print("\n".join(markdown(rows).splitlines()[2:]), flush=True)
 
     print(markdown([]), flush=True)
-    _, claims = run([int(word) for word in workers] or 2, on_rows=show)
+    _, claims = run(asked.workers, asked.models, asked.repeats, show, asked.minibatch)
     for claim in claims:
         print(f"[{'holds' if claim.holds else 'DOES NOT HOLD'}] {claim.claim}: {claim.value:.3g}", flush=True)
 
