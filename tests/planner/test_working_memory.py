@@ -15,7 +15,16 @@ from plait.planner.memory import MemorySettings, stage_memory, working_bytes
 from support.graphs import chain, graphs
 
 
-@given(graphs(), st.data(), st.sampled_from(list(Schedule)))
+def _chain_that_keeps(amounts: list[int]) -> Graph:
+    graph = chain([1.0] * len(amounts))
+    nodes = [replace(node, activation_bytes=float(own)) for node, own in zip(graph.nodes, amounts)]
+    return replace(graph, nodes=tuple(nodes))
+
+
+CHAINS = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(_chain_that_keeps)
+
+
+@given(st.one_of(graphs(), CHAINS), st.data(), st.sampled_from(list(Schedule)))
 def test_the_working_memory_of_all_stages_is_that_of_each(
     graph: Graph, data: st.DataObject, schedule: Schedule
 ) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from plait.cluster.gpu import name_of, reachable_from
 from plait.cluster.messages import Message
-from plait.cluster.nccl import NcclLink, make_nccl_links
+from plait.cluster.nccl import NcclLink, NcclPeers, make_nccl_links
 from plait.cluster.remote import RemoteLink
 from plait.cluster.shared import Door, SharedLink, knock, wait_for_notices
 from plait.core.errors import PlaitError
@@ -165,7 +165,7 @@ class Channels:
 class _Reach:
     """What a worker with a GPU tells the others: who it can reach by NCCL, and the GPUs it can read."""
 
-    peers: tuple[int, ...]
+    by_nccl: NcclPeers
     readable: tuple[str, ...]
 
 
@@ -186,13 +186,12 @@ def connect(
     peers = sorted(set(peers) - {rank})
     near = meet_near(rank, hosts, peers, deadline_s)
     gpu = device if device is not None and device.type == "cuda" else None
-    by_nccl = tuple(peers) if dist.is_nccl_available() else ()
-    own = _Reach(by_nccl, reachable_from(gpu)) if gpu else None
+    own = _Reach(NcclPeers.of(gpu, peers), reachable_from(gpu)) if gpu else None
     reach: list[_Reach | None] = [None] * len(hosts)
     dist.all_gather_object(reach, own)
     links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in near}
-    peers_of = {each: known.peers for each, known in enumerate(reach) if known is not None}
-    links |= make_nccl_links(rank, hosts, peers_of, window, deadline_s, gpu)
+    by_nccl = {each: known.by_nccl for each, known in enumerate(reach) if known is not None}
+    links |= make_nccl_links(rank, hosts, by_nccl, window, deadline_s, gpu)
     for peer, connection in near.items():
         other = reach[peer]
         can_read = gpu is not None and other is not None and name_of(gpu) in other.readable

@@ -2,13 +2,16 @@
 
 NCCL has no tags, and an operation of it holds its stream until the other end has come. So a receive is posted
 only once the head of its message says that the send was, and all in the order of the sends, whichever channel
-asks. Every wait of this thread is for a head, with a deadline; tensors are waited for on the GPU.
+asks. Every wait of this thread is for a head, with a deadline; tensors are waited for on the GPU. Messages
+without a tensor on a GPU go over gloo altogether.
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.gpu import GpuMemory
+from plait.cluster.gpu import GpuMemory, name_of
 from plait.cluster.messages import Buffer, Message, packing_of
 from plait.cluster.remote import RemoteLink
 
@@ -38,12 +41,17 @@ class NcclLink:
         self._heads = RemoteLink(peer, _MOST_HEADS)
         # Operations under way, with the memory that they use.
         self._sent: dict[int, deque[tuple[dist.Work, Buffer]]] = defaultdict(deque)
-        self._arrived: dict[int, deque[tuple[dist.Work | None, Buffer]]] = defaultdict(deque)
+        # A message that is not on its way by NCCL has no buffer here.
+        self._arrived: dict[int, deque[tuple[dist.Work | None, Buffer | None]]] = defaultdict(deque)
 
     def send(
         self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str, seconds: float
     ) -> None:
         """Start a message on its way; waits only where a window of messages is under way already."""
+        if not any(tensor is not None and tensor.is_cuda for tensor in tensors):
+            self._heads.send(_HEADS, number, [], str(channel), seconds)
+            self._heads.send(_HEADS + 1 + channel, number, tensors, note, seconds)
+            return
         sent = self._sent[channel]
         while sent and (len(sent) >= self._window or sent[0][0].is_completed()):
             sent[0][0].wait(timedelta(seconds=seconds))
@@ -68,6 +76,8 @@ class NcclLink:
         while not self._arrived[channel]:
             self._take_head(self._heads.receive(_HEADS, seconds))
         work, buffer = self._arrived[channel].popleft()
+        if buffer is None:
+            return self._heads.receive(_HEADS + 1 + channel, seconds)
         if work is not None:
             work.wait()
         return Message(buffer.read(), lambda: None)
@@ -82,10 +92,14 @@ class NcclLink:
 
     def _take_head(self, head: Message) -> None:
         """Post the receive of the tensors that a head tells of."""
+        channel = int(head.content.note)
+        if not head.content.tensors:
+            head.release()
+            self._arrived[channel].append((None, None))
+            return
         (said,) = head.content.tensors
         assert said is not None
         flat = said.clone()
-        channel = int(head.content.note)
         head.release()
         buffer = self._buffer(flat, Buffer(flat).message_size)
         self._arrived[channel].append((self._post(dist.irecv, buffer, self._back), buffer))
@@ -105,17 +119,31 @@ class NcclLink:
         return work
 
 
+@dataclass(frozen=True)
+class NcclPeers:
+    """The peers that a worker can reach by NCCL, and its GPU, by a name that NCCL knows it by."""
+
+    gpu: str
+    peers: tuple[int, ...]
+
+    @staticmethod
+    def of(gpu: torch.device, peers: Sequence[int]) -> NcclPeers:
+        # NCCL refuses two workers on one GPU, unless it is told that they are on different hosts.
+        name = f"{name_of(gpu)} {os.environ.get('NCCL_HOSTID', '')}"
+        return NcclPeers(name, tuple(peers) if dist.is_nccl_available() else ())
+
+
 def make_nccl_links(
     rank: int,
     hosts: Sequence[str],
-    peers_of: Mapping[int, Sequence[int]],
+    peers_of: Mapping[int, NcclPeers],
     window: int,
     deadline_s: float,
     device: torch.device | None,
 ) -> dict[int, NcclLink]:
     """Links of this worker to those of its peers that have a GPU on another host; all ranks call it together.
 
-    `peers_of` has the peers of every worker that has a GPU and NCCL, `device` is this one's.
+    `peers_of` is of every worker that has a GPU, `device` is this one's.
     """
     links = {}
     deadline = timedelta(seconds=deadline_s)
@@ -145,7 +173,8 @@ def _meet(
     work.wait(deadline)
 
 
-def _far_pairs(hosts: Sequence[str], peers_of: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
-    """Pairs of peers with GPUs on different hosts, in one order for all."""
+def _far_pairs(hosts: Sequence[str], peers_of: Mapping[int, NcclPeers]) -> list[tuple[int, int]]:
+    """Pairs of peers with GPUs of their own on different hosts, in one order for all."""
     known = [(a, b) for a in peers_of for b in peers_of if a < b and hosts[a] != hosts[b]]
-    return sorted((a, b) for a, b in known if b in peers_of[a] and a in peers_of[b])
+    apart = [(a, b) for a, b in known if peers_of[a].gpu != peers_of[b].gpu]
+    return sorted((a, b) for a, b in apart if b in peers_of[a].peers and a in peers_of[b].peers)

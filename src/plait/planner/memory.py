@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -36,6 +35,9 @@ from plait.graph.graph import Graph, Node
 from plait.graph.ideals import Floats, Ideals
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
+
+# Stages times layers that are looked at one by one.
+_MOST_LOOKS = 50_000_000
 
 Amount = TypeVar("Amount", float, Floats)
 
@@ -177,15 +179,23 @@ def working_bytes(nodes: Sequence[Node], schedule: Schedule) -> float:
     return max(0.0, most - kept)
 
 
-@lru_cache(maxsize=8)
 def _working_of_stages(ideals: Ideals, adds: bool) -> Floats:
-    """`working_bytes` of every stage."""
+    """`working_bytes` of every stage; from above where there are too many to look into each."""
     nodes = [ideals.graph.node_by_id[name] for name in ideals.graph.order]
     kept = np.array([node.activation_bytes for node in nodes])
     taken = np.array([node.working_bytes + adds * node.adding_bytes for node in nodes])
     working = np.zeros((len(ideals), len(ideals)))
     if not taken.any():
         return working
+    if len(ideals) == len(nodes) + 1:
+        # A chain: a layer more keeps its own, and takes what it takes.
+        for layer in range(len(nodes)):
+            most = np.maximum(working[: layer + 1, layer], taken[layer]) - kept[layer]
+            working[: layer + 1, layer + 1] = np.maximum(most, 0.0)
+        return working
+    if len(ideals) ** 2 * len(nodes) > _MOST_LOOKS:
+        peaks = np.where(ideals.members, np.cumsum(kept) - kept + taken, 0.0).max(axis=1)
+        return np.broadcast_to(np.maximum(peaks - ideals.members @ kept, 0.0), working.shape)
     for start, before in enumerate(ideals.members):
         behind = np.flatnonzero(~before)
         within = ideals.members[start:, behind]

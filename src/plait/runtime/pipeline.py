@@ -145,7 +145,8 @@ class Pipeline:
             rank, arrangement, stages_of, self.parameters, deadline, parts.hosts, parts.topology
         )
         tied = make_tied(arrangement, stages_of, self.modules, self.parameters, self.optimizer.step, deadline)
-        beside = summed_beside_backward(rank, arrangement, parts.device, parts.hosts, parts.cores)
+        cores = parts.cores // torch.get_num_threads()
+        beside = summed_beside_backward(rank, arrangement, parts.device, parts.hosts, cores)
         self._updates = Updates(rank, arrangement, self.modules, self.optimizer, agreements, tied, beside)
         self._first_held = first_held(rank, arrangement, stages_of)
         self._replicas = replica_groups(arrangement, deadline)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import tempfile
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from plait.planner import (
     Machines,
     MemorySettings,
     Plan,
-    PlanError,
     Schedule,
     Settings,
     data_parallel_plan,
@@ -56,7 +54,7 @@ class PlanWish:
             self.plan == "auto"
             and self.schedule is None
             and self.microbatches is None
-            and not (self.vertical_sync or self.depths)
+            and not (self.vertical_sync or self.depths or self.recompute)
         )
 
 
@@ -100,11 +98,9 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan
     if wish.plan == "model-parallel":
         return model_parallel_plan(graph, cluster, asked)
     best = fastest_plan(graph, cluster, asked)
-    if wish.leaves_pieces_open:
-        one_each = Settings(Schedule.FLUSH, min(batch, workers), memory=memory)
-        # A batch with fewer samples than there are workers cannot be shared out.
-        with contextlib.suppress(PlanError):
-            best = faster_plan(best, data_parallel_plan(profiles[whole].loaded_graph(), cluster, one_each))
+    if wish.leaves_pieces_open and batch >= workers:
+        one_each = Settings(Schedule.FLUSH, workers, memory=memory)
+        best = faster_plan(best, data_parallel_plan(profiles[whole].loaded_graph(), cluster, one_each))
     return best
 
 
@@ -113,7 +109,8 @@ def _schedule(settings: TrainSettings, wish: PlanWish) -> Schedule:
     if wish.schedule is not None:
         return Schedule(wish.schedule)
     needs_batches = settings.clip_norm is not None or settings.sync.kind != "all-reduce"
-    return Schedule.FLUSH if needs_batches and wish.leaves_pieces_open else Schedule.STASH
+    open_ = wish.plan == "auto" and not wish.vertical_sync
+    return Schedule.FLUSH if needs_batches and open_ else Schedule.STASH
 
 
 def _machines(placement: Placement, profile: Profile) -> Machines:

@@ -206,8 +206,11 @@ def profile_together(
 
 def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     """Be one worker of a profile; every rank gets the same answer."""
-    worker.join("gloo")
     settings = decode(TrainSettings, order["settings"], "settings")
+    device = build.choose_device(settings.device, worker.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    worker.join("gloo")
     found = profile_here(worker, settings, order["batch_sizes"], order["repeats"], order["least_s"])
     return {"profiles": [encode(each) for each in found]}
 
