@@ -29,6 +29,18 @@ from support.training import TestWorker, digits_job, largest_difference, train_h
 from support.world import run_ranks
 
 
+def test_steps_whose_loss_is_read_later_have_the_times_they_took(tmp_path: Path) -> None:
+    """The last steps before a checkpoint are read together, and must not seem to take no time."""
+    settings = planned(
+        (1, 1), Schedule.FLUSH, checkpoint=CheckpointSettings(every_steps=5), log_every_steps=1
+    )
+    run_ranks(2, train_rank, settings, tmp_path / "run")
+    events = [entry.event for entry in read(RunFolder(tmp_path / "run").events(0))]
+    seconds = [event.seconds for event in events if isinstance(event, StepEvent)]
+    assert len(seconds) == settings.steps
+    assert min(seconds[4::5]) > 0.1 * sorted(seconds)[len(seconds) // 2]
+
+
 def train_rank(
     rank: int,
     settings: TrainSettings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,7 +19,8 @@ class Notes:
     """Sums over all workers, one for each step, that nobody waits for while the pipeline is full.
 
     A step's sum is read when all workers have long given theirs: `slack` microbatches after its last one,
-    which is more than they can be apart. All read the same, so all stop before the same step.
+    which is more than they can be apart. All read the same, so all stop before the same step. `on_loss` hears
+    of each step, its loss, and when this worker was done with it.
     """
 
     def __init__(
@@ -26,7 +28,7 @@ class Notes:
         worker: Worker,
         microbatches: Sequence[Microbatch],
         slack: int,
-        on_loss: Callable[[int, float], None],
+        on_loss: Callable[[int, float, float], None],
     ) -> None:
         self._worker = worker
         self._slack = slack
@@ -34,7 +36,7 @@ class Notes:
         self._steps = Counter(m.step for m in microbatches)
         self._ends = _ends(microbatches)
         self._next_to_give = self._next_to_read = microbatches[0].step
-        self._given: dict[int, tuple[Tensor, dist.Work | None]] = {}
+        self._given: dict[int, tuple[Tensor, dist.Work | None, float]] = {}
         self._stop = False
 
     def give(self, step: int, loss: float) -> None:
@@ -43,7 +45,8 @@ class Notes:
         self._next_to_give += 1
         values = torch.tensor([loss, float(self._worker.stop_requested())], dtype=torch.float64)
         shared = self._worker.world_size > 1
-        self._given[step] = (values, dist.all_reduce(values, async_op=True) if shared else None)
+        work = dist.all_reduce(values, async_op=True) if shared else None
+        self._given[step] = values, work, time.perf_counter()
 
     def stop_before(self, step: int) -> bool:
         """Whether someone had wished to stop when the steps that can be known were done."""
@@ -63,12 +66,12 @@ class Notes:
             self._read()
 
     def _read(self) -> None:
-        values, work = self._given.pop(self._next_to_read)
+        values, work, ended = self._given.pop(self._next_to_read)
         if work is not None:
             work.wait()
         loss, wishes = values.tolist()
         self._stop = self._stop or wishes > 0
-        self._on_loss(self._next_to_read, loss)
+        self._on_loss(self._next_to_read, loss, ended)
         self._next_to_read += 1
 
     def watch(

@@ -181,14 +181,15 @@ class PipelineTrainer(StretchTrainer):
         for group, base in zip(self._pipeline.optimizer.param_groups, self.parts.base_lrs):
             group["lr"] = base * factor
 
-    def _recorder_of(self, steps: list[GlobalBatch]) -> Callable[[int, float], None]:
+    def _recorder_of(self, steps: list[GlobalBatch]) -> Callable[[int, float, float], None]:
         """Writes each step of a stretch down as its loss becomes known."""
         first = self.step
 
-        def record(step: int, loss: float) -> None:
+        def record(step: int, loss: float, ended: float) -> None:
             batch = steps[step - first]
             lr, count = self.parts.base_lrs[0] * self._lr_factor(step), len(batch.samples)
-            self.recorder.step(step + 1, batch.epoch, torch.tensor(loss, dtype=torch.float64), lr, count)
+            value = torch.tensor(loss, dtype=torch.float64)
+            self.recorder.step(step + 1, batch.epoch, value, lr, count, ended)
 
         return record
 

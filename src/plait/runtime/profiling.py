@@ -29,6 +29,7 @@ from plait.runtime.optim import build_optimizer
 from plait.runtime.overhead import measure_overhead
 from plait.runtime.settings import OptimizerSettings, TrainSettings
 from plait.runtime.sums import measure_sums
+from plait.stages.quick import plain_forwards, quicken
 from plait.stages.versions import WeightVersions
 from plait.workloads.losses import build_loss
 
@@ -81,6 +82,9 @@ def _profile_sizes(
             )
             profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
         # Whatever the microbatches, an update is the same.
+        if device.type == "cpu":
+            # Weights of a stage lie as its products want them, which updates feel.
+            plain_forwards(quicken(model, add=False))
         updates = time_updates(model.to(device), trace(model, inputs), settings.optimizer, max(repeats, 9))
     finally:
         torch.set_num_threads(before)

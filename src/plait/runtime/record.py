@@ -40,7 +40,7 @@ class Recorder:
         self._started = self._mark = self._reported = time.perf_counter()
         self._loss: torch.Tensor | float = 0.0
         self._steps = self._samples = self._all_samples = self._total = 0
-        self._last: tuple[int, int, float] = (0, 0, 0.0)
+        self._last: tuple[int, int, float, float | None] = (0, 0, 0.0, None)
         self._rate = 0.0
         self._training_s = 0.0
         self._progress: dict[str, Any] = {}
@@ -73,23 +73,32 @@ class Recorder:
         """Count the seconds of the steps from now on: what came before was getting ready for them."""
         self._mark = time.perf_counter()
 
-    def step(self, step: int, epoch: int, loss: torch.Tensor, lr: float, samples: int) -> None:
-        """Note one step; `loss` may still be on its way on the device."""
+    def step(
+        self,
+        step: int,
+        epoch: int,
+        loss: torch.Tensor,
+        lr: float,
+        samples: int,
+        ended: float | None = None,
+    ) -> None:
+        """Note one step that `ended` at that moment, or now; `loss` may still be on its way on the device."""
         if not self._active:
             return
         self._loss = self._loss + loss
         self._steps += 1
         self._samples += samples
-        self._last = (step, epoch, lr)
+        self._last = (step, epoch, lr, ended)
         every = self._settings.log_every_steps
-        now = time.perf_counter()
+        now = time.perf_counter() if ended is None else ended
         if step % every == 0 if every else now - self._mark >= LOG_S:
             self._log_steps(step, epoch, lr, now)
 
     def log_rest(self) -> None:
         """Write down the steps that no event tells of yet."""
         if self._steps:
-            self._log_steps(*self._last, time.perf_counter())
+            step, epoch, lr, ended = self._last
+            self._log_steps(step, epoch, lr, time.perf_counter() if ended is None else ended)
 
     def _log_steps(self, step: int, epoch: int, lr: float, now: float) -> None:
         seconds, loss = now - self._mark, float(self._loss) / self._steps
