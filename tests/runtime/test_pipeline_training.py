@@ -235,3 +235,20 @@ def test_replicas_of_a_stage_sum_over_the_topology_that_was_asked_for(tmp_path: 
     run_ranks(4, train_rank, settings, tmp_path / "pipeline", hosts=["a", "a", "b", "b"])
     _, weights = train_here(digits_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
+
+
+def open_for_another_model(rank: int, settings: TrainSettings, folder: Path) -> str:
+    with pytest.raises(JobError) as caught:
+        train_rank(rank, settings, folder)
+    return str(caught.value)
+
+
+def test_a_plan_for_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    settings = planned((1, 1), Schedule.FLUSH)
+    assert settings.pipeline is not None
+    stages = [dict(stage) for stage in settings.pipeline.plan["stages"]]
+    stages[0] = stages[0] | {"layers": ["elsewhere", *stages[0]["layers"]]}
+    other = replace(settings.pipeline, plan=settings.pipeline.plan | {"stages": stages})
+    words = run_ranks(2, open_for_another_model, replace(settings, pipeline=other), tmp_path / "run")[0]
+    assert "parallel.plan: the plan is for another model than" in words
+    assert "it has layer 'elsewhere'" in words

@@ -47,7 +47,7 @@ def why_faster(chosen: Plan, other: Plan) -> str:
     pieces = _count(other.microbatches, "microbatch", "microbatches")
     return (
         f"The same batch as {pieces} under schedule {other.schedule.value} (replicas {_replicas(other)}) "
-        f"would take {show_seconds(other.step_s)}, this plan takes {show_seconds(chosen.step_s)}."
+        f"would take {show_seconds(other.step_s)} a step, this plan takes {show_seconds(chosen.step_s)}."
     )
 
 
@@ -64,7 +64,8 @@ def _pace(plan: Plan) -> str:
     names = " and ".join(str(number) for number, _ in held)
     sets = "Stage {} sets" if len(held) == 1 else "Stages {} on one device set"
     update = sum(stage.update_s / stage.replicas for _, stage in held)
-    sync = f", {show_seconds(update)} of it to agree on gradients" if update > 0.01 * busiest else ""
+    doing = "agree on gradients and update" if any(s.replicas > 1 for _, s in held) else "update the weights"
+    sync = f", {show_seconds(update)} of it to {doing}" if update > 0.01 * busiest else ""
     text = f"{sets.format(names)} the pace at {show_seconds(busiest)} a microbatch{sync}."
     if busiest > plan.bottleneck_s * 1.001:
         # PipeDream's count spreads a replicated host's synchronisation evenly over its devices.
@@ -84,7 +85,7 @@ def _against_data_parallel(plan: Plan, graph: Graph) -> str:
     whole = data_parallel_s(graph, plan.machines)
     held = graph.parameter_bytes()
     return (
-        f"Data parallelism would take {show_seconds(whole)}: each device would agree on "
+        f"Data parallelism would take {show_seconds(whole)} a microbatch: each device would agree on "
         f"{show_bytes(held)} of gradients every microbatch."
     )
 
@@ -93,7 +94,8 @@ def _against_model_parallel(plan: Plan) -> str:
     if plan.machines.count == 1:
         return ""
     taken = plan.speedup_over.model_parallel * plan.bottleneck_s
-    return f"Model parallelism would take {show_seconds(taken)}, with one device at work at a time."
+    alone = "with one device at work at a time"
+    return f"Model parallelism would take {show_seconds(taken)} a microbatch, {alone}."
 
 
 def _how_near(plan: Plan) -> str:

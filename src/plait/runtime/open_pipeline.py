@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.cluster.channels import Channels, connect
 from plait.cluster.clock import clock_offset
 from plait.cluster.worker import Worker
+from plait.core.errors import JobError
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import loading
@@ -47,6 +48,18 @@ def link(worker: Worker, hosts: Sequence[str], arrangement: Arrangement, device:
     )
 
 
+def _check_layers(settings: TrainSettings, traced: TracedModel, arrangement: Arrangement) -> None:
+    layers = [layer for ids in arrangement.stages for layer in ids]
+    unknown = [layer for layer in layers if layer not in traced.layer_by_id]
+    missing = [layer.id for layer in traced.layers if layer.id not in set(layers)]
+    if unknown or missing:
+        what = f"has layer {unknown[0]!r}" if unknown else f"lacks layer {missing[0]!r}"
+        raise JobError(
+            f"parallel.plan: the plan is for another model than {settings.model.factory}: it {what}; make "
+            f"one for this job with plait profile and plait plan"
+        )
+
+
 def open_pipeline(
     worker: Worker,
     settings: TrainSettings,
@@ -59,6 +72,7 @@ def open_pipeline(
 
     The workers of the world may be in several arrangements of their own. `parts` keep what this one holds.
     """
+    _check_layers(settings, traced, arrangement)
     channels = link(worker, hosts, arrangement, parts.device)
     pipeline = pipelines.Pipeline(
         worker.rank,

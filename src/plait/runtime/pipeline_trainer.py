@@ -40,7 +40,8 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
     plan = decode(Plan, settings.pipeline.plan, "plan")
     if plan.devices_used != workers:
         raise JobError(
-            f"parallel.plan: the plan is for {plan.devices_used} devices, but the job has {workers} workers; "
+            f"parallel.plan: the plan is for {plan.devices_used} devices, but the job has {workers} "
+            f"worker{'s' if workers > 1 else ''}; "
             f"use -np {plan.devices_used}, or plan for {workers}"
         )
     if settings.precision == "fp16":
