@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,20 @@ def test_the_working_memory_of_all_stages_is_that_of_each(
             if ideals.nested[start, end]:
                 own = [ideals.graph.node_by_id[name] for name in ideals.between(start, end)]
                 assert more[start, end] == pytest.approx(working_bytes(own, schedule))
+
+
+@given(graphs(), st.data())
+def test_where_stages_are_too_many_their_working_memory_is_never_told_too_low(
+    graph: Graph, data: st.DataObject
+) -> None:
+    nodes = [replace(node, working_bytes=float(data.draw(st.integers(0, 30)))) for node in graph.nodes]
+    # Beside it a layer that nobody waits for: no chain, whatever was drawn.
+    beside = replace(graph.nodes[0], id="beside")
+    ideals = all_ideals(replace(graph, nodes=(*nodes, beside)), 1000)
+    exact = stage_memory(ideals, Schedule.FLUSH, MemorySettings()).fixed
+    with mock.patch("plait.planner.memory._MOST_LOOKS", 0):
+        bound = stage_memory(ideals, Schedule.FLUSH, MemorySettings()).fixed
+    assert (bound >= exact - 1e-9)[ideals.nested].all()
 
 
 def test_a_later_stage_needs_nothing_for_a_greedy_layer_of_an_earlier_one() -> None:

@@ -141,5 +141,5 @@ def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
 
 def test_the_time_in_which_a_pipeline_opens_is_no_time_of_its_steps(tmp_path: Path) -> None:
     result = run_ranks(1, train_rank, cut_evenly((1,), Schedule.FLUSH, 1), tmp_path, opening_s=1.0)[0]
-    assert result["seconds"] > 1.0
-    assert 20 * 64 / result["samples_per_s"] < 0.9
+    steps_s = 20 * 64 / result["samples_per_s"]
+    assert result["seconds"] - steps_s > 0.9

@@ -3,14 +3,19 @@
 Nothing here runs a model. A plan is data: print it, save it, compare it.
 """
 
-from plait.planner.choice import faster_plan
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
 from plait.planner.machines import Device, Level, Machines, machines, measured_machines
 from plait.planner.make import Settings
 from plait.planner.memory import MemorySettings
 from plait.planner.plan import Plan, Stage, load_plan, save_plan, summary
-from plait.planner.planning import data_parallel_plan, fastest_plan, make_plan, model_parallel_plan
+from plait.planner.planning import (
+    data_parallel_plan,
+    faster_plan,
+    fastest_plan,
+    make_plan,
+    model_parallel_plan,
+)
 from plait.planner.predict import compare_schedules, predict
 from plait.planner.reasons import describe_plan, render_plan
 from plait.planner.timeline import draw_plan

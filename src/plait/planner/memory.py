@@ -187,15 +187,14 @@ def _working_of_stages(ideals: Ideals, adds: bool) -> Floats:
     working = np.zeros((len(ideals), len(ideals)))
     if not taken.any():
         return working
-    if len(ideals) == len(nodes) + 1:
+    if np.array_equal(ideals.members, np.tri(len(nodes) + 1, len(nodes), -1, dtype=bool)):
         # A chain: a layer more keeps its own, and takes what it takes.
         for layer in range(len(nodes)):
             most = np.maximum(working[: layer + 1, layer], taken[layer]) - kept[layer]
             working[: layer + 1, layer + 1] = np.maximum(most, 0.0)
         return working
     if len(ideals) ** 2 * len(nodes) > _MOST_LOOKS:
-        peaks = np.where(ideals.members, np.cumsum(kept) - kept + taken, 0.0).max(axis=1)
-        return np.broadcast_to(np.maximum(peaks - ideals.members @ kept, 0.0), working.shape)
+        return np.broadcast_to(np.where(ideals.members, taken, 0.0).max(axis=1), working.shape)
     for start, before in enumerate(ideals.members):
         behind = np.flatnonzero(~before)
         within = ideals.members[start:, behind]

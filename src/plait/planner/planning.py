@@ -34,7 +34,7 @@ from plait.planner.predict import (
     predict_stages,
     single_s,
 )
-from plait.planner.reasons import reasons, why_not_best_cut, why_not_run
+from plait.planner.reasons import reasons, why_faster, why_not_best_cut, why_not_run
 from plait.planner.schedules import operations
 from plait.planner.ties import find_tied, update_together
 
@@ -73,6 +73,15 @@ def fastest_plan(graph: Graph, machines: Machines, settings: Settings | None = N
         return best
     why = why_not_best_cut(best, found) if runs else why_not_run(best)
     return replace(found, why=f"{found.why} {why}")
+
+
+def faster_plan(first: Plan, second: Plan) -> Plan:
+    """That of two plans which takes less time for a step, with what the other would take.
+
+    Both must be for the same batch; they may cut it into other numbers of microbatches.
+    """
+    chosen, other = (first, second) if first.step_s <= second.step_s else (second, first)
+    return replace(chosen, why=f"{chosen.why} {why_faster(chosen, other)}")
 
 
 def _replayed_s(plan: Plan) -> float:

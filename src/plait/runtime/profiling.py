@@ -81,10 +81,10 @@ def _profile_sizes(
                 on_progress=on_progress,
             )
             profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
-        # Whatever the microbatches, an update is the same.
         if device.type == "cpu":
             # Weights of a stage lie as its products want them, which updates feel.
             plain_forwards(quicken(model, add=False))
+        # Whatever the microbatches, an update is the same.
         updates = time_updates(model.to(device), trace(model, inputs), settings.optimizer, max(repeats, 9))
     finally:
         torch.set_num_threads(before)
