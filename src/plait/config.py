@@ -295,7 +295,6 @@ class Job(Section):
             timeout_s=self.parallel.timeout_s,
             link_timeout_s=self.cluster.link_timeout_s,
             environment=self.cluster.environment,
-            tolerate_loss=self.parallel.sync in (*TOLERANT, "auto"),
         )
 
     def text(self) -> str:

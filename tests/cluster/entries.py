@@ -26,7 +26,7 @@ def add_ranks(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
         "host": worker.host,
         "pid": os.getpid(),
         "threads": os.environ["OMP_NUM_THREADS"],
-        "port": worker.store.port,
+        "store": worker.store.address,
         "kept": gc.get_freeze_count(),
         "preloaded": "wave" in sys.modules,
     }
@@ -59,7 +59,7 @@ def work_until_stopped(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.02)
         if worker.rank == 0:
             worker.report({"step": steps})
-    return {"steps": steps, "stopped": bool(stop.item()), "port": worker.store.port}
+    return {"steps": steps, "stopped": bool(stop.item()), "store": worker.store.address}
 
 
 def refuse(settings: dict[str, Any]) -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.cluster.channels import Channels, PeerError, connect
+from plait.cluster.channels import Channels, connect
+from plait.core.errors import PeerError
+from support.meeting import rendezvous_of
 from support.world import run_ranks
 
 FAR = ("a", "b", "c")
@@ -24,7 +26,7 @@ KINDS = [
 
 
 def open_channels(rank: int, hosts: tuple[str, ...], deadline_s: float = 20.0, window: int = 8) -> Channels:
-    return connect(rank, hosts, range(len(hosts)), deadline_s=deadline_s, window=window)
+    return connect(rendezvous_of(rank, hosts), range(len(hosts)), deadline_s=deadline_s, window=window)
 
 
 def examples(number: int) -> list[torch.Tensor | None]:
@@ -176,7 +178,7 @@ def test_a_peer_that_ended_on_purpose_disturbs_nobody() -> None:
 
 def send_growing(rank: int) -> tuple[int, int]:
     """Files and buffers that there are after many messages, each larger than the one before."""
-    channels = connect(rank, NEAR[:2], range(2), deadline_s=20, window=8)
+    channels = connect(rendezvous_of(rank, NEAR[:2]), range(2), deadline_s=20, window=8)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(300):
         if rank == 0:
@@ -200,7 +202,7 @@ def test_messages_of_many_sizes_share_buffers_and_hold_no_files_open() -> None:
 
 
 def send_to_one_who_does_not_read(rank: int) -> str:
-    channels = connect(rank, NEAR[:2], range(2), deadline_s=1, window=900)
+    channels = connect(rendezvous_of(rank, NEAR[:2]), range(2), deadline_s=1, window=900)
     dist.barrier()
     words = ""
     if rank == 0:

@@ -11,7 +11,9 @@ import time
 import pytest
 import torch
 
-from plait.cluster.channels import Channels, PeerError, connect
+from plait.cluster.channels import Channels, connect
+from plait.core.errors import PeerError
+from support.meeting import rendezvous_of
 from support.world import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -31,7 +33,7 @@ def open_channels(rank: int, way: str, deadline_s: float = 20.0) -> Channels:
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     hosts = ["a", "b"] if way == "nccl" else ["a", "a"]
     device = None if way == "host" else torch.device("cuda", 0)
-    return connect(rank, hosts, [0, 1], deadline_s=deadline_s, window=8, device=device)
+    return connect(rendezvous_of(rank, hosts), [0, 1], deadline_s=deadline_s, window=8, device=device)
 
 
 def exchange(rank: int, way: str) -> list[bool]:

@@ -112,7 +112,7 @@ def test_when_the_agent_is_killed_its_workers_end_too(tmp_path: Path):
         os.kill(agent.pid, signal.SIGKILL)
 
     memory = Memory(kill_agent)
-    with pytest.raises(LaunchError, match="the agent on localhost ended with status -9"):
+    with pytest.raises(LaunchError, match="the agent on localhost ended by SIGKILL"):
         launch_entry("work_until_stopped", tmp_path, memory)
     end = time.monotonic() + 10
     while any(psutil.pid_exists(w.pid) for w in memory.workers) and time.monotonic() < end:
@@ -122,19 +122,19 @@ def test_when_the_agent_is_killed_its_workers_end_too(tmp_path: Path):
     assert not any(psutil.pid_exists(w.pid) for w in memory.workers)
 
 
-def test_two_jobs_on_one_host_have_ports_of_their_own(tmp_path: Path):
+def test_two_jobs_on_one_host_have_stores_of_their_own(tmp_path: Path):
     first = Memory()
 
     def start_second(_: Memory) -> None:
         second = Memory()
-        ports.append(launch_entry("add_ranks", tmp_path / "b", second)[0]["port"])
+        stores.append(launch_entry("add_ranks", tmp_path / "b", second)[0]["store"])
         first.supervisor.request_stop()
 
-    ports: list[int] = []
+    stores: list[str] = []
     first._on_start = start_second
     results = launch_entry("work_until_stopped", tmp_path / "a", first)
     assert results[0]["stopped"]
-    assert ports != [results[0]["port"]]
+    assert stores != [results[0]["store"]]
 
 
 def test_a_shell_that_greets_does_no_harm(tmp_path: Path):

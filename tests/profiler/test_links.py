@@ -7,15 +7,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from plait.cluster.channels import Channels
 from plait.core.errors import InputError
 from plait.profiler.links import Link, measure_links
+from support.meeting import rendezvous_of
 from support.world import run_ranks
 
 
 def links_of(rank: int, **options: Any) -> tuple[Link, ...]:
-    return measure_links(repeats=3, **options)
+    return measure_links(rendezvous_of(rank, ["here"] * dist.get_world_size()), repeats=3, **options)
 
 
 def test_every_pair_is_measured_both_ways_and_all_ranks_agree() -> None:
@@ -39,7 +41,7 @@ def slow_one_direction(rank: int) -> tuple[Link, ...]:
         send(self, peer, channel, number, tensors, what)
 
     with mock.patch.object(Channels, "send", slow):
-        return measure_links(repeats=3, message_bytes=1 << 20)
+        return measure_links(rendezvous_of(rank, ["here"] * 2), repeats=3, message_bytes=1 << 20)
 
 
 def test_a_slow_direction_is_told_from_the_fast_one() -> None:
@@ -50,7 +52,7 @@ def test_a_slow_direction_is_told_from_the_fast_one() -> None:
 
 
 def two_hosts(rank: int) -> tuple[Link, ...]:
-    return measure_links(repeats=1, message_bytes=1024, host=f"host{rank // 2}")
+    return measure_links(rendezvous_of(rank, ["a", "a", "b"]), repeats=1, message_bytes=1024)
 
 
 def test_links_within_a_host_are_told_from_links_between_hosts() -> None:
@@ -60,7 +62,7 @@ def test_links_within_a_host_are_told_from_links_between_hosts() -> None:
 
 def unknown_rank(rank: int) -> str:
     with pytest.raises(InputError) as caught:
-        measure_links([0, 7])
+        measure_links(rendezvous_of(rank, ["here"] * 2), [0, 7])
     return str(caught.value)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.cluster.channels import PeerError
+from plait.core.errors import PeerError
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.events import read

@@ -12,11 +12,12 @@ from plait.profiler.links import Sum
 from plait.runtime.overhead import measure_overhead
 from plait.runtime.sums import groups_of, measure_sums
 from plait.sync.wish import TopologyWish
+from support.meeting import rendezvous_of
 from support.world import run_ranks
 
 
 def sums_of(rank: int, hosts: list[str], topology: str = "native") -> tuple[Sum, ...]:
-    return measure_sums(nn.Linear(512, 512), hosts[rank], TopologyWish(topology), repeats=3)
+    return measure_sums(nn.Linear(512, 512), rendezvous_of(rank, hosts), TopologyWish(topology), repeats=3)
 
 
 def test_all_ranks_learn_the_same_speed_of_their_sums() -> None:
@@ -38,7 +39,7 @@ def slow_sums(rank: int) -> tuple[Sum, ...]:
         return plain(tensor, *args, **options)
 
     dist.all_reduce = slow
-    return measure_sums(nn.Linear(512, 512), "here")
+    return measure_sums(nn.Linear(512, 512), rendezvous_of(rank, ["here"] * 2))
 
 
 def test_a_slow_sum_is_seen_to_be_slow() -> None:
@@ -66,7 +67,7 @@ def test_workers_of_two_hosts_learn_both_speeds() -> None:
 
 
 def overhead_of(rank: int) -> float:
-    return measure_overhead(rank, ["here"] * 3)
+    return measure_overhead(rendezvous_of(rank, ["here"] * 3))
 
 
 def test_all_ranks_learn_what_a_pipeline_costs_beside_its_layers() -> None:

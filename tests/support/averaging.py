@@ -7,28 +7,37 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from plait.cluster.handshake import Address
 from plait.cluster.mail import Mail, open_mail
 from plait.cluster.presence import Presence
+from plait.cluster.store import StoreClient, StoreServer
+from plait.cluster.worker import JobStore
 from plait.sync.averaging import Peers
 from plait.sync.partial_reduce import PartialReduce
 from plait.sync.rounds import Rules, read_round
+from support.meeting import SECRET, rendezvous_of
 
 
 @contextmanager
-def job_store() -> Iterator[int]:
-    """The port of a store in this process, as a host's agent holds it."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
+def job_store() -> Iterator[str]:
+    """The address of a store in this process, as a host's agent holds it."""
+    server = StoreServer(SECRET)
+    yield server.address.text
+    server.close()
+
+
+def open_store(address: str, rank: int = 0) -> JobStore:
+    """The job's store as a worker has it."""
+    return JobStore(StoreClient(Address(address), SECRET, rank, timeout_s=20.0))
 
 
 def enter(
-    rank: int, size: int, port: int, lease_s: float = 1.0, hosts: list[str] | None = None
-) -> tuple[dist.TCPStore, Mail, Presence]:
+    rank: int, size: int, address: str, lease_s: float = 1.0, hosts: list[str] | None = None
+) -> tuple[JobStore, Mail, Presence]:
     """This rank's store, mail and presence."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    mail = open_mail(store, "t", rank, hosts or ["a"] * size, "127.0.0.1", 20.0)
+    store = open_store(address, rank)
+    mail = open_mail(rendezvous_of(rank, hosts or ["a"] * size, store), "t")
     presence = Presence(store, "t", rank, range(size), lease_s)
     return store, mail, presence
 
@@ -36,19 +45,19 @@ def enter(
 def partial_reduce(
     rank: int,
     size: int,
-    port: int,
+    address: str,
     tensors: list[torch.Tensor],
     lease_s: float = 1.0,
     hosts: list[str] | None = None,
     **rules: Any,
 ) -> PartialReduce:
-    store, mail, presence = enter(rank, size, port, lease_s, hosts)
+    store, mail, presence = enter(rank, size, address, lease_s, hosts)
     return PartialReduce(Peers(store, "t", mail, presence), [lambda: tensors], Rules(**rules))
 
 
-def closed_rounds(port: int) -> list[tuple[int, ...]]:
+def closed_rounds(address: str) -> list[tuple[int, ...]]:
     """The groups of all rounds so far, in order."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = open_store(address)
     groups: list[tuple[int, ...]] = []
     while store.check([key := f"t/partial/record/{len(groups)}"]):
         groups.append(read_round(len(groups), store.get(key)).members)

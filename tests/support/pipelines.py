@@ -26,6 +26,7 @@ from plait.runtime.update_kernels import use_fused_kernels
 from plait.stages.cut import cut_all
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.transformer import transformer_tiny
+from support.meeting import rendezvous_of
 from support.traced_models import Branches, MadeWeights, Masked, Positions, Reshaped
 
 Weights = dict[str, Any]
@@ -233,12 +234,14 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
     arrangement = case.arrangement(traced)
     hosts = case.hosts or ("here",) * len(arrangement.workers)
     device = torch.device(case.device)
-    channels = connect(rank, hosts, arrangement.workers, deadline_s=20, device=device)
+    rendezvous = rendezvous_of(rank, hosts)
+    channels = connect(rendezvous, arrangement.workers, device=device)
     parts = Parts(
         MODELS[case.model][2],
         lambda parameters: _as_jobs_have_it(make_optimizer(case, parameters)),
         device,
         contextlib.nullcontext,
+        rendezvous,
         case.clip_norm,
         cores=case.cores,
     )

@@ -11,12 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from plait.cluster.collectives import broadcast_value
+from plait.cluster.store import StoreServer
 from plait.core.codec import encode
 from plait.fusion.space import Dimension, parse_dimension
 from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep import worker as sweep_worker
 from plait.runtime.sweep.settings import SearchSettings, SweepSettings
 from plait.runtime.sweep.trials import with_values
+from support.averaging import open_store
+from support.meeting import SECRET
 from support.training import TestWorker, digits_job, train_here
 from support.world import run_ranks
 
@@ -88,13 +92,8 @@ class WorldWorker(TestWorker):
 
     def __init__(self, stop_file: Path | None) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), stop_file)
-        port = [0]
-        if self.rank == 0:
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            port = [self.store.port]
-        dist.broadcast_object_list(port, src=0)
-        if self.rank != 0:
-            self.store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
+        address = StoreServer(SECRET).address.text if self.rank == 0 else None
+        self.store = open_store(broadcast_value(address, 0), self.rank)
 
     def join(self, backend: str) -> None:
         assert backend == "gloo"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from plait.runtime import build
 from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
 from plait.runtime.settings import DataSettings, SyncSettings, TrainSettings
-from support.averaging import job_store
+from support.averaging import job_store, open_store
 from support.training import TestWorker, digits_job
 from support.world import run_ranks
 
@@ -20,17 +21,23 @@ from support.world import run_ranks
 class StoreWorker(TestWorker):
     """A worker with the job's store and no launcher around it."""
 
-    def __init__(self, rank: int, size: int, port: int, stop_file: Path | None) -> None:
+    def __init__(self, rank: int, size: int, address: str, stop_file: Path | None) -> None:
         super().__init__(rank, size, stop_file)
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self.store = open_store(address, rank)
         self.timeout_s = 20.0
+
+    def tolerate_losses(self) -> None:
+        """Nobody ends the others here."""
+
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """Nobody waits for them here."""
 
 
 def train_at_own_pace(
-    rank: int, port: int, settings: TrainSettings, folder: Path, resume: bool = False, stop_at: int = 0
+    rank: int, address: str, settings: TrainSettings, folder: Path, resume: bool = False, stop_at: int = 0
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     size = dist.get_world_size()
-    worker = StoreWorker(rank, size, port, folder / "stop" if stop_at else None)
+    worker = StoreWorker(rank, size, address, folder / "stop" if stop_at else None)
     parts = build.build(settings, torch.device("cpu"))
     trainer = OwnPaceTrainer(worker, settings, parts, RunFolder(folder), ["a"] * size)  # type: ignore[arg-type]
     if stop_at and rank == 1:
@@ -45,5 +52,5 @@ def settings_of(sync: str, options: dict[str, Any] | None = None, **changes: Any
 
 
 def run_sync(workers: int, settings: TrainSettings, folder: Path, **more: Any) -> list[Any]:
-    with job_store() as port:
-        return run_ranks(workers, train_at_own_pace, port, settings, folder, **more)
+    with job_store() as address:
+        return run_ranks(workers, train_at_own_pace, address, settings, folder, **more)

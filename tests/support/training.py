@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.cluster.rendezvous import Rendezvous
 from plait.runtime import build
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import (
@@ -21,6 +23,7 @@ from plait.runtime.settings import (
     TrainSettings,
 )
 from plait.runtime.trainer import Trainer
+from support.meeting import rendezvous_of
 
 
 class TestWorker:
@@ -33,9 +36,14 @@ class TestWorker:
         self.world_size = world_size
         self.local_rank = rank
         self.host = "localhost"
+        self.hosts = ("localhost",) * world_size
         self.timeout_s = 30.0
         self.reports: list[dict[str, Any]] = []
         self._stop_file = stop_file
+
+    @cached_property
+    def rendezvous(self) -> Rendezvous:
+        return rendezvous_of(self.rank, self.hosts, getattr(self, "store", None), self.timeout_s)
 
     def stop_requested(self) -> bool:
         return self._stop_file is not None and self._stop_file.exists()

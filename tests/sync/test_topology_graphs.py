@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.sync.choice import settle
 from plait.sync.pieces import cut_buffer
-from plait.sync.reducer import Members
+from plait.sync.reducer import whole_world
 from plait.sync.topology import (
     ROOTED,
     TOPOLOGIES,
@@ -19,6 +20,7 @@ from plait.sync.topology import (
     make_topology,
 )
 from plait.sync.wish import TopologyWish
+from support.meeting import rendezvous_of
 
 hosts_of_ranks = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)
 
@@ -186,6 +188,6 @@ def test_pieces_cover_a_buffer_once_and_even_out_the_routes(count: int, item: in
     [("aaa", "cpu", "binary-tree"), ("aab", "cpu", None), ("aaa", "cuda", None)],
 )
 def test_by_default_cpu_workers_of_one_host_sum_in_a_tree_and_others_the_backends_way(hosts, device, name):
-    members = Members(0, (0, 1, 2), tuple(hosts))
+    members = whole_world(rendezvous_of(0, hosts, dist.HashStore()))
     topology, chosen = settle(TopologyWish(), members, 1, torch.device(device))
     assert (topology and topology.name, chosen) == (name, None)

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.channels import PeerError
-from plait.core.errors import PlaitError
+from plait.core.errors import PeerError, PlaitError
 from plait.sync.all_reduce import AllReduce
 from plait.sync.over_topology import OverTopology
-from plait.sync.reducer import Members, Spec
+from plait.sync.reducer import Members, Spec, whole_world
 from plait.sync.topology import TOPOLOGIES, from_graphs, make_topology
+from support.meeting import rendezvous_of
 from support.world import run_ranks
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def plain_sum(ranks: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def members_of(rank: int, hosts: tuple[str, ...], deadline_s: float = 20.0) -> Members:
-    return Members(rank, tuple(range(len(hosts))), hosts, None, deadline_s)
+    return whole_world(rendezvous_of(rank, hosts, timeout_s=deadline_s))
 
 
 def sum_all_ways(rank: int, layouts: list[tuple[str, ...]], dtypes: list[torch.dtype]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def sum_in_a_group(rank: int) -> list[float]:
     group = dist.new_group(list(ranks))
     if rank not in ranks:
         return []
-    members = Members(rank, ranks, ("a", "a", "b"), group, 20.0)
+    members = Members(rendezvous_of(rank, ("", "a", "", "a", "b")), ranks, group)
     sums = OverTopology(members, [Spec(5, torch.float32, CPU)])
     sums.switch(from_graphs([{"reduce": [[2, 1], [0, 1]], "broadcast": [[1, 0], [0, 2]]}], 3, "test"))
     sums.buffers[0].fill_(float(rank))

@@ -1,101 +1,400 @@
-"""The agent of one host: started through the host's shell, it runs torch's elastic agent over the workers.
+"""The agent of one host: started through the host's shell, it starts the workers there and watches them.
 
-It speaks JSON lines with the supervisor over its standard streams:
+It exchanges JSON lines with the supervisor over its standard streams and decides nothing itself:
 
-    in   the order (one line), then {"go": [address, port]}, then possibly {"stop": true};
-         the end of the stream means that the supervisor is gone, and ends everything here
-    out  {"ready": [address, port]}, {"refused": message}, {"workers": {rank: pid}}, {"progress": ...},
-         {"lost": seconds}, and last {"done": {rank: result}} or {"failed": [failure, ...]}
+    in   the order (one line), then {"go": store}, then possibly {"stop": true} and {"end": [rank, ...]};
+         the end of the stream ends everything here, whether the supervisor is through or gone
+    out  {"ready": store}, {"refused": message}, {"workers": {rank: pid}}, {"line": text}, {"progress": ...},
+         {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...}, {"silent": ...},
+         {"unreachable": host}, {"beat": true}
 
-What workers print goes to the agent's standard error, each line with its host and rank.
+It makes no files but the workers' logs, so nothing of it is left however it ends. It imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import multiprocessing
 import os
-import signal
+import selectors
+import socket
 import sys
 import threading
-from multiprocessing import forkserver
-from typing import Any, TextIO
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
 
-from plait.cluster import imports
+from plait.cluster.fork_server import ForkServer
+from plait.cluster.host_links import watch_hosts
+from plait.cluster.hosts import address_of, interface_of
+from plait.cluster.lines import LineBuffer
+from plait.cluster.store import StoreServer
+from plait.core.errors import InputError
+
+BEAT_S = 5.0
+TICK_S = 0.5
+# What the supervisor has not read yet: beyond this, lines that workers print are left to their logs.
+MOST_UNREAD_BYTES = 4 << 20
+DRAIN_S = 2.0
 
 
 def main() -> None:
-    """Serve one supervisor, then end; a broken pipe on either side ends it too."""
-    order = json.loads(sys.stdin.readline())
+    """Serve one supervisor, then end."""
+    supervisor = SupervisorLink()
+    order = supervisor.first()
+    if order is None:
+        return
     os.chdir(order["cwd"])
     os.environ.update(order["environment"])
-    places = [order["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    sys.path[:0] = places
-    os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    folders = [order["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:0] = folders
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
-    order["threads"] = order["threads"] or max(1, len(os.sched_getaffinity(0)) // order["slots"])
+    order["threads"] = order["threads"] or max(1, len(_cores()) // order["slots"])
     os.environ["OMP_NUM_THREADS"] = str(order["threads"])
-    # What a step frees the next one asks for again: giving pages back in between took 4% of the time.
+    # Memory that a step frees the next one needs again: giving pages back in between took 4% of the time.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
-    # Workers are forked from a server that imports torch and more while this process imports torch.
-    _start_fork_server([order["entry"].partition(":")[0], *order["preload"]])
-    imports.import_all(["plait.cluster.elastic"])
-    from plait.cluster.elastic import serve
-
-    talk = Talk()
-    status = serve(order, talk)
-    sys.stderr.flush()
-    _end_fork_server()
-    # The elastic agent and the store leave threads behind that would hold up an ordinary exit.
-    os._exit(status)
+    Agent(order, supervisor).run()
+    # The store's thread is still there; it ends with the process.
+    os._exit(0)
 
 
-def _start_fork_server(modules: list[str]) -> None:
-    """Start the server that workers are forked from, which imports `modules` for all of them."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([imports.__name__])
-    os.environ[imports.ORDER] = " ".join(modules)
-    forkserver.ensure_running()
-    del os.environ[imports.ORDER]
+def _cores() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
-def _end_fork_server() -> None:
-    """End the server that workers are forked from; after a refusal it would import on and hold our output."""
-    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    if server is not None:
-        os.kill(server, signal.SIGKILL)
-
-
-class Talk:
-    """The supervisor's end of the line: say a message, hear the next, watch for stop and hang-up."""
+class SupervisorLink:
+    """The lines to and from the supervisor; nothing here waits once the first one has come."""
 
     def __init__(self) -> None:
+        # Before any other process is started: none may hold these open when this one has ended.
+        self._in = os.dup(0)
+        self._out = os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
         # Only messages go to the real standard output; anything printed here goes to standard error.
-        self._out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
+        self._lines = LineBuffer()
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._early: list[dict[str, Any]] = []
+        # Those that watch the other hosts send from threads of their own.
         self._lock = threading.Lock()
 
-    def say(self, **message: Any) -> None:
+    def fileno(self) -> int:
+        return self._in
+
+    def first(self) -> dict[str, Any] | None:
+        """The first message, waited for; None where the supervisor has gone before."""
+        while not self._early:
+            data = os.read(self._in, 1 << 16)
+            if not data:
+                return None
+            self._early += [json.loads(line) for line in self._lines.take(data)]
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        return self._early.pop(0)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have come; EOFError where the supervisor has closed its end."""
+        found, self._early = self._early, []
+        while True:
+            try:
+                data = os.read(self._in, 1 << 16)
+            except BlockingIOError:
+                return found
+            if not data:
+                raise EOFError
+            found += [json.loads(line) for line in self._lines.take(data)]
+
+    def send(self, **message: Any) -> None:
+        """Send a message, or keep it until there is room for it."""
+        if "line" in message and self._unsent_bytes > MOST_UNREAD_BYTES:
+            return
+        content = memoryview(json.dumps(message).encode() + b"\n")
         with self._lock:
-            self._out.write(json.dumps(message) + "\n")
+            self._unsent.append(content)
+            self._unsent_bytes += len(content)
+        self.flush()
 
-    def hear(self) -> dict[str, Any]:
-        """The supervisor's next message; EOFError when it has hung up."""
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        message: dict[str, Any] = json.loads(line)
-        return message
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
 
-    def watch(self, on_stop: Any) -> None:
-        """From now on call `on_stop` when the supervisor asks, and end this process when it hangs up."""
-        threading.Thread(target=self._watch, args=(on_stop,), daemon=True).start()
+    def flush(self) -> None:
+        """Send what there is room for."""
+        with self._lock:
+            try:
+                while self._unsent:
+                    sent = os.write(self._out, self._unsent[0])
+                    self._unsent_bytes -= sent
+                    self._unsent[0] = self._unsent[0][sent:]
+                    if not len(self._unsent[0]):
+                        self._unsent.popleft()
+            except BlockingIOError:
+                return
+            except OSError:  # it is gone, which reading tells
+                self._unsent.clear()
 
-    def _watch(self, on_stop: Any) -> None:
-        for line in sys.stdin:
-            if "stop" in json.loads(line):
-                on_stop()
-        # Torch's agent answers SIGTERM by ending the workers and then itself.
-        os.kill(os.getpid(), signal.SIGTERM)
+
+class _Output:
+    """What one worker prints to one of its streams: appended to its log and passed on line by line."""
+
+    def __init__(self, prefix: str, log: Path | None) -> None:
+        self.read, self.write = os.pipe()
+        os.set_blocking(self.read, False)
+        self._prefix = prefix
+        self._lines = LineBuffer()
+        self._log = log.open("ab", buffering=0) if log is not None else None
+
+    def take(self, supervisor: SupervisorLink) -> bool:
+        """Pass on what has come; False at its end."""
+        try:
+            data = os.read(self.read, 1 << 16)
+        except BlockingIOError:
+            return True
+        if data and self._log is not None:
+            with contextlib.suppress(OSError):  # a full disk: the lines are shown all the same
+                self._log.write(data)
+        for line in self._lines.take(data) if data else self._lines.rest():
+            supervisor.send(line=f"{self._prefix}{line.decode(errors='replace')}")
+        return bool(data)
+
+    def close(self) -> None:
+        os.close(self.read)
+        if self._log is not None:
+            self._log.close()
+
+
+class _WorkerProcess:
+    """A worker as its agent knows it: its process, what it prints, and the socket between the two."""
+
+    def __init__(self, rank: int, host: str, logs: Path | None) -> None:
+        self.rank = rank
+        self.pid: int | None = None
+        self.control, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.control.setblocking(False)
+        prefix = f"[{host} {rank}] "
+        paths = [logs / f"rank{rank}.{kind}" if logs else None for kind in ("out", "err")]
+        self.outputs = [_Output(prefix, path) for path in paths]
+        self.heard = time.monotonic()
+        self.ended = False
+        self.reported_silent = False
+        self._lines = LineBuffer()
+
+    def descriptors(self) -> list[int]:
+        return [*(output.write for output in self.outputs), self.theirs.fileno()]
+
+    def handed_over(self) -> None:
+        """The process has its descriptors: close them here, so that their ends are seen."""
+        for output in self.outputs:
+            os.close(output.write)
+        self.theirs.close()
+
+    def receive(self) -> tuple[list[dict[str, Any]], bool]:
+        """What the worker has told since, and whether it may tell more."""
+        found: list[dict[str, Any]] = []
+        while True:
+            try:
+                data = self.control.recv(1 << 16)
+            except BlockingIOError:
+                return found, True
+            except OSError:
+                data = b""
+            if not data:
+                return found, False
+            self.heard = time.monotonic()
+            found += [json.loads(line) for line in self._lines.take(data)]
+
+    def stop(self) -> None:
+        """Pass on the request to stop."""
+        with contextlib.suppress(OSError):
+            self.control.send(b'{"stop": true}\n')
+
+    def kill(self) -> None:
+        if self.pid is not None and not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, 9)
+
+
+class Agent:
+    """Runs one order to its end; one thread, which waits for whatever comes next."""
+
+    def __init__(self, order: dict[str, Any], supervisor: SupervisorLink) -> None:
+        self._order = order
+        self._supervisor = supervisor
+        self._secret = bytes.fromhex(order["secret"])
+        self._workers: list[_WorkerProcess] = []
+        self._starting: deque[_WorkerProcess] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._beat = time.monotonic()
+        self._server = ForkServer([order["entry"].partition(":")[0], *order["preload"]])
+        self._store: StoreServer | None = None
+        self._address = ""
+
+    def run(self) -> None:
+        """Serve until the supervisor closes its end or the fork server is gone."""
+        self._selector.register(self._supervisor, selectors.EVENT_READ, self._hear_supervisor)
+        self._selector.register(self._server, selectors.EVENT_READ, self._hear_server)
+        try:
+            if self._order["check"]:
+                # In a process of its own, which has imported what it needs.
+                function = "plait.cluster.worker:check"
+                self._start(_WorkerProcess(-1, self._order["host"], None), function, self._check_argument())
+            else:
+                self._get_ready()
+            while True:
+                self._turn()
+        except EOFError:
+            pass
+        finally:
+            for worker in self._workers:
+                worker.kill()
+            self._server.close()
+            self._drain()
+
+    def _turn(self) -> None:
+        if self._supervisor.has_unsent:
+            self._supervisor.flush()
+        # Output that the supervisor has no room for is tried again soon.
+        for key, _ in self._selector.select(0.05 if self._supervisor.has_unsent else TICK_S):
+            key.data()
+        now = time.monotonic()
+        if now - self._beat > BEAT_S:
+            self._beat = now
+            self._supervisor.send(beat=True)
+        for worker in self._workers:
+            silent_s = now - worker.heard
+            if worker.pid is None or worker.ended or worker.reported_silent:
+                continue
+            if silent_s > self._order["timeout_s"]:
+                worker.reported_silent = True
+                self._supervisor.send(silent={"rank": worker.rank, "seconds": silent_s})
+
+    def _check_argument(self) -> dict[str, Any]:
+        return {"check": self._order["check"], "settings": self._order["settings"]}
+
+    def _get_ready(self) -> None:
+        """Find this host's address and, on the first host, open the store."""
+        order = self._order
+        try:
+            self._address = address_of(order["nic"], order["host"], alone=order["hosts"] == 1)
+        except InputError as failure:
+            self._supervisor.send(refused=str(failure))
+            return
+        if order["index"] == 0:
+            self._store = StoreServer(self._secret, None if order["hosts"] == 1 else self._address)
+        self._supervisor.send(ready=self._store.address.text if self._store else "")
+
+    def _hear_supervisor(self) -> None:
+        for message in self._supervisor.receive():
+            if "go" in message:
+                self._go(message["go"])
+            elif "stop" in message:
+                for worker in self._workers:
+                    worker.stop()
+            elif "end" in message:
+                for worker in self._workers:
+                    if worker.rank in message["end"]:
+                        worker.kill()
+
+    def _go(self, store: str) -> None:
+        """Start the workers, which meet in the store, and watch the links between the hosts."""
+        order = self._order
+        watch_hosts(order, store, self._secret, lambda index: self._supervisor.send(unreachable=index))
+        logs = Path(order["logs"]) if order["logs"] else None
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+        for local in range(order["slots"]):
+            rank = order["first_rank"] + local
+            worker = _WorkerProcess(rank, order["host"], logs)
+            self._start(worker, "plait.cluster.worker:enter", self._argument(rank, local, store))
+
+    def _argument(self, rank: int, local: int, store: str) -> dict[str, Any]:
+        order = self._order
+        return {
+            "rank": rank,
+            "hosts": order["rank_hosts"],
+            "local_rank": local,
+            "local_size": order["slots"],
+            "store": store,
+            "secret": order["secret"],
+            "address": self._address,
+            "nic": order["nic"] or interface_of(self._address),
+            "threads": order["threads"],
+            "timeout_s": order["timeout_s"],
+            "entry": order["entry"],
+            "settings": order["settings"],
+        }
+
+    def _start(self, worker: _WorkerProcess, function: str, argument: dict[str, Any]) -> None:
+        self._workers.append(worker)
+        self._starting.append(worker)
+        self._server.fork(function, argument, worker.descriptors())
+        worker.handed_over()
+        self._selector.register(worker.control, selectors.EVENT_READ, lambda: self._hear_worker(worker))
+        for output in worker.outputs:
+            self._selector.register(output.read, selectors.EVENT_READ, lambda o=output: self._pass_on(o))
+
+    def _pass_on(self, output: _Output) -> None:
+        if not output.take(self._supervisor):
+            self._selector.unregister(output.read)
+            output.close()
+
+    def _hear_server(self) -> None:
+        for message in self._server.receive():
+            if "started" in message:
+                self._note_start(self._starting.popleft(), message["started"])
+            else:
+                worker = next(w for w in self._workers if w.pid == message["ended"])
+                self._note_end(worker, message["status"])
+
+    def _note_start(self, worker: _WorkerProcess, pid: int) -> None:
+        worker.pid = pid
+        worker.heard = time.monotonic()
+        if worker.rank >= 0 and not self._starting:
+            self._supervisor.send(workers={w.rank: w.pid for w in self._workers if w.rank >= 0})
+
+    def _hear_worker(self, worker: _WorkerProcess) -> None:
+        messages, more = worker.receive()
+        for message in messages:
+            self._take_message(worker, message)
+        if not more:
+            self._selector.unregister(worker.control)
+            worker.control.close()
+
+    def _take_message(self, worker: _WorkerProcess, message: dict[str, Any]) -> None:
+        if "checked" in message:
+            if message["checked"] is None:
+                self._get_ready()
+            else:
+                self._supervisor.send(refused=message["checked"])
+        elif "beat" not in message:
+            self._supervisor.send(**message)
+
+    def _note_end(self, worker: _WorkerProcess, status: int) -> None:
+        if worker.control.fileno() >= 0:
+            self._hear_worker(worker)  # what it told before it ended comes first
+        worker.ended = True
+        if worker.rank >= 0:
+            self._supervisor.send(ended={"rank": worker.rank, "status": status})
+        elif status:
+            self._supervisor.send(refused="", failed=True)
+
+    def _drain(self) -> None:
+        """Pass on what workers printed last, while the supervisor reads it."""
+        end = time.monotonic() + DRAIN_S
+        for worker in self._workers:
+            for output in worker.outputs:
+                while output.read in self._selector.get_map() and time.monotonic() < end:
+                    if self._selector.select(0.05):
+                        self._pass_on(output)
+        while self._supervisor.has_unsent and time.monotonic() < end:
+            self._supervisor.flush()
 
 
 if __name__ == "__main__":

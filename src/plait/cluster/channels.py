@@ -8,31 +8,27 @@ NCCL, on this worker's. Every wait has a deadline, and its error names the peer 
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from plait.cluster.collectives import all_gather_values
 from plait.cluster.gpu import name_of, reachable_from
 from plait.cluster.messages import Message
 from plait.cluster.nccl import NcclLink, NcclPeers, make_nccl_links
 from plait.cluster.remote import RemoteLink
-from plait.cluster.shared import Door, SharedLink, knock, wait_for_notices
-from plait.core.errors import PlaitError
+from plait.cluster.rendezvous import Rendezvous, shares_memory
+from plait.cluster.shared import SharedLink, wait_for_notices
+from plait.core.codec import decode, encode
+from plait.core.errors import LostPeer, PeerError, PlaitError
 
 FarLink = RemoteLink | NcclLink
 Link = SharedLink | FarLink
-
-
-class PeerError(PlaitError, RuntimeError):
-    """Another worker is gone or silent."""
 
 
 class Channels:
@@ -87,7 +83,7 @@ class Channels:
         else:
             message = self._receive_shared(peer, link, channel, what)
         if message.content.number != number:
-            raise PeerError(
+            raise PlaitError(
                 f"worker {self._rank} waited for {what}, number {number}, but worker {peer} sent number "
                 f"{message.content.number}; the workers run different schedules"
             )
@@ -132,11 +128,15 @@ class Channels:
         assert isinstance(link, SharedLink)
         if gone:
             raise PeerError(
-                f"Connection closed by peer: worker {gone[0]} is gone while worker {self._rank} waited "
-                f"{what} (worker {peer}); look at the log of worker {gone[0]}"
+                f"worker {gone[0]} is gone while worker {self._rank} waited {what} (worker {peer}); look at "
+                f"the log of worker {gone[0]}",
+                LostPeer.GONE,
+                gone[0],
             )
         if link.ended:
-            raise PeerError(f"worker {self._rank} waited {what}, but worker {peer} has ended")
+            raise PeerError(
+                f"worker {self._rank} waited {what}, but worker {peer} has ended", LostPeer.GONE, peer
+            )
         if time.monotonic() >= end:
             self._say_silent(peer, what)
         for each in self._shared:
@@ -145,19 +145,24 @@ class Channels:
 
     def _say_silent(self, peer: int, what: str) -> NoReturn:
         raise PeerError(
-            f"Timed out waiting: worker {self._rank} waited {self._deadline_s:g} s for worker {peer} "
-            f"{what}; it hangs, or is slower than parallel.timeout_s allows"
+            f"worker {self._rank} waited {self._deadline_s:g} s for worker {peer} {what}; it hangs, or is "
+            f"slower than parallel.timeout_s allows",
+            LostPeer.SILENT,
+            peer,
         )
 
     def _failed(self, peer: int, what: str, failure: Exception, end: float) -> PeerError:
         if time.monotonic() < end:
             return PeerError(
-                f"Connection closed by peer: worker {peer} is gone while worker {self._rank} waited {what}; "
-                f"look at the log of worker {peer} ({failure})"
+                f"worker {peer} is gone while worker {self._rank} waited {what}; look at the log of worker "
+                f"{peer} ({failure})",
+                LostPeer.GONE,
+                peer,
             )
         return PeerError(
-            f"Timed out waiting: worker {self._rank} waited {self._deadline_s:g} s for worker {peer} "
-            f"{what}: {failure}"
+            f"worker {self._rank} waited {self._deadline_s:g} s for worker {peer} {what}: {failure}",
+            LostPeer.SILENT,
+            peer,
         )
 
 
@@ -170,25 +175,26 @@ class _Reach:
 
 
 def connect(
-    rank: int,
-    hosts: Sequence[str],
+    rendezvous: Rendezvous,
     peers: Iterable[int],
     *,
-    deadline_s: float,
+    deadline_s: float | None = None,
     window: int = 64,
     device: torch.device | None = None,
 ) -> Channels:
     """Channels to `peers`; all ranks of the world's process group call it together.
 
-    `hosts` names the host of each rank, `device` is this worker's. Two workers are each other's peers, or
-    neither is.
+    `device` is this worker's, `deadline_s` how long each wait may last (the rendezvous's own unless given).
+    Two workers are each other's peers, or neither is.
     """
+    rank, hosts = rendezvous.rank, rendezvous.hosts
+    deadline_s = rendezvous.timeout_s if deadline_s is None else deadline_s
     peers = sorted(set(peers) - {rank})
-    near = meet_near(rank, hosts, peers, deadline_s)
+    near = meet_near(rendezvous, "channels", peers)
     gpu = device if device is not None and device.type == "cuda" else None
     own = _Reach(NcclPeers.of(gpu, peers), reachable_from(gpu)) if gpu else None
-    reach: list[_Reach | None] = [None] * len(hosts)
-    dist.all_gather_object(reach, own)
+    told = all_gather_values(encode(own))
+    reach = [decode(_Reach, each) if each is not None else None for each in told]
     links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in near}
     by_nccl = {each: known.by_nccl for each, known in enumerate(reach) if known is not None}
     links |= make_nccl_links(rank, hosts, by_nccl, window, deadline_s, gpu)
@@ -199,45 +205,11 @@ def connect(
     return Channels(rank, links, deadline_s, window)
 
 
-def meet_near(
-    rank: int,
-    hosts: Sequence[str] | Mapping[int, str],
-    peers: Iterable[int],
-    deadline_s: float,
-    group: dist.ProcessGroup | None = None,
-) -> dict[int, socket.socket]:
+def meet_near(rendezvous: Rendezvous, name: str, peers: Iterable[int]) -> dict[int, socket.socket]:
     """Connections to those of `peers` that share memory with this worker: those of its host.
 
-    All ranks of the group (the world, unless given) call it together. On systems without anonymous shared
-    memory nobody is near.
+    All of them call it with the same name. On systems without anonymous shared memory nobody is near.
     """
-    near = [peer for peer in sorted(set(peers) - {rank}) if hosts[peer] == hosts[rank]]
-    door = Door(f"plait-{uuid.uuid4().hex}") if hasattr(os, "memfd_create") else None
-    members = dist.get_process_group_ranks(group)
-    found: list[str | None] = [None] * len(members)
-    dist.all_gather_object(found, door.name if door else None, group=group)
-    if door is None:
-        return {}
-    connections = _connect_near(rank, near, dict(zip(members, found)), door, time.monotonic() + deadline_s)
-    door.close()
-    return connections
-
-
-def _connect_near(
-    rank: int, near: Sequence[int], names: Mapping[int, str | None], door: Door, end: float
-) -> dict[int, socket.socket]:
-    """Knock at the doors of lower ranks, and open to higher ones."""
-    connections: dict[int, socket.socket] = {}
-    for peer in (p for p in near if p < rank):
-        name = names[peer]
-        assert name is not None
-        connections[peer] = knock(name, rank, end - time.monotonic())
-    waiting = {p for p in near if p > rank}
-    while waiting:
-        try:
-            peer, connection = door.accept(end)
-        except TimeoutError:
-            raise PeerError(f"worker {rank}: no word from workers {sorted(waiting)} while linking") from None
-        connections[peer] = connection
-        waiting.discard(peer)
-    return connections
+    own = rendezvous.hosts[rendezvous.rank]
+    near = [peer for peer in peers if shares_memory() and rendezvous.hosts[peer] == own]
+    return rendezvous.meet(name, near)

@@ -5,7 +5,8 @@ The workers may sit on one GPU, or on two that can reach each other's memory.
 
 from __future__ import annotations
 
-import pickle
+import base64
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +30,27 @@ class GpuMemory:
     def handle(self) -> bytes:
         """What another process opens this memory with."""
         shared = self.flat.untyped_storage()._share_cuda_()
-        return pickle.dumps((name_of(self.flat.device), shared[1:], self.written.ipc_handle()))
+        fields = [_plain(field) for field in (*shared[1:], self.written.ipc_handle())]
+        return json.dumps([name_of(self.flat.device), *fields]).encode()
 
     @staticmethod
     def open(handle: bytes) -> GpuMemory:
         """The memory that another process of this host has made."""
-        name, shared, event = pickle.loads(handle)
+        name, *fields = json.loads(handle.rstrip(b"\0"))
+        *shared, event = (_original(field) for field in fields)
         index = _names().index(name)
         untyped: Any = torch.UntypedStorage._new_shared_cuda(index, *shared)
         flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(untyped)
         return GpuMemory(flat, torch.cuda.Event.from_ipc_handle(torch.device("cuda", index), event))
+
+
+def _plain(field: Any) -> Any:
+    """A number as it is, bytes as text in a list of their own."""
+    return [base64.b64encode(field).decode()] if isinstance(field, bytes) else field
+
+
+def _original(field: Any) -> Any:
+    return base64.b64decode(field[0]) if isinstance(field, list) else field
 
 
 def name_of(device: torch.device) -> str:

@@ -6,20 +6,17 @@ more messages and sends none. Workers of one host use shared memory, others a TC
 
 from __future__ import annotations
 
-import os
 import select
+import socket
 import time
-import uuid
 from collections.abc import Sequence
-from datetime import timedelta
 
-import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.channels import PeerError
 from plait.cluster.messages import Message
-from plait.cluster.shared import Door, SharedLink, knock
-from plait.cluster.wire import Gate, WireLink, ring
+from plait.cluster.rendezvous import Rendezvous
+from plait.cluster.shared import SharedLink
+from plait.cluster.wire import WireLink
 
 Link = SharedLink | WireLink
 WINDOW = 8
@@ -95,41 +92,18 @@ class Mail:
 
 
 def open_mail(
-    store: dist.Store, prefix: str, rank: int, hosts: Sequence[str], address: str, deadline_s: float
+    rendezvous: Rendezvous, name: str, own: int | None = None, hosts: Sequence[str] | None = None
 ) -> Mail:
-    """Mail with all other ranks; all of them call it with the same `prefix`, which serves once.
+    """Mail with all other ranks; all of them call it with the same `name`.
 
-    `hosts` names the host of each rank; `address` is where other hosts reach this one.
+    Where members have other numbers than their ranks, `own` is this worker's and `hosts` names the host of
+    each.
     """
-    end = time.monotonic() + deadline_s
-    can_share = hasattr(os, "memfd_create")
-    near = {r for r, host in enumerate(hosts) if can_share and host == hosts[rank] and r != rank}
-    door = Door(f"plait-{uuid.uuid4().hex}") if can_share else None
-    gate = Gate(address)
-    store.set(f"{prefix}/door/{rank}", f"{door.name if door else ''} {gate.address} {gate.port}")
-    links: dict[int, Link] = {}
-    try:
-        for peer in range(rank):
-            left = timedelta(seconds=max(0.1, end - time.monotonic()))
-            store.wait([f"{prefix}/door/{peer}"], left)
-            name, place, port = store.get(f"{prefix}/door/{peer}").decode().split(" ")
-            seconds = end - time.monotonic()
-            if peer in near:
-                links[peer] = SharedLink(knock(name, rank, seconds))
-            else:
-                links[peer] = WireLink(ring(place, int(port), rank, seconds))
-        for higher in range(rank + 1, len(hosts)):
-            if higher in near and door is not None:
-                peer, connection = door.accept(end)
-                links[peer] = SharedLink(connection)
-            else:
-                peer, connection = gate.accept(end)
-                links[peer] = WireLink(connection)
-    except (TimeoutError, RuntimeError) as failure:
-        missing = sorted(set(range(len(hosts))) - {rank} - links.keys())
-        raise PeerError(f"worker {rank}: no word from workers {missing} while linking: {failure}") from None
-    finally:
-        gate.close()
-        if door is not None:
-            door.close()
-    return Mail(rank, links)
+    own = rendezvous.rank if own is None else own
+    hosts = rendezvous.hosts if hosts is None else hosts
+    met = rendezvous.meet(name, range(len(hosts)), own, hosts)
+    return Mail(own, {peer: _link(connection) for peer, connection in met.items()})
+
+
+def _link(connection: socket.socket) -> Link:
+    return SharedLink(connection) if connection.family == socket.AF_UNIX else WireLink(connection)

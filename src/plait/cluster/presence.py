@@ -15,11 +15,6 @@ import torch.distributed as dist
 BEATS = 5
 
 
-def another_client(store: dist.TCPStore) -> dist.TCPStore:
-    """A further connection to the same store: a client serves one thread at a time."""
-    return dist.TCPStore(store.host, store.port, is_master=False)
-
-
 class Presence:
     """This worker's lease and its view of the others'; all `members` make one with the same prefix.
 
@@ -28,9 +23,9 @@ class Presence:
     """
 
     def __init__(
-        self, store: dist.TCPStore, prefix: str, rank: int, members: Iterable[int], lease_s: float
+        self, store: dist.Store, prefix: str, rank: int, members: Iterable[int], lease_s: float
     ) -> None:
-        self._store = another_client(store)
+        self._store = store
         self._prefix = prefix
         self._rank = rank
         self._lease_s = lease_s

@@ -126,8 +126,10 @@ class NearPeer:
             else:
                 self.ended = True
 
-    def close(self) -> None:
-        """Tell the peer that this end was closed on purpose."""
+    def close(self, on_purpose: bool = True) -> None:
+        """End the connection; the peer is told where that is on purpose, and else waits for what it needs."""
+        if not on_purpose:
+            return
         with contextlib.suppress(OSError):
             self._socket.send(_WORD.pack(_END, 0, 0), socket.MSG_DONTWAIT)
         self._socket.close()

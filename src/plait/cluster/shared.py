@@ -15,7 +15,6 @@ import os
 import select
 import socket
 import struct
-import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -234,36 +233,3 @@ def wait_for_notices(links: Sequence[SharedLink], seconds: float) -> None:
         poll.register(descriptor, select.POLLIN | (select.POLLOUT if link.has_unsent else 0))
     for descriptor, _ in poll.poll(max(0.0, seconds) * 1e3):
         by_descriptor[descriptor].take_notices()
-
-
-class Door:
-    """Where other workers of this host knock to be linked with this one."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A name in no folder: it ends with the process.
-        self._socket.bind(f"\0{name}")
-        self._socket.listen(128)
-
-    def accept(self, deadline: float) -> tuple[int, socket.socket]:
-        """The rank that knocked, and the connection to it."""
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-        connection, _ = self._socket.accept()
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        rank = int(connection.recv(16))
-        connection.settimeout(None)
-        return rank, connection
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-def knock(name: str, rank: int, seconds: float) -> socket.socket:
-    """The connection to the worker behind the door `name`, told that `rank` knocks."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(max(0.001, seconds))
-    connection.connect(f"\0{name}")
-    connection.send(str(rank).encode())
-    connection.settimeout(None)
-    return connection

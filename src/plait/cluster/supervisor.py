@@ -1,6 +1,6 @@
-"""The supervisor: starts one agent a host, passes on what workers say, and ends all of them together.
+"""The supervisor: starts one agent a host, passes on what workers say, decides what their ends mean.
 
-It imports no torch, so a command is quick to answer; the agents import it while they start.
+It imports no torch, so a command is quick to answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from plait.cluster.handshake import new_secret
 from plait.cluster.hosts import LOCAL, Host
+from plait.cluster.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
 from plait.core.errors import InputError, LaunchError
 
 START_S = 120.0
+# For reports that name a better cause than the first that a worker lost another one.
 GRACE_S = 2.0
+# For workers that the others have long left out, once some are done.
+LINGER_S = 2.0
 END_S = 10.0
+# Agents send a sign of life every few seconds.
+AGENT_SILENT_S = 30.0
+TICK_S = 0.5
 LAST_LINES = 20
 
 
@@ -37,7 +45,7 @@ class Launch:
     hosts: tuple[Host, ...]
     entry: str
     settings: Mapping[str, Any]
-    logs: Path
+    logs: Path | None = None  # the folder for what workers print; none is kept where there is none
     check: str | None = None
     preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
     shell: str = "ssh {host}"
@@ -47,7 +55,6 @@ class Launch:
     timeout_s: float = 300.0
     link_timeout_s: float = 10.0
     environment: Mapping[str, str] = field(default_factory=dict)
-    tolerate_loss: bool = False  # the rest goes on when a worker ends; else its end is the job's
 
     @property
     def workers(self) -> int:
@@ -94,29 +101,37 @@ class Supervisor:
     def __init__(self, launch: Launch, watcher: Watcher) -> None:
         self._launch = launch
         self._watcher = watcher
+        self._secret = new_secret()
         self._messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
-        self._agents: list[subprocess.Popen[str]] = []
-        self._readers: list[threading.Thread] = []
+        self._agents: list[_AgentProcess] = []
         self._printed = [deque[str](maxlen=LAST_LINES) for _ in launch.hosts]
-        self._workers: dict[int, WorkerState] = {}
+        hosts = [host.name for host in launch.hosts for _ in range(host.slots)]
+        self._ranks = [RankState(rank, host) for rank, host in enumerate(hosts)]
+        self._results: dict[int, Any] = {}
+        self._tolerant: set[int] = set()
+        self._left_out: dict[int, set[int]] = {}
+        self._told_lost: set[int] = set()
+        self._signs = 0
+        self._first_sign_at: float | None = None
+        self._first_done_at: float | None = None
         self._stops = 0
         self._begun = False
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
         """What each rank's entry returned; raises when any worker failed. No process is left behind.
 
-        `prepare` is called once every host has accepted the job, before any worker starts.
+        `prepare` is called once every host has accepted the job, before any worker starts. Workers that were
+        lost and tolerated have no result.
         """
         with self._signals_mean_stop():
             try:
                 for index in range(len(self._launch.hosts)):
                     self._start_agent(index)
-                head = self._await_ready()
+                store = self._await_ready()
                 prepare()
                 # From here on agents pass a request to stop on, also to workers that nobody has told of yet.
                 self._begun = True
-                for agent in self._agents:
-                    _send(agent, {"go": head})
+                self._tell_all(go=store)
                 return self._await_results()
             finally:
                 self._end_agents()
@@ -126,7 +141,12 @@ class Supervisor:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # A signal that is ignored stays so: nohup means it.
+        signals = [
+            s
+            for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(s) is not signal.SIG_IGN
+        ]
         before = {s: signal.signal(s, lambda *_: self.request_stop()) for s in signals}
         try:
             yield
@@ -142,25 +162,11 @@ class Supervisor:
         host = self._launch.hosts[index]
         command = [*self._shell_of(host), self._launch.python, "-u", "-m", "plait.cluster.agent"]
         try:
-            agent = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                bufsize=1,
-                # The terminal's Ctrl-C is for the supervisor alone.
-                start_new_session=True,
-            )
+            agent = _AgentProcess(index, command, self._messages)
         except OSError as failure:
             raise LaunchError(f"{host.name}: cannot run {shlex.join(command)}: {failure.strerror}") from None
         self._agents.append(agent)
-        for stream, kind in ((agent.stdout, "message"), (agent.stderr, "line")):
-            reader = threading.Thread(target=self._read, args=(index, kind, stream), daemon=True)
-            reader.start()
-            self._readers.append(reader)
-        _send(agent, self._order(index))
+        agent.send(self._order(index))
 
     def _shell_of(self, host: Host) -> list[str]:
         if host.name == LOCAL:
@@ -174,27 +180,25 @@ class Supervisor:
             "slots": host.slots,
             "index": index,
             "hosts": len(launch.hosts),
+            "first_rank": sum(each.slots for each in launch.hosts[:index]),
+            "rank_hosts": [state.host for state in self._ranks],
+            "secret": self._secret.hex(),
             "cwd": os.getcwd(),
             "environment": dict(launch.environment),
             "entry": launch.entry,
             "check": launch.check,
             "preload": launch.preload,
             "settings": dict(launch.settings),
-            "logs": str(launch.logs),
+            "logs": str(launch.logs) if launch.logs is not None else None,
             "nic": launch.nic,
             "threads": launch.threads,
             "timeout_s": launch.timeout_s,
             "link_timeout_s": launch.link_timeout_s,
-            "tolerate_loss": launch.tolerate_loss,
         }
 
-    def _read(self, index: int, kind: str, stream: Any) -> None:
-        for line in stream:
-            message = _decoded(line) if kind == "message" else None
-            # A remote shell may greet on the same stream.
-            self._messages.put((index, kind, message) if message else (index, "line", line.rstrip("\n")))
-        if kind == "message":
-            self._messages.put((index, "ended", None))
+    def _tell_all(self, **message: Any) -> None:
+        for agent in self._agents:
+            agent.send(message)
 
     def _receive(self, end: float) -> tuple[int, str, Any] | None:
         """The next thing that an agent said, or None at the time `end`; printed lines are passed on."""
@@ -203,10 +207,12 @@ class Supervisor:
                 index, kind, value = self._messages.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 return None
-            if kind == "line":
-                self._print(index, value)
-            elif kind == "stop":
+            if kind == "stop":
                 self._on_stop()
+                continue
+            self._agents[index].heard = time.monotonic()
+            if kind == "line" or (kind == "message" and "line" in value):
+                self._print(index, value if kind == "line" else value["line"])
             else:
                 return index, kind, value
 
@@ -223,11 +229,11 @@ class Supervisor:
         if not self._begun:
             raise Interrupted("stopped before any worker had started; nothing was run")
         self._watcher.stopping()
-        for agent in self._agents:
-            _send(agent, {"stop": True})
+        self._tell_all(stop=True)
 
-    def _await_ready(self) -> list[Any]:
-        ready: dict[int, list[Any]] = {}
+    def _await_ready(self) -> str:
+        """The address of the job's store, once every host has accepted the order."""
+        ready: dict[int, str] = {}
         end = time.monotonic() + START_S
         while len(ready) < len(self._agents):
             message = self._receive(end)
@@ -235,67 +241,150 @@ class Supervisor:
                 silent = [h.name for i, h in enumerate(self._launch.hosts) if i not in ready]
                 raise LaunchError(f"no answer from {', '.join(silent)} within {START_S:.0f} s")
             index, kind, value = message
-            if kind == "ended":
+            if kind == "ended" or "failed" in value:
                 raise self._agent_gone(index)
             if "refused" in value:
                 raise InputError(value["refused"])
-            ready[index] = value["ready"]
+            if "ready" in value:
+                ready[index] = value["ready"]
         return ready[0]
 
     def _await_results(self) -> dict[int, Any]:
-        results: dict[int, Any] = {}
-        failures: list[dict[str, Any]] = []
-        running = set(range(len(self._agents)))
-        end = float("inf")
-        while running:
-            message = self._receive(min(end, time.monotonic() + 3600))
-            if message is None:
-                if time.monotonic() >= end:
-                    break
+        while not self._is_over():
+            before = time.monotonic()
+            message = self._receive(before + TICK_S)
+            if message is not None:
+                self._take(*message)
+            self._look_at_agents(before)
+        return self._results
+
+    def _take(self, index: int, kind: str, value: Any) -> None:
+        if kind == "ended":
+            self._lose_host(index, self._agent_gone)
+        elif "workers" in value:
+            self._note_workers(value["workers"])
+        elif "progress" in value:
+            self._watcher.progressed(value["progress"])
+        elif "result" in value:
+            rank = value["result"]["rank"]
+            self._results[rank] = value["result"]["value"]
+            self._ranks[rank].done = True
+            self._first_done_at = self._first_done_at or time.monotonic()
+        elif "tolerant" in value:
+            self._tolerant.add(value["tolerant"])
+        elif "left_out" in value:
+            self._left_out[value["left_out"]["rank"]] = set(value["left_out"]["ranks"])
+        elif "unreachable" in value:
+            self._lose_host(value["unreachable"], self._link_lost)
+        else:
+            self._note_trouble(value)
+
+    def _note_trouble(self, value: Mapping[str, Any]) -> None:
+        """Note a worker's own report, its silence, or its end."""
+        if "failure" in value:
+            state = self._ranks[value["failure"]["rank"]]
+            state.failure = value["failure"]
+        elif "silent" in value:
+            state = self._ranks[value["silent"]["rank"]]
+            state.silent_s = value["silent"]["seconds"]
+            if self._tolerates():  # the others leave it out by themselves, and take it in again
+                return
+        elif "ended" in value:
+            state = self._ranks[value["ended"]["rank"]]
+            state.status = value["ended"]["status"]
+        else:
+            return
+        if not state.done and state.order is None:
+            self._signs += 1
+            state.order = self._signs
+            if not self._tolerates():
+                self._first_sign_at = self._first_sign_at or time.monotonic()
+
+    def _tolerates(self) -> bool:
+        return len(self._tolerant) == len(self._ranks)
+
+    def _is_over(self) -> bool:
+        """Whether all workers are done, or lost where that is tolerated; raises where the job has failed."""
+        if self._tolerates():
+            return self._is_over_with_losses()
+        if self._first_sign_at is not None:
+            if is_settled(self._ranks) or time.monotonic() > self._first_sign_at + GRACE_S:
+                raise self._worker_failed(find_cause(self._ranks))
+            return False
+        return all(state.done for state in self._ranks)
+
+    def _is_over_with_losses(self) -> bool:
+        for state in self._ranks:
+            if state.done or state.order is None:
                 continue
-            index, kind, value = message
-            if kind == "ended":
-                if index in running and not failures:
-                    raise self._agent_gone(index)
-                running.discard(index)
-            elif "workers" in value:
-                self._note_workers(index, value["workers"])
-            elif "progress" in value:
-                self._watcher.progressed(value["progress"])
-            elif "gone" in value:
-                self._note_gone(value["gone"])
-            elif "lost" in value:
-                raise self._link_lost(value)
-            elif "done" in value:
-                results.update({int(rank): result for rank, result in value["done"].items()})
-                running.discard(index)
-            elif "failed" in value:
-                failures += value["failed"]
-                running.discard(index)
-                # The other hosts fail only because of this one: hear what they say, then end them.
-                end = time.monotonic() + GRACE_S
-        if failures:
-            raise self._worker_failed(failures)
-        return results
+            if state.failure is not None and ends_all(state.failure):
+                raise self._worker_failed(find_cause([state]))
+            if state.status is not None and state.rank not in self._told_lost:
+                self._tell_lost(state)
+        if all(state.status is not None and not state.done for state in self._ranks):
+            raise self._worker_failed(find_cause(self._ranks))
+        self._end_left_out()
+        return all(state.done or state.status is not None for state in self._ranks)
 
-    def _note_workers(self, index: int, pids: Mapping[str, int]) -> None:
-        host = self._launch.hosts[index].name
-        self._workers.update({int(r): WorkerState(int(r), host, pid) for r, pid in pids.items()})
-        if len(self._workers) == self._launch.workers:
-            self._watcher.started(tuple(self._workers[r] for r in sorted(self._workers)))
+    def _end_left_out(self) -> None:
+        """End workers that hang once the others are done without them."""
+        waited_for = [s for s in self._ranks if not s.done and s.status is None]
+        if not waited_for or self._first_done_at is None:
+            return
+        left_out = set().union(*(self._left_out.get(rank, set()) for rank in self._results))
+        hanging = [s.rank in left_out or s.silent_s is not None for s in waited_for]
+        if all(hanging) and self._has_lingered():
+            self._tell_all(end=[state.rank for state in waited_for])
 
-    def _note_gone(self, failure: Mapping[str, Any]) -> None:
+    def _has_lingered(self) -> bool:
+        return self._first_done_at is not None and time.monotonic() > self._first_done_at + LINGER_S
+
+    def _note_workers(self, pids: Mapping[str, int]) -> None:
+        for rank, pid in pids.items():
+            self._ranks[int(rank)].pid = pid
+        if all(state.pid is not None for state in self._ranks):
+            self._watcher.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
+
+    def _tell_lost(self, state: RankState) -> None:
         """Tell that a worker was lost while the rest goes on."""
-        rank, host, words = failure["rank"], failure["host"], failure["summary"]
-        log = self._launch.logs / f"rank{rank}.err"
+        self._told_lost.add(state.rank)
+        cause = find_cause([state])
         self._watcher.printed(
-            f"warning: worker {rank} on {host} is lost ({words}); the rest goes on (its log: {log})"
+            f"warning: worker {state.rank} on {state.host} is lost ({cause.summary}); the rest goes on"
+            f"{self._log_of(state.rank)}"
         )
+
+    def _log_of(self, rank: int) -> str:
+        return f" (its log: {self._launch.logs / f'rank{rank}.err'})" if self._launch.logs is not None else ""
+
+    def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
+        """A host's agent is gone or cannot be reached: its workers are lost, or else the job."""
+        first = sum(host.slots for host in self._launch.hosts[:index])
+        states = self._ranks[first : first + self._launch.hosts[index].slots]
+        if not self._tolerates() or index == 0:
+            if not all(state.done for state in self._ranks):
+                raise describe(index)
+            return
+        for state in states:
+            if not state.done and state.status is None:
+                self._note_trouble({"ended": {"rank": state.rank, "status": -signal.SIGKILL}})
+        self._agents[index].end()
+
+    def _look_at_agents(self, before: float) -> None:
+        """Notice an agent that has said nothing for long, unless this process was itself stopped."""
+        now = time.monotonic()
+        if now - before > TICK_S + 2.0:
+            for agent in self._agents:
+                agent.heard = now
+        longest_s = max(AGENT_SILENT_S, 3 * self._launch.link_timeout_s)
+        for agent in self._agents:
+            if agent.is_running and now - agent.heard > longest_s:
+                agent.heard = now
+                self._lose_host(agent.index, lambda i: self._agent_silent(i, longest_s))
 
     def _agent_gone(self, index: int) -> LaunchError:
         host, agent = self._launch.hosts[index].name, self._agents[index]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            agent.wait(1.0)
+        status = agent.wait(1.0)
         where = (
             "" if host == LOCAL else f" (reached by {shlex.join(self._shell_of(self._launch.hosts[index]))})"
         )
@@ -304,57 +393,138 @@ class Supervisor:
         while self._receive(end) is not None:
             pass
         said = "\n".join(self._printed[index]) or "(nothing)"
+        how = "is still there" if status is None else describe_status(status)
+        return LaunchError(f"the agent on {host}{where} {how}; it printed:\n{said}")
+
+    def _agent_silent(self, index: int, seconds: float) -> LaunchError:
+        host = self._launch.hosts[index].name
         return LaunchError(
-            f"the agent on {host}{where} ended with status {agent.returncode}; it printed:\n{said}"
+            f"the agent on {host} has shown no sign of life for {seconds:.0f} s; all workers were ended. "
+            f"Go on with --resume"
         )
 
-    def _link_lost(self, value: Mapping[str, Any]) -> LaunchError:
-        lost, head = self._launch.hosts[value["host"]].name, self._launch.hosts[0].name
+    def _link_lost(self, index: int) -> LaunchError:
+        lost, head = self._launch.hosts[index].name, self._launch.hosts[0].name
         return LaunchError(
-            f"{lost} and {head} could not reach each other for {value['lost']:.0f} s; "
+            f"{lost} and {head} could not reach each other for {self._launch.link_timeout_s:.0f} s; "
             f"all workers were ended. When the link is back, go on with --resume"
         )
 
-    def _worker_failed(self, failures: list[dict[str, Any]]) -> WorkerError:
-        # A worker that only lost a peer knows less than the peer; of the rest the first is the cause.
-        cause = min(failures, key=lambda f: (f["peer_lost"], f["time"]))
+    def _worker_failed(self, cause: Cause) -> WorkerError:
         return WorkerError(cause, self._launch.logs)
 
     def _end_agents(self) -> None:
         """End what still runs: hang up, which an agent answers by ending its workers; then kill."""
         for agent in self._agents:
-            with contextlib.suppress(OSError):
-                assert agent.stdin is not None
-                agent.stdin.close()
+            agent.close()
         end = time.monotonic() + END_S
         for agent in self._agents:
-            try:
-                agent.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                agent.kill()
-                agent.wait()
-        for reader in self._readers:
-            reader.join(max(0.1, end - time.monotonic()))
+            if agent.wait(max(0.1, end - time.monotonic())) is None:
+                agent.end()
+        for agent in self._agents:
+            agent.join_readers(max(0.1, end - time.monotonic()))
         # What they printed last has been read by now; later requests to stop have nobody to reach.
         while not self._messages.empty():
             index, kind, value = self._messages.get()
-            if kind == "line":
-                self._print(index, value)
+            if kind == "line" or (kind == "message" and "line" in value):
+                self._print(index, value if kind == "line" else value["line"])
+
+
+class _AgentProcess:
+    """One agent, reached through its host's shell: its messages go into a queue, and nothing here waits.
+
+    What is sent goes through a thread: a shell that does not read must not hold up the rest.
+    """
+
+    def __init__(
+        self, index: int, command: list[str], messages: queue.SimpleQueue[tuple[int, str, Any]]
+    ) -> None:
+        self.index = index
+        self.heard = time.monotonic()
+        self._messages = messages
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            bufsize=1,
+            # The terminal's Ctrl-C is for the supervisor alone.
+            start_new_session=True,
+        )
+        self._unsent: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, daemon=True).start()
+        streams = ((self._process.stdout, "message"), (self._process.stderr, "line"))
+        self._readers = [
+            threading.Thread(target=self._read, args=(kind, stream), daemon=True) for stream, kind in streams
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self._unsent.put(json.dumps(message) + "\n")
+
+    def close(self) -> None:
+        """Hang up, after what was sent before."""
+        self._unsent.put(None)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status, or None where it has not ended within `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def end(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()
+
+    def join_readers(self, seconds: float) -> None:
+        for reader in self._readers:
+            reader.join(seconds)
+
+    def _write(self) -> None:
+        stream = self._process.stdin
+        assert stream is not None
+        # An agent that is gone is noticed by its closed output.
+        with contextlib.suppress(OSError, ValueError):
+            while (line := self._unsent.get()) is not None:
+                stream.write(line)
+                stream.flush()
+        with contextlib.suppress(OSError):
+            stream.close()
+
+    def _read(self, kind: str, stream: Any) -> None:
+        for line in stream:
+            message = _decoded(line) if kind == "message" else None
+            # A remote shell may greet on the same stream.
+            found = (kind, message) if message else ("line", line.rstrip("\n"))
+            self._messages.put((self.index, *found))
+        if kind == "message":
+            self._messages.put((self.index, "ended", None))
 
 
 class WorkerError(LaunchError):
     """A worker failed: which one, on which host, with its own traceback."""
 
-    def __init__(self, failure: Mapping[str, Any], logs: Path) -> None:
-        self.rank = int(failure["rank"])
-        self.traceback = str(failure["traceback"])
-        self.exit_status = int(failure["exit_status"])
+    def __init__(self, cause: Cause, logs: Path | None) -> None:
+        self.rank = cause.rank
+        self.traceback = cause.traceback
+        self.exit_status = cause.exit_status
         if self.exit_status == InputError.exit_status:
-            super().__init__(failure["summary"])
+            super().__init__(cause.summary)
         else:
-            place = f"worker {self.rank} on {failure['host']}"
-            log = logs / f"rank{self.rank}.err"
-            super().__init__(f"{place} failed: {failure['summary']}\nits log: {log}")
+            log = f"\nits log: {logs / f'rank{cause.rank}.err'}" if logs is not None else ""
+            super().__init__(f"worker {cause.rank} on {cause.host} failed: {cause.summary}{log}")
 
 
 class Interrupted(LaunchError):
@@ -369,11 +539,3 @@ def _decoded(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return message if isinstance(message, dict) else None
-
-
-def _send(agent: subprocess.Popen[str], message: Mapping[str, Any]) -> None:
-    # An agent that is gone is noticed by its closed output.
-    with contextlib.suppress(OSError, ValueError):
-        assert agent.stdin is not None
-        agent.stdin.write(json.dumps(message) + "\n")
-        agent.stdin.flush()

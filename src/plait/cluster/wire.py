@@ -6,10 +6,8 @@ The peer answers each message it has used, so a sender knows how many are under 
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
-import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -122,39 +120,3 @@ class WireLink:
             self.ended = True
         self._body = None
         self._into = memoryview(self._head)
-
-
-class Gate:
-    """Where workers of other hosts ring to be linked with this one."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind((address, 0))
-        self._socket.listen(128)
-        self.address, self.port = self._socket.getsockname()
-
-    def accept(self, deadline: float) -> tuple[int, socket.socket]:
-        """The rank that rang, and the connection to it."""
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-        connection, _ = self._socket.accept()
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        (rank,) = struct.unpack("<I", connection.recv(4, socket.MSG_WAITALL))
-        return rank, connection
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-def ring(address: str, port: int, rank: int, seconds: float) -> socket.socket:
-    """The connection to the worker behind the gate, told that `rank` rings."""
-    connection = socket.create_connection((address, port), timeout=max(0.001, seconds))
-    connection.send(struct.pack("<I", rank))
-    return connection
-
-
-def address_towards(host: str, port: int) -> str:
-    """The address at which this machine is known to whoever reaches it from `host`."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        # Nothing is sent; the system only chooses the interface.
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])

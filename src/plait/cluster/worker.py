@@ -1,171 +1,240 @@
-"""One worker process: who it is, how it is told to stop, and what it leaves behind when it fails."""
+"""One worker process: who it is, how it is told to stop, and what it reports when it fails."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import errno
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from plait.core.errors import PlaitError
+from plait.cluster.groups import join_world
+from plait.cluster.handshake import Address
+from plait.cluster.lines import LineBuffer
+from plait.cluster.rendezvous import Rendezvous
+from plait.cluster.store import StoreClient
+from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
 from plait.core.names import resolve
 
-PROGRESS_KEY = "plait/progress"
-SIGNS_OF_A_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "Timed out waiting",
-    "NCCL error",
-)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a worker stands: what its host's agent knows and hands to each of its workers."""
-
-    host: str
-    address: str
-    port: int
-    nic: str | None
-    folder: str  # of this agent, on this host: the stop request comes and failure reports go there
-    threads: int
-    timeout_s: float
+BEAT_S = 0.5
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# Torch's errors have no class of their own for a peer that is gone or silent, only words.
+_TORCH_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL error")
+_TORCH_SILENT = ("Timed out waiting", "timed out", "Timeout")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker ended: `peer_lost` when it only noticed that another one was gone."""
+    """Why a worker ended. `lost` says how it misses another worker, `peer`, where that is all it knows.
+
+    `everywhere` is set where the reason holds for all workers alike, such as a full disk.
+    """
 
     rank: int
     host: str
-    time: float
     summary: str
     traceback: str
-    peer_lost: bool
     exit_status: int
+    lost: str | None = None
+    peer: int | None = None
+    everywhere: bool = False
+
+
+class JobStore(dist.Store):
+    """The job's store with the face that torch's process groups know."""
+
+    def __init__(self, client: StoreClient) -> None:
+        super().__init__()
+        self._client = client
+        self.address = client.address.text
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._client.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._client.get(key)
+
+    def add(self, key: str, number: int) -> int:
+        return self._client.add(key, number)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._client.compare_set(key, expected, desired)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._client.check(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._client.wait(keys, None if timeout is None else timeout.total_seconds())
+
+    def delete_key(self, key: str) -> bool:
+        return self._client.delete_key(key)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._client.append(key, value)
+
+    def num_keys(self) -> int:
+        return self._client.num_keys()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._client.timeout_s = timeout.total_seconds()
 
 
 class Worker:
-    """This process in its job: rank, world size, the job's store, and the request to stop."""
+    """This process in its job: rank, world size, the job's store, and the request to stop.
 
-    def __init__(self, place: Place, rank: int, world_size: int, local_rank: int) -> None:
-        self.host = place.host
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = local_rank
-        self.timeout_s = place.timeout_s
-        self._stop = os.path.join(place.folder, "stop")
-        timeout = timedelta(seconds=place.timeout_s)
-        self.store = dist.TCPStore(place.address, place.port, is_master=False, timeout=timeout)
+    `hosts` names the host of each rank.
+    """
+
+    def __init__(self, place: Mapping[str, Any], agent: AgentLink) -> None:
+        self.rank: int = place["rank"]
+        self.hosts: tuple[str, ...] = tuple(place["hosts"])
+        self.host = self.hosts[self.rank]
+        self.world_size = len(self.hosts)
+        self.local_rank: int = place["local_rank"]
+        self.timeout_s: float = place["timeout_s"]
+        self._agent = agent
+        secret = bytes.fromhex(place["secret"])
+        self.store = JobStore(StoreClient(Address(place["store"]), secret, self.rank, self.timeout_s))
+        self.rendezvous = Rendezvous(
+            self.store, secret, self.rank, self.hosts, place["address"], self.timeout_s
+        )
 
     def stop_requested(self) -> bool:
-        """Whether this worker's host was asked to end the job cleanly; one look at a file."""
-        return os.path.exists(self._stop)
+        """Whether this worker's host was asked to end the job cleanly; costs next to nothing."""
+        return self._agent.stop_requested
 
     def report(self, progress: dict[str, Any]) -> None:
-        """Tell the supervisor how far the job is; rank 0 calls it a few times a second at most."""
-        self.store.set(PROGRESS_KEY, json.dumps(progress))
+        """Tell the supervisor how far the job is; one worker calls it a few times a second at most."""
+        self._agent.send(progress=progress)
+
+    def tolerate_losses(self) -> None:
+        """From now on the end of a worker need not be the job's: the rest goes on without it.
+
+        It holds once all workers have said so.
+        """
+        self._agent.send(tolerant=self.rank)
+
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """These workers, and no others, are gone or silent: at the job's end nobody waits for them."""
+        self._agent.send(left_out={"rank": self.rank, "ranks": list(ranks)})
 
     def join(self, backend: str) -> None:
         """Make the process group of all workers; every rank calls it."""
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("plait/world", self.store),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=self.timeout_s),
-        )
+        join_world(backend, self.rendezvous)
 
 
-def enter(entry: str, settings: dict[str, Any], place: dict[str, Any]) -> Any:
-    """Be one worker: run `entry(worker, settings)`. Torch's agent calls it in a fresh process."""
-    here = Place(**place)
-    _die_with_agent(here)
+class AgentLink:
+    """The socket to this host's agent: requests to stop come, progress and the end's report go.
+
+    Signs of life go there too, so that a process that is stopped is noticed. When the agent is gone, so is
+    this process.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
+        self.stop_requested = False
+        for target in (self._receive, self._send_beats):
+            threading.Thread(target=target, name="plait-agent-link", daemon=True).start()
+
+    def send(self, **message: Any) -> None:
+        content = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            self._socket.sendall(content)
+
+    def _receive(self) -> None:
+        lines = LineBuffer()
+        while data := self._read():
+            for line in lines.take(data):
+                if "stop" in json.loads(line):
+                    self.stop_requested = True
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _read(self) -> bytes:
+        try:
+            return self._socket.recv(4096)
+        except OSError:
+            return b""
+
+    def _send_beats(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            self.send(beat=1)
+
+
+def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Have the order's check look at its settings; the agent hears what is wrong with them, if anything."""
+    message = None
+    try:
+        resolve(argument["check"], "check")(argument["settings"])
+    except InputError as failure:
+        message = str(failure)
+    socket.socket(fileno=descriptors[0]).sendall(json.dumps({"checked": message}).encode() + b"\n")
+
+
+def enter(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Be one worker: run the order's entry and report what it returned. The fork server calls it."""
+    agent = AgentLink(descriptors[0])
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rank = int(os.environ["RANK"])
+    rank, host = place["rank"], place["hosts"][place["rank"]]
     try:
-        if here.nic is not None:
-            # The interface that the other hosts know; the libraries' own guess may be another.
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = here.nic
-        torch.set_num_threads(here.threads)
-        worker = Worker(here, rank, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
-        value = resolve(entry, "entry")(worker, settings)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return value
+        _set_environment(place)
+        torch.set_num_threads(place["threads"])
+        value = resolve(place["entry"], "entry")(Worker(place, agent), place["settings"])
+        agent.send(result={"rank": rank, "value": value})
     except BaseException as failure:
-        _leave_report(here, rank, failure)
+        agent.send(failure=asdict(describe_failure(rank, host, failure)))
         sys.stdout.flush()
         sys.stderr.flush()
         # A process group with a dead peer can block in its destructor.
         os._exit(1)
 
 
-def _leave_report(place: Place, rank: int, failure: BaseException) -> None:
-    report = Failure(
+def _set_environment(place: Mapping[str, Any]) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    numbers = (place["rank"], place["local_rank"], len(place["hosts"]), place["local_size"])
+    os.environ.update({name: str(number) for name, number in zip(names, numbers)})
+    if place["nic"] is not None:
+        # The interface that the other hosts know; the libraries' own guess may be another.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = place["nic"]
+
+
+def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
+    """The report of a worker that `failure` ended."""
+    lost, peer = _lost_peer(failure)
+    known = isinstance(failure, PlaitError)
+    return Failure(
         rank=rank,
-        host=place.host,
-        time=time.time(),
-        summary=f"{type(failure).__name__}: {failure}"
-        if not isinstance(failure, PlaitError)
-        else str(failure),
+        host=host,
+        summary=str(failure) if known else f"{type(failure).__name__}: {failure}",
         # A message in the user's own words needs no traceback.
-        traceback="" if isinstance(failure, PlaitError) else traceback.format_exc(),
-        peer_lost=_is_peer_lost(failure),
+        traceback="" if known else "".join(traceback.format_exception(failure)),
         exit_status=failure.exit_status if isinstance(failure, PlaitError) else 1,
+        lost=lost.value if lost is not None else None,
+        peer=peer,
+        everywhere=isinstance(failure, OSError) and failure.errno in DISK_ERRORS,
     )
-    Path(place.folder, f"failure-{rank}.json").write_text(json.dumps(asdict(report)))
 
 
-def _is_peer_lost(failure: BaseException) -> bool:
-    """Whether torch only tells of a connection that broke or stayed silent, not of a fault here."""
-    words = str(failure)
-    return isinstance(failure, RuntimeError) and any(sign in words for sign in SIGNS_OF_A_LOST_PEER)
-
-
-def _die_with_agent(place: Place) -> None:
-    """End this process when its host's agent is gone: the agent holds a pipe open that then closes.
-
-    The kernel's own notice of a parent's death does not help: the parent is the server that forks workers,
-    and that lives as long as they do.
-    """
-
-    def wait() -> None:
-        # Opened without blocking: an agent that is gone already would never open its end.
-        pipe = os.open(lifeline(place.folder), os.O_RDONLY | os.O_NONBLOCK)
-        with contextlib.suppress(BlockingIOError):
-            os.read(pipe, 1)
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.set_blocking(pipe, True)
-        os.read(pipe, 1)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def lifeline(folder: str) -> str:
-    """The named pipe that an agent holds open while it lives."""
-    return os.path.join(folder, "lifeline")
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, however that happens (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() == 1:
-            os._exit(1)
+def _lost_peer(failure: BaseException) -> tuple[LostPeer | None, int | None]:
+    """How another worker is missed where `failure` says no more than that, and its rank where known."""
+    if isinstance(failure, PeerError):
+        return failure.kind, failure.peer
+    if isinstance(failure, RuntimeError) and not isinstance(failure, PlaitError):
+        words = str(failure)
+        for kind, signs in ((LostPeer.GONE, _TORCH_GONE), (LostPeer.SILENT, _TORCH_SILENT)):
+            if any(sign in words for sign in signs):
+                return kind, None
+    return None, None

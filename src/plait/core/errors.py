@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 
 class PlaitError(Exception):
     """Plait cannot go on, and the message says why in the user's words.
@@ -36,3 +38,22 @@ class CheckpointError(InputError):
 
 class LaunchError(PlaitError):
     """The workers could not be started, or ended before the job did."""
+
+
+class LostPeer(enum.Enum):
+    """How another worker is missed."""
+
+    GONE = "gone"
+    SILENT = "silent"
+
+
+class PeerError(PlaitError, RuntimeError):
+    """Another worker is missed: how, and its rank where that is known.
+
+    Whoever raises it has not failed itself: the cause lies with the other worker.
+    """
+
+    def __init__(self, message: str, kind: LostPeer, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.peer = peer

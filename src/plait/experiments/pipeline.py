@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from plait.cluster.rendezvous import Rendezvous
 from plait.cluster.worker import Worker
 from plait.experiments import (
     pipeline_comparison,
@@ -70,7 +71,7 @@ def speed_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
     """Be one of the two workers that time all sides of one model."""
     worker.join("gloo")
     made = sides.MODELS[settings["model"]]
-    runners = _runners(worker.rank, made.build(), made.batch(), COMPARED if settings["peer"] else ())
+    runners = _runners(worker.rendezvous, made.build(), made.batch(), COMPARED if settings["peer"] else ())
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for round_ in range(settings["repeats"] + 1):
         for name, steps in runners.items():
@@ -85,16 +86,17 @@ def speed_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _runners(
-    rank: int, model: nn.Sequential, batch: Any, compared: tuple[Schedule, ...]
+    rendezvous: Rendezvous, model: nn.Sequential, batch: Any, compared: tuple[Schedule, ...]
 ) -> dict[str, sides.Steps]:
     """All sides of one model, each with a copy of it."""
+    rank = rendezvous.rank
     found = {"one worker": sides.alone(rank, sides.copy_of(model), batch, PIECES)}
     found[APART] = sides.alone(0, sides.copy_of(model), batch, PIECES)
     found["DDP"] = sides.data_parallel(rank, sides.copy_of(model), batch, PIECES)
     for schedule in (*COMPARED, Schedule.STASH, Schedule.TWO_BUFFERED):
         stages = 4 if schedule is Schedule.INTERLEAVED else 2
         copy = sides.copy_of(model)
-        found[schedule.value] = sides.ours(rank, copy, batch, schedule, stages, PIECES)[0]
+        found[schedule.value] = sides.ours(rendezvous, copy, batch, schedule, stages, PIECES)[0]
     for schedule in compared:
         stages = 4 if schedule in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE) else 2
         copy = sides.copy_of(model)

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.cluster.channels import connect
+from plait.cluster.rendezvous import Rendezvous
 from plait.cluster.worker import Worker
 from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_models import job
@@ -205,7 +205,7 @@ class _World:
         """Our own all-reduce, in buckets beside backward, as a job has it by default."""
         model = copy.deepcopy(self.model)
         optimizer = self._optimizer(list(model.parameters()))
-        members = whole_world(self.worker.host, DEADLINE_S)
+        members = whole_world(self.worker.rendezvous)
         sync = AllReduce(list(model.parameters()), members=members)
         sync.switch(settle(self.settings.topology, members, sync.gradient_bytes, torch.device("cpu"))[0])
 
@@ -239,17 +239,17 @@ class _World:
         traced = trace(model, (x,))
         window = arrangement.window()
         peers = arrangement.workers if rank in arrangement.workers else ()
-        hosts = (self.worker.host,) * self.size
-        channels = connect(rank, hosts, peers, deadline_s=DEADLINE_S, window=window)
+        rendezvous = self.worker.rendezvous
+        channels = connect(rendezvous, peers, window=window)
         predicted_s = plan.step_s / plan.microbatches
         if not peers:
-            return Side(_words(plan), total, _stand_by(rank, arrangement, traced), predicted_s)
+            return Side(_words(plan), total, _stand_by(rendezvous, arrangement, traced), predicted_s)
         parts = Parts(
             self.loss,
             self._optimizer,
             torch.device("cpu"),
             contextlib.nullcontext,
-            hosts=hosts,
+            rendezvous,
             topology=self.settings.topology,
         )
         pipeline = Pipeline(rank, arrangement, traced, channels, parts)
@@ -277,12 +277,12 @@ class _World:
         return build_optimizer(self.settings.optimizer, list(parameters))
 
 
-def _stand_by(rank: int, arrangement: Arrangement, traced: TracedModel) -> Callable[[], None]:
+def _stand_by(rendezvous: Rendezvous, arrangement: Arrangement, traced: TracedModel) -> Callable[[], None]:
     """What a worker does that the plan has no use for: take part in making the others' groups."""
-    stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=DEADLINE_S)
-    make_agreements(rank, arrangement, stages_of, {}, deadline)
-    make_tied(arrangement, stages_of, {}, {}, lambda: None, deadline)
-    replica_groups(arrangement, deadline)
+    stages_of = find_stages(traced, arrangement)
+    make_agreements(rendezvous, arrangement, stages_of, {})
+    make_tied(arrangement, stages_of, {}, {}, lambda: None, rendezvous)
+    replica_groups(arrangement, rendezvous)
     return lambda: None
 
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
+from plait.core.codec import encode
 from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.planner.depth import Schedule
-from plait.planner.operations import Backward, Forward, Layout, Update
+from plait.planner.operations import Backward, Forward, Layout, Op, Update
 from plait.planner.schedules import operations
 from plait.planner.simulator import Link, StageCosts, simulate
 from plait.runtime.spans import Span
@@ -77,15 +79,15 @@ def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Ro
     stages = size * (CHUNKS if schedule is Schedule.INTERLEAVED else 1)
     model = nn.Sequential(*(sides.SleepingLayer(SLEEP_S) for _ in range(stages)))
     batch = (torch.randn(PIECES, 4), torch.randn(PIECES, 4))
-    steps, pipeline, channels = sides.ours(worker.rank, model, batch, schedule, stages, PIECES)
+    steps, pipeline, channels = sides.ours(worker.rendezvous, model, batch, schedule, stages, PIECES)
     steps(1)
     measured = []
     for _ in range(repeats):
         dist.barrier()
         pipeline.spans.clear()
         steps(1 if schedule.synchronous else STREAM)
-        everywhere: list[Any] = [None] * size
-        dist.all_gather_object(everywhere, pipeline.spans)
+        own = [[type(s.op).__name__, encode(s.op), s.start, s.end] for s in pipeline.spans]
+        everywhere = [[_span(*each) for each in spans] for spans in all_gather_values(own)]
         measured.append(idle_share(schedule, everywhere, sleep_s))
     channels.close()
     exact, found = exact_idle_share(schedule, size), statistics.median(measured)
@@ -100,6 +102,11 @@ def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Ro
         "sleep_s": sleep_s,
         "repeats": repeats,
     }
+
+
+def _span(kind: str, op: dict[str, Any], start: float, end: float) -> Span:
+    made = next(each for each in get_args(Op) if each.__name__ == kind)
+    return Span(made(**op), start, end)
 
 
 def idle_share(schedule: Schedule, spans: Sequence[Sequence[Span]], sleep_s: float) -> float:

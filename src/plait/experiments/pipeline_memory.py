@@ -202,14 +202,13 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     model = build.build_model(settings.model, 0).to(device)
     traced = trace(model, (x,))
     window = arrangement.window()
-    hosts, peers = ["here"] * 2, arrangement.workers
-    channels = connect(worker.rank, hosts, peers, deadline_s=120, window=window, device=device)
+    channels = connect(worker.rendezvous, arrangement.workers, window=window, device=device)
     parts = Parts(
         build_loss(settings.loss),
         lambda parameters: build_optimizer(settings.optimizer, list(parameters)),
         device,
         contextlib.nullcontext,
-        hosts=tuple(hosts),
+        worker.rendezvous,
         topology=settings.topology,
     )
     pipeline = Pipeline(worker.rank, arrangement, traced, channels, parts)

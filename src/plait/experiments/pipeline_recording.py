@@ -43,7 +43,9 @@ def recording_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     """Be one of two workers: run a pipeline, then do all that recording it took once more, timed."""
     worker.join("gloo")
     made = sides.MODELS[asked["model"]]
-    steps, pipeline, channels = sides.ours(worker.rank, made.build(), made.batch(), Schedule.STASH, 2, PIECES)
+    steps, pipeline, channels = sides.ours(
+        worker.rendezvous, made.build(), made.batch(), Schedule.STASH, 2, PIECES
+    )
     steps(1)
     pipeline.spans.clear()
     dist.barrier()

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.cluster.channels import Channels, connect
+from plait.cluster.rendezvous import Rendezvous
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout, Update
 from plait.profiler.trace import trace
@@ -91,7 +92,7 @@ class FixedWork:
 
 
 def ours(
-    rank: int,
+    rendezvous: Rendezvous,
     model: nn.Sequential,
     batch: tuple[Tensor, Tensor],
     schedule: Schedule,
@@ -99,7 +100,7 @@ def ours(
     pieces: int,
 ) -> tuple[Steps, Pipeline, Channels]:
     """`model` in our pipeline over all workers; interleaved deals the stages to them in turn."""
-    size = dist.get_world_size()
+    rank, size = rendezvous.rank, len(rendezvous.hosts)
     x, y = batch
     traced = trace(model, (x[:2],))
     ids = [layer.id for layer in traced.layers]
@@ -110,8 +111,8 @@ def ours(
         schedule,
         pieces,
     )
-    channels = connect(rank, ["here"] * size, arrangement.workers, deadline_s=60)
-    parts = Parts(F.mse_loss, sgd, torch.device("cpu"), contextlib.nullcontext)
+    channels = connect(rendezvous, arrangement.workers, deadline_s=60)
+    parts = Parts(F.mse_loss, sgd, torch.device("cpu"), contextlib.nullcontext, rendezvous)
     pipeline = Pipeline(rank, arrangement, traced, channels, parts)
     share = 1.0 if schedule is Schedule.STASH else 1 / pieces
     xs, ys = x.chunk(pieces), y.chunk(pieces)

@@ -113,7 +113,7 @@ def _on_meta(model: str) -> nn.Module:
 def bandwidth_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
     """Be one of the workers that time all ways to sum the gradients of one model."""
     worker.join("gloo")
-    members = whole_world(worker.host, worker.timeout_s)
+    members = whole_world(worker.rendezvous)
     specs = gradient_specs(settings["model"])
     over = OverTopology(members, specs)
     native = Native(over.buffers, None)
@@ -221,7 +221,7 @@ class _Steps:
 def overlap_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
     """Be one of the workers that measure how much of a transfer backward hides."""
     worker.join("gloo")
-    members = whole_world(worker.host, worker.timeout_s)
+    members = whole_world(worker.rendezvous)
     model = _Sleeper(settings["model"])
     steps = _Steps(model, AllReduce(list(model.parameters()), members=members))
     rows: list[Row] = []

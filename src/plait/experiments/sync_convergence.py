@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.cluster.groups import join_world
+from plait.cluster.rendezvous import Rendezvous
 from plait.cluster.worker import Worker
 from plait.core.events import read
 from plait.experiments.bench import Claim, Row
@@ -116,21 +117,13 @@ class _Guest:
 
     def __init__(self, worker: Worker, number: int, target: float) -> None:
         self.rank, self.world_size, self.local_rank = worker.rank, worker.world_size, worker.local_rank
-        self.host, self.timeout_s = worker.host, worker.timeout_s
+        self.host, self.hosts, self.timeout_s = worker.host, worker.hosts, worker.timeout_s
         self._target = target
         self._reached = False
-        key = f"bench/run/{number}"
-        if worker.rank == 0:
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            worker.store.set(key, str(self.store.port))
-        else:
-            worker.store.wait([key])
-            self.store = dist.TCPStore("127.0.0.1", int(worker.store.get(key)), is_master=False)
-        world = dist.PrefixStore("world", self.store)
-        timeout = timedelta(seconds=self.timeout_s)
-        dist.init_process_group(
-            "gloo", store=world, rank=self.rank, world_size=self.world_size, timeout=timeout
-        )
+        self.store = dist.PrefixStore(f"bench/run/{number}", worker.store)
+        secret = worker.rendezvous.secret
+        self.rendezvous = Rendezvous(self.store, secret, self.rank, self.hosts, timeout_s=self.timeout_s)
+        join_world("gloo", self.rendezvous)
 
     def stop_requested(self) -> bool:
         return self._reached

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
 from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_sides import SleepingLayer
@@ -101,9 +102,7 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float) -> float:
         own = _together(worker, settings, arrangement, seconds)
     else:
         own = _side_by_side(worker, settings, arrangement, seconds, f"bench/{case}/{sync}", sync == ALONE)
-    found: list[Any] = [None] * worker.world_size
-    dist.all_gather_object(found, own)
-    return float(sum(found[:count]))
+    return float(sum(all_gather_values(own)[:count]))
 
 
 def _arrangement(count: int) -> Arrangement:

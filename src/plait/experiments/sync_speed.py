@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
@@ -108,8 +109,7 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float) -> Row:
     count = max(10, round(seconds / CASES[case].slowest_s(worker.world_size))) if equal else None
     work = _work(step, together, seconds, count)
     finish()
-    found: list[Any] = [None] * worker.world_size
-    dist.all_gather_object(found, (work.steps, work.slept_s, work.elapsed_s))
+    found = all_gather_values((work.steps, work.slept_s, work.elapsed_s))
     rates = [steps / elapsed for steps, _, elapsed in found]
     ideal = [steps / slept for steps, slept, _ in found]
     return {
@@ -143,7 +143,7 @@ def _with_all_reduce(
     worker: Worker, model: nn.Module, topology: str | None
 ) -> tuple[Callable[[Callable[[], float]], float], Callable[[], None]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    members = whole_world(worker.host, worker.timeout_s)
+    members = whole_world(worker.rendezvous)
     sync = AllReduce(list(model.parameters()), members=members)
     if topology is not None:
         sync.switch(make_topology(topology, members.hosts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.cluster.channels import Channels, connect
+from plait.cluster.collectives import broadcast_value
+from plait.cluster.rendezvous import Rendezvous
 from plait.core.errors import InputError
 
 _DEADLINE_S = 120.0
@@ -49,39 +50,35 @@ def sum_of_times(workers: int, same_host: bool, few: tuple[int, float], many: tu
 
 
 def measure_links(
+    rendezvous: Rendezvous,
     ranks: Sequence[int] | None = None,
     *,
     message_bytes: int = 4 << 20,
     repeats: int = 5,
     device: torch.device | str = "cpu",
-    host: str | None = None,
 ) -> tuple[Link, ...]:
     """The links between all pairs of `ranks` (all ranks when None), both directions, equal on every rank.
 
     All ranks of the default group call it together. Tensors of `device` go as those of a pipeline do: in
     shared memory, of the GPU itself, over gloo or NCCL. Each pair is timed while the others wait, by round
-    trips: a rank has no clock but its own. `host` is where this rank runs, as its launcher calls it; the
-    machine's own name when None.
+    trips: a rank has no clock but its own.
     """
     world = dist.get_world_size()
     chosen = list(range(world)) if ranks is None else sorted(ranks)
     _check(chosen, world, message_bytes, repeats)
-    hosts: list[str] = [""] * world
-    dist.all_gather_object(hosts, host or socket.gethostname())
+    hosts = rendezvous.hosts
     small = torch.zeros(1, dtype=torch.uint8, device=device)
     large = torch.zeros(message_bytes, dtype=torch.uint8, device=device)
     rank = dist.get_rank()
     peers = chosen if rank in chosen else ()
-    channels = connect(rank, hosts, peers, deadline_s=_DEADLINE_S, device=small.device)
+    channels = connect(rendezvous, peers, deadline_s=_DEADLINE_S, device=small.device)
     links: list[Link] = []
     for first, second in _pairs(chosen):
-        times: list[tuple[float, float, float] | None] = [None]
+        times = None
         if rank in (first, second):
             pair = _Pair(channels, second if rank == first else first, rank == first, repeats)
-            times = [pair.times(small, large)]
-        dist.broadcast_object_list(times, src=first)
-        assert times[0] is not None
-        there, back, empty = times[0]
+            times = pair.times(small, large)
+        there, back, empty = broadcast_value(times, first)
         same_host = hosts[first] == hosts[second]
         links.append(_link(first, second, there, empty, message_bytes, same_host))
         links.append(_link(second, first, back, empty, message_bytes, same_host))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from plait.cluster.groups import new_group
+from plait.cluster.rendezvous import Rendezvous
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
 from plait.profiler.traced import TracedModel
@@ -32,10 +33,10 @@ def first_held(rank: int, arrangement: Arrangement, stages_of: Mapping[str, Sequ
     return {name for name, stages in stages_of.items() if arrangement.holders(*stages)[0] == rank}
 
 
-def replica_groups(arrangement: Arrangement, deadline: timedelta) -> dict[int, dist.ProcessGroup]:
+def replica_groups(arrangement: Arrangement, rendezvous: Rendezvous) -> dict[int, dist.ProcessGroup]:
     """A group for each stage that several workers hold; all workers call it together."""
     return {
-        stage: dist.new_group(list(arrangement.holders(stage)), timeout=deadline)
+        stage: new_group(rendezvous, arrangement.holders(stage))
         for stage in range(len(arrangement.stages))
         if len(arrangement.holders(stage)) > 1
     }
@@ -68,30 +69,27 @@ def _check_ties(arrangement: Arrangement, stages_of: Mapping[str, tuple[int, ...
 class Agreement:
     """Sums the gradients of each parameter over its holders. All workers make one together.
 
-    `hosts` names the host of each worker; sums travel over `topology`, made for each set of holders,
-    or as the backend does it.
+    Sums travel over `topology`, made for each set of holders, or as the backend does it.
     """
 
     def __init__(
         self,
-        rank: int,
+        rendezvous: Rendezvous,
         own: Mapping[str, Parameter],
         holders: Holders,
-        deadline: timedelta,
-        hosts: Sequence[str] = (),
         topology: TopologyWish | None = None,
     ) -> None:
         self._own = dict(own)
+        rank = rendezvous.rank
         shared = sorted({workers for workers in holders.values() if len(workers) > 1})
         self._sums: list[AllReduce] = []
         for workers in shared:
-            group = dist.new_group(list(workers), timeout=deadline)
+            group = new_group(rendezvous, workers)
             # In the order of the model, which is that of all holders: backward ends with the first.
             parameters = [own[name] for name in holders if name in own and holders[name] == workers]
             if rank in workers:
                 # All holders go through their groups in this one order, so none waits in a circle.
-                near = tuple(hosts[worker] for worker in workers) if hosts else ("",) * len(workers)
-                members = Members(rank, workers, near, group, deadline.total_seconds())
+                members = Members(rendezvous, workers, group)
                 sum_ = AllReduce(parameters, group, members)
                 if topology is not None:
                     device = parameters[0].device
@@ -146,12 +144,10 @@ class Agreement:
 
 
 def make_agreements(
-    rank: int,
+    rendezvous: Rendezvous,
     arrangement: Arrangement,
     stages_of: Mapping[str, Sequence[int]],
     own: Mapping[str, Parameter],
-    deadline: timedelta,
-    hosts: Sequence[str] = (),
     topology: TopologyWish | None = None,
 ) -> dict[int, Agreement]:
     """The agreement that an update of each stage needs; all workers call it together.
@@ -162,12 +158,12 @@ def make_agreements(
     holders = {name: arrangement.holders(*used_by) for name, used_by in stages_of.items()}
     stages = range(len(arrangement.stages))
     if arrangement.schedule.synchronous:
-        whole = Agreement(rank, own, holders, deadline, hosts, topology)
+        whole = Agreement(rendezvous, own, holders, topology)
         return dict.fromkeys(stages, whole)
     found = {}
     for stage in stages:
         names = {name for name, used_by in stages_of.items() if tuple(used_by) == (stage,)}
         part = {name: parameter for name, parameter in own.items() if name in names}
         by_name = {name: workers for name, workers in holders.items() if name in names}
-        found[stage] = Agreement(rank, part, by_name, deadline, hosts, topology)
+        found[stage] = Agreement(rendezvous, part, by_name, topology)
     return found

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
 from plait.runtime import loading
 from plait.runtime.build import Parts
@@ -48,9 +47,7 @@ def choose_sync(worker: Worker, settings: TrainSettings, parts: Parts) -> SyncCh
     with torch.no_grad():
         for buffer, before in zip(parts.model.buffers(), kept):
             buffer.copy_(before)
-    found: list[Any] = [None] * worker.world_size
-    dist.all_gather_object(found, own)
-    return choose(found)
+    return choose(all_gather_values(own))
 
 
 def _first_share(worker: Worker, settings: TrainSettings, parts: Parts) -> loading.Batch:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.cluster.mail import Mail, open_mail
+from plait.cluster.mail import open_mail
 from plait.cluster.presence import Presence
-from plait.cluster.wire import address_towards
 from plait.cluster.worker import Worker
 from plait.runtime.build import Parts
 from plait.sync.averaging import Averaging, Peers
@@ -59,7 +58,9 @@ def make_averaging(
         outer_lr = options.outer_lr if options.outer == "nesterov" else None
         return LocalSgd(sources, options.every, outer_lr, options.outer_momentum)
     if isinstance(options, HetPipeOptions):
-        mails = [_open(worker, hosts, f"{prefix}/server{i}", place) for i in range(options.servers)]
+        mails = [
+            open_mail(worker.rendezvous, f"{prefix}/server{i}", place, hosts) for i in range(options.servers)
+        ]
         return HetPipe(
             mails,
             sources,
@@ -68,7 +69,7 @@ def make_averaging(
             deadline_s=worker.timeout_s,
             dedicated=options.dedicated,
         )
-    mail = _open(worker, hosts, prefix, place)
+    mail = open_mail(worker.rendezvous, prefix, place, hosts)
     lease_s = getattr(options, "lease_s", LEASE_S)
     presence = Presence(worker.store, prefix, place, range(len(hosts)), lease_s)
     peers = Peers(worker.store, prefix, mail, presence)
@@ -81,11 +82,6 @@ def make_averaging(
     assert isinstance(options, PartialReduceOptions)
     rules = Rules(options.minimum, options.window, options.patience, options.every, overdue)
     return PartialReduce(peers, sources, rules)
-
-
-def _open(worker: Worker, hosts: Sequence[str], prefix: str, place: int) -> Mail:
-    address = address_towards(worker.store.host, worker.store.port)
-    return open_mail(worker.store, prefix, place, hosts, address, worker.timeout_s)
 
 
 def averages_gradients(options: Options) -> bool:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from plait.cluster.collectives import broadcast_named, broadcast_value
 from plait.core.errors import CheckpointError
 from plait.core.files import sync_folder, write_atomic
 from plait.stages.linear import laid_out_as
@@ -93,6 +94,13 @@ def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
     if extra := sorted(state.keys() - own.keys()):
         raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
     model.load_state_dict(state)
+
+
+def broadcast(checkpoint: Checkpoint | None) -> Checkpoint:
+    """Rank 0's checkpoint, on all ranks, which call it together; the others give None."""
+    state = checkpoint or Checkpoint(0, {}, {}, {})
+    step, progress = broadcast_value([state.step, dict(state.progress)], 0)
+    return Checkpoint(step, broadcast_named(state.model, 0), broadcast_named(state.optimizer, 0), progress)
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:

@@ -34,7 +34,7 @@ class DataParallel:
         self._settings = settings
         self._parts = parts
         together = worker.world_size > 1 and not alone
-        self._members = whole_world(worker.host, worker.timeout_s) if together else None
+        self._members = whole_world(worker.rendezvous) if together else None
         self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
         self.chosen = self._start_topology()
         self._slow = SlowDown(settings.slow, worker.rank, settings.seed)

@@ -35,13 +35,12 @@ class Placement:
     timeout_s: float = 300.0
     link_timeout_s: float = 10.0
     environment: Mapping[str, str] = field(default_factory=dict)
-    tolerate_loss: bool = False
 
     def launch(
         self,
         entry: str,
         settings: Mapping[str, Any],
-        logs: Path,
+        logs: Path | None,
         check: str | None = None,
         preload: tuple[str, ...] = (),
     ) -> Launch:

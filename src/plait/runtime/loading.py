@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from plait.cluster.worker import die_with_parent
+from plait.cluster.fork_server import die_with_parent
 from plait.core.errors import DataError
 from plait.runtime.sampling import GlobalBatch, Position, mix, share
 
@@ -142,7 +143,7 @@ def _as_it_is(content: Any) -> Any:
 
 
 def _start_loader(_: int) -> None:
-    die_with_parent()
+    die_with_parent(os.getppid())
     torch.set_num_threads(1)
 
 

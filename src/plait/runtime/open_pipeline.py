@@ -36,16 +36,9 @@ def trace_parts(settings: TrainSettings, parts: Parts) -> TracedModel:
         return trace(parts.model, inputs if isinstance(inputs, (tuple, dict)) else (inputs,))
 
 
-def link(worker: Worker, hosts: Sequence[str], arrangement: Arrangement, device: torch.device) -> Channels:
+def link(worker: Worker, arrangement: Arrangement, device: torch.device) -> Channels:
     """This worker's channels to the others of `arrangement`; all workers call it together."""
-    return connect(
-        worker.rank,
-        hosts,
-        arrangement.workers,
-        deadline_s=worker.timeout_s,
-        window=arrangement.window(),
-        device=device,
-    )
+    return connect(worker.rendezvous, arrangement.workers, window=arrangement.window(), device=device)
 
 
 def _check_layers(settings: TrainSettings, traced: TracedModel, arrangement: Arrangement) -> None:
@@ -73,7 +66,7 @@ def open_pipeline(
     The workers of the world may be in several arrangements of their own. `parts` keep what this one holds.
     """
     _check_layers(settings, traced, arrangement)
-    channels = link(worker, hosts, arrangement, parts.device)
+    channels = link(worker, arrangement, parts.device)
     pipeline = pipelines.Pipeline(
         worker.rank,
         arrangement,
@@ -84,9 +77,8 @@ def open_pipeline(
             lambda parameters: build_optimizer(settings.optimizer, parameters),
             parts.device,
             parts.autocast,
+            worker.rendezvous,
             settings.clip_norm,
-            worker.timeout_s,
-            tuple(hosts),
             settings.topology,
             SlowDown(settings.slow, worker.rank, settings.seed).slowed,
         ),

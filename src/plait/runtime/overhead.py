@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.cluster.channels import connect
+from plait.cluster.rendezvous import Rendezvous
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout
 from plait.profiler.trace import trace
@@ -24,7 +25,7 @@ MICROBATCHES, WARM_UP, WIDTH = 80, 20, 8
 DEADLINE_S = 120.0
 
 
-def measure_overhead(rank: int, hosts: Sequence[str]) -> float:
+def measure_overhead(rendezvous: Rendezvous) -> float:
     """Seconds of a worker's time that each microbatch takes beside the layers of its stage.
 
     All ranks of the world call it together, at least two; the first two run a pipeline of two small layers
@@ -32,10 +33,11 @@ def measure_overhead(rank: int, hosts: Sequence[str]) -> float:
     """
     seconds = torch.zeros((), dtype=torch.float64)
     arrangement, work, traced = _small_pipeline()
+    rank = rendezvous.rank
     peers = arrangement.workers if rank in arrangement.workers else ()
-    channels = connect(rank, hosts, peers, deadline_s=DEADLINE_S)
+    channels = connect(rendezvous, peers, deadline_s=DEADLINE_S)
     if peers:
-        parts = Parts(F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext)
+        parts = Parts(F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext, rendezvous)
         pipeline = Pipeline(rank, arrangement, traced, channels, parts)
 
         def run(count: int) -> None:

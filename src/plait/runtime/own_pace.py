@@ -85,6 +85,7 @@ class OwnPaceTrainer(StretchTrainer):
         self._averaging = self._open()
         if self._averaging.tolerant:
             leave_world(self._links_by_world())
+            self.worker.tolerate_losses()
 
     def _links_by_world(self) -> bool:
         """Whether the links between some workers go through the world's process group."""

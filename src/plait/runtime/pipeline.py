@@ -7,17 +7,17 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from plait.cluster.channels import Channels
+from plait.cluster.collectives import gather_named
 from plait.cluster.messages import Message
+from plait.cluster.rendezvous import Rendezvous
 from plait.planner.depth import Schedule
 from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced import TracedModel
@@ -66,9 +66,8 @@ class Parts:
     optimizer: Callable[[Sequence[Parameter]], torch.optim.Optimizer]
     device: torch.device
     autocast: Autocast
+    rendezvous: Rendezvous
     clip_norm: float | None = None
-    deadline_s: float = 300.0
-    hosts: tuple[str, ...] = ()
     topology: TopologyWish | None = None
     # Around each forward and backward, where a worker is made slower on purpose.
     slowed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -128,7 +127,7 @@ class Pipeline:
         stages = {s: parts.make_stage(traced, arrangement.stages[s]) for s in arrangement.stages_of(rank)}
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
-        stages_of, deadline = find_stages(traced, arrangement), timedelta(seconds=parts.deadline_s)
+        stages_of, rendezvous = find_stages(traced, arrangement), parts.rendezvous
         self._quickened: list[nn.Module] = []
         # Stages that someone else made, of many trials, have layers of their own kind.
         if parts.device.type == "cpu" and parts.make_stage is cut:
@@ -141,15 +140,15 @@ class Pipeline:
         trained = [p for p in self.parameters.values() if p.requires_grad]
         # An optimizer wants a parameter, also on a worker whose stages have none.
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
-        agreements = make_agreements(
-            rank, arrangement, stages_of, self.parameters, deadline, parts.hosts, parts.topology
+        agreements = make_agreements(rendezvous, arrangement, stages_of, self.parameters, parts.topology)
+        tied = make_tied(
+            arrangement, stages_of, self.modules, self.parameters, self.optimizer.step, rendezvous
         )
-        tied = make_tied(arrangement, stages_of, self.modules, self.parameters, self.optimizer.step, deadline)
         cores = parts.cores // torch.get_num_threads()
-        beside = summed_beside_backward(rank, arrangement, parts.device, parts.hosts, cores)
+        beside = summed_beside_backward(rank, arrangement, parts.device, rendezvous.hosts, cores)
         self._updates = Updates(rank, arrangement, self.modules, self.optimizer, agreements, tied, beside)
         self._first_held = first_held(rank, arrangement, stages_of)
-        self._replicas = replica_groups(arrangement, deadline)
+        self._replicas = replica_groups(arrangement, rendezvous)
         hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, arrangement.stages))]
         output = replace(traced, model=nn.Module(), constants={})
         self._held: dict[int, _Held] = {}
@@ -218,13 +217,8 @@ class Pipeline:
 
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """On rank 0 the whole model's and optimizer's state by name; all workers call it together."""
-        own = self.state()
-        gathered: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
-        dist.gather_object(own, gathered)
-        for part, state in gathered or ():
-            own[0].update(part)
-            own[1].update(state)
-        return own
+        model, optimizer = self.state()
+        return gather_named(model, 0) or model, gather_named(optimizer, 0) or optimizer
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The model's and optimizer's state, by name, of which this worker is the first holder."""

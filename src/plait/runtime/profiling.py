@@ -243,15 +243,13 @@ def profile_here(
         return profiles
     model = build.build_model(settings.model, settings.seed)
     device = build.choose_device(settings.device, worker.local_rank)
-    hosts: list[str] = [""] * worker.world_size
-    dist.all_gather_object(hosts, worker.host)
-    links = measure_links(_two_of_each(hosts), device=device, host=worker.host)
-    overhead_s = measure_overhead(worker.rank, hosts)
-    sums = measure_sums(model, worker.host, settings.topology, device=device)
+    links = measure_links(worker.rendezvous, _two_of_each(worker.hosts), device=device)
+    overhead_s = measure_overhead(worker.rendezvous)
+    sums = measure_sums(model, worker.rendezvous, settings.topology, device=device)
     return tuple(replace(each.with_links(links, sums), overhead_s=overhead_s) for each in profiles)
 
 
-def _two_of_each(hosts: list[str]) -> list[int]:
+def _two_of_each(hosts: Sequence[str]) -> list[int]:
     """Ranks whose links stand for all: the workers of a host are alike, and all pairs would take long."""
     return [rank for rank, host in enumerate(hosts) if hosts[:rank].count(host) < 2]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
+from plait.cluster.groups import new_group
+from plait.cluster.rendezvous import Rendezvous
 from plait.profiler.links import Sum, sum_of_times
 from plait.sync.all_reduce import AllReduce
 from plait.sync.choice import settle
@@ -20,12 +21,11 @@ from plait.sync.wish import TopologyWish
 
 FEW_BYTES, LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20, 16 << 20
 BEYOND_CACHES_BYTES = 16 << 20
-DEADLINE_S = 120.0
 
 
 def measure_sums(
     model: nn.Module,
-    host: str,
+    rendezvous: Rendezvous,
     topology: TopologyWish | None = None,
     repeats: int = 15,
     device: torch.device | None = None,
@@ -36,12 +36,11 @@ def measure_sums(
     measured inside, all at once, and between their first workers; others as one set of workers. `device` is
     where the job's gradients are, the CPU if None; those measured are on the CPU.
     """
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host)
+    hosts = rendezvous.hosts
     probes = [[Parameter(torch.zeros(FEW_BYTES // 4))], _like(model)]
     found: list[Sum] = []
     for groups in groups_of(hosts):
-        times = _time(groups, hosts, probes, topology, repeats, device or torch.device("cpu"))
+        times = _time(groups, rendezvous, probes, topology, repeats, device or torch.device("cpu"))
         few, many = (sum(p.numel() * p.element_size() for p in probe) for probe in probes)
         same_host = len({hosts[rank] for rank in groups[0]}) == 1
         found.append(sum_of_times(len(groups[0]), same_host, (few, times[0]), (many, times[1])))
@@ -78,21 +77,19 @@ def _like(model: nn.Module) -> list[Parameter]:
 
 def _time(
     groups: Sequence[Sequence[int]],
-    hosts: Sequence[str],
+    rendezvous: Rendezvous,
     probes: Sequence[Sequence[Parameter]],
     topology: TopologyWish | None,
     repeats: int,
     device: torch.device,
 ) -> list[float]:
     """Seconds of each probe's sum in the slowest of `groups`, which sum at once; all ranks call it."""
-    rank = dist.get_rank()
-    deadline = timedelta(seconds=DEADLINE_S)
-    made = [(dist.new_group(list(ranks), timeout=deadline), ranks) for ranks in groups]
+    rank = rendezvous.rank
+    made = [(new_group(rendezvous, ranks), ranks) for ranks in groups]
     seconds = torch.zeros(len(probes), dtype=torch.float64)
     for group, ranks in made:
         if rank in ranks:
-            near = tuple(hosts[each] for each in ranks)
-            members = Members(rank, tuple(ranks), near, group, DEADLINE_S)
+            members = Members(rendezvous, tuple(ranks), group)
             for index, probe in enumerate(probes):
                 seconds[index] = _time_one(probe, members, topology, repeats, device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)

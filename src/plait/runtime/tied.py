@@ -9,7 +9,6 @@ soon as it has them, and whoever needs the next version takes their sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from plait.cluster.channels import PeerError
+from plait.cluster.groups import new_group
+from plait.cluster.rendezvous import Rendezvous
+from plait.core.errors import LostPeer, PeerError
 from plait.planner.operations import Forward, Update
 from plait.runtime.arrangement import Arrangement, version_of
 from plait.stages.versions import WeightVersions
@@ -103,7 +104,8 @@ class Tied:
             except RuntimeError as failure:
                 raise PeerError(
                     f"could not sum round {following} of the parameters that stages "
-                    f"{list(self._stages)} share: {failure}"
+                    f"{list(self._stages)} share: {failure}",
+                    LostPeer.GONE,
                 ) from failure
             for master, grad in zip(self.masters, round_.grads):
                 master.grad = grad
@@ -140,7 +142,7 @@ def make_tied(
     modules: Mapping[int, nn.Module],
     parameters: Mapping[str, Parameter],
     step: Callable[[], Any],
-    deadline: timedelta,
+    rendezvous: Rendezvous,
 ) -> list[Tied]:
     """Those that this worker holds; all workers call it together. None where pipelines drain at updates."""
     found: list[Tied] = []
@@ -148,7 +150,7 @@ def make_tied(
         return found
     for stages in sorted({tuple(stages) for stages in stages_of.values() if len(stages) > 1}):
         holders = arrangement.holders(*stages)
-        group = dist.new_group(list(holders), timeout=deadline) if len(holders) > 1 else None
+        group = new_group(rendezvous, holders) if len(holders) > 1 else None
         masters = [p for name, p in parameters.items() if tuple(stages_of[name]) == stages]
         masters = [master for master in masters if master.requires_grad]
         own = {stage: modules[stage] for stage in stages if stage in modules}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
 from plait.core.errors import CheckpointError
 from plait.runtime import checkpoint as checkpoints
@@ -229,13 +230,11 @@ class Trainer:
         """All workers start from rank 0's state, also where their folders are not shared."""
         if self.worker.world_size == 1:
             return
-        steps: list[Any] = [None] * self.worker.world_size
-        dist.all_gather_object(steps, self.step)
+        steps = all_gather_values(self.step)
         if len(set(steps)) > 1:
-            state: list[Any] = [self._state() if self.worker.rank == 0 else None]
-            dist.broadcast_object_list(state, src=0, device=self.parts.device)
+            state = checkpoints.broadcast(self._state() if self.worker.rank == 0 else None)
             if self.worker.rank != 0:
-                self._take_up(state[0])
+                self._take_up(state)
         with torch.no_grad():
             for tensor in itertools.chain(self.parts.model.parameters(), self.parts.model.buffers()):
                 dist.broadcast(tensor, src=0)

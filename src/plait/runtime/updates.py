@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from plait.cluster.channels import PeerError
+from plait.core.errors import LostPeer, PeerError
 from plait.planner.operations import Backward, Forward, Update
 from plait.runtime.agreement import Agreement
 from plait.runtime.arrangement import Arrangement, oldest_needed, update_behind
@@ -95,8 +95,12 @@ class Updates:
             words = ", ".join(f"update {update.version} of stage {update.stage}" for update in updates)
             holders = self._arrangement.holders(*(update.stage for update in updates))
             others = [worker for worker in holders if worker != self._rank]
+            lost = failure if isinstance(failure, PeerError) else PeerError("", LostPeer.GONE)
             raise PeerError(
-                f"worker {self._rank} could not sum the gradients of {words} with workers {others}: {failure}"
+                f"worker {self._rank} could not sum the gradients of {words} with workers {others}: "
+                f"{failure}",
+                lost.kind,
+                lost.peer,
             ) from failure
 
     def clip(self, most: float, device: torch.device) -> None:
@@ -133,15 +137,14 @@ def summed_beside_backward(
     """The stages of a worker whose gradients are better summed beside backward, if pipelines never drain.
 
     Where the holders are on one host whose workers compute on all of its `cores`, sums beside backward take
-    the time from it, and the caches. `hosts` names the host of each worker; none are all on one.
+    the time from it, and the caches. `hosts` names the host of each worker.
     """
     if arrangement.schedule.synchronous:
         return frozenset()
-    names = tuple(hosts) or ("",) * (max(arrangement.workers) + 1)
-    spare = device.type != "cpu" or cores > names.count(names[rank])
+    spare = device.type != "cpu" or cores > hosts.count(hosts[rank])
     holders = {stage: arrangement.holders(stage) for stage in arrangement.stages_of(rank)}
     return frozenset(
         stage
         for stage, workers in holders.items()
-        if len(workers) > 1 and (spare or len({names[worker] for worker in workers}) > 1)
+        if len(workers) > 1 and (spare or len({hosts[worker] for worker in workers}) > 1)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,7 @@ def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: 
     """The trainer that the settings ask for; all workers make one together."""
     if settings.pipeline is None and (worker.world_size == 1 or settings.sync.kind == "all-reduce"):
         return Trainer(worker, settings, parts, folder)
-    hosts: list[Any] = [None] * worker.world_size
-    dist.all_gather_object(hosts, worker.host)
+    hosts = worker.hosts
     if settings.pipeline is None:
         return _with_sync(worker, settings, parts, folder, hosts)
     if settings.sync.kind == "all-reduce":
@@ -64,7 +64,7 @@ def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: 
 
 
 def _with_sync(
-    worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder, hosts: list[str]
+    worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder, hosts: Sequence[str]
 ) -> Trainer:
     """A trainer for workers that may be unlike, with the sync that the job names or measurements choose."""
     if settings.sync.kind != "auto":

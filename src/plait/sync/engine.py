@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.channels import PeerError
 from plait.cluster.regions import Ear, NearPeer
+from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.sync.far import FarStream, tag_of
 from plait.sync.pieces import LEAST_BYTES, MOST_BYTES, cut_buffer
 from plait.sync.reducer import Members
@@ -149,7 +149,8 @@ class Engine(threading.Thread):
             for stream in self._streams.values():
                 stream.end()
             for peer in self._near.values():
-                peer.close()
+                # After a failure the others must not take this end for one on purpose.
+                peer.close(on_purpose=self.failure is None)
             self._ear.close()
 
     def _turn(self) -> None:
@@ -177,22 +178,32 @@ class Engine(threading.Thread):
         for place, peer in self._near.items():
             if peer.lost:
                 raise PeerError(
-                    f"Connection closed by peer: worker {ranks[place]} is gone while worker {own} summed "
-                    f"gradients with it; look at the log of worker {ranks[place]}"
+                    f"worker {ranks[place]} is gone while worker {own} summed gradients with it; look at the "
+                    f"log of worker {ranks[place]}",
+                    LostPeer.GONE,
+                    ranks[place],
                 )
         for place, what in filter(None, (lane.awaited() for lane in self._lanes)):
             if late:
                 raise PeerError(
-                    f"Timed out waiting: worker {own} waited {self._members.deadline_s:g} s for worker "
-                    f"{ranks[place]} to give {what}; it hangs, or is slower than parallel.timeout_s allows"
+                    f"worker {own} waited {self._members.deadline_s:g} s for worker {ranks[place]} to give "
+                    f"{what}; it hangs, or is slower than parallel.timeout_s allows",
+                    LostPeer.SILENT,
+                    ranks[place],
                 )
             if place in self._near and self._near[place].ended:
-                raise PeerError(f"worker {own} waited for {what} of worker {ranks[place]}, which has ended")
+                raise PeerError(
+                    f"worker {own} waited for {what} of worker {ranks[place]}, which has ended",
+                    LostPeer.GONE,
+                    ranks[place],
+                )
         if late:
             readers = sorted({ranks[place] for job in self._jobs.values() for place in job.readers})
             raise PeerError(
-                f"Timed out waiting: worker {own} waited {self._members.deadline_s:g} s for workers "
-                f"{readers} to read the result"
+                f"worker {own} waited {self._members.deadline_s:g} s for workers {readers} to read the "
+                f"result",
+                LostPeer.SILENT,
+                readers[0] if readers else None,
             )
 
     def _install(self, topology: Topology) -> None:
@@ -242,7 +253,7 @@ class Engine(threading.Thread):
             return
         lane = self._lanes[route]
         if number != lane.heard[phase, place]:
-            raise PeerError(
+            raise PlaitError(
                 f"worker {self._members.ranks[place]} told of piece {number} of route {route}, expected "
                 f"{lane.heard[phase, place]}; the workers sum different buffers"
             )

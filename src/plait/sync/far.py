@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.channels import PeerError
+from plait.core.errors import LostPeer, PeerError
 from plait.sync.reducer import Members
 
 # Far from the channels of pipelines, which use the same process group.
@@ -73,8 +73,10 @@ class FarStream(threading.Thread):
         except RuntimeError as failure:
             self._failed(
                 PeerError(
-                    f"Timed out waiting: worker {self._members.rank} waited {self._members.deadline_s:g} s "
-                    f"at most for gradients of worker {self._peer}: {failure}"
+                    f"worker {self._members.rank} waited {self._members.deadline_s:g} s at most for "
+                    f"gradients of worker {self._peer}: {failure}",
+                    LostPeer.SILENT,
+                    self._peer,
                 )
             )
 

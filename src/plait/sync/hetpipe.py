@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.channels import PeerError
 from plait.cluster.mail import Mail
+from plait.core.errors import LostPeer, PeerError
 from plait.sync.averaging import Tally
 from plait.sync.connectivity import shards
 from plait.sync.vector import Source, Vector, distance
@@ -65,9 +65,7 @@ class Server:
             end = time.monotonic() + deadline_s
             while not self._may_go_on(rank, last):
                 if not self._changed.wait(min(1.0, end - time.monotonic())) and time.monotonic() > end:
-                    raise PeerError(
-                        f"Timed out waiting: worker {rank} waited {deadline_s:g} s for the others"
-                    )
+                    raise PeerError(f"worker {rank} waited {deadline_s:g} s for the others", LostPeer.SILENT)
             answer = [flat.clone() for flat in self._flats]
             self._leave(rank, last)
             return answer
@@ -207,11 +205,12 @@ class HetPipe:
         end = time.monotonic() + self._deadline_s
         while (message := mail.take(server, PULL)) is None:
             if mail.is_gone(server):
-                raise PeerError(f"Connection closed by peer: worker {server}, a parameter server, is gone")
+                raise PeerError(f"worker {server}, a parameter server, is gone", LostPeer.GONE, server)
             if time.monotonic() > end:
                 raise PeerError(
-                    f"Timed out waiting: worker {self._rank} waited {self._deadline_s:g} s for the parameter "
-                    f"server of worker {server}; a worker hangs, or is slower than parallel.timeout_s allows"
+                    f"worker {self._rank} waited {self._deadline_s:g} s for the parameter server of worker "
+                    f"{server}; a worker hangs, or is slower than parallel.timeout_s allows",
+                    LostPeer.SILENT,
                 )
             mail.wait(LOOK_S)
         found = [t.clone() for t in message.content.tensors if t is not None]

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.channels import PeerError, meet_near
+from plait.cluster.channels import meet_near
+from plait.cluster.collectives import all_gather_values
 from plait.cluster.regions import NearPeer, Region
-from plait.core.errors import PlaitError
+from plait.core.codec import encode
+from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.sync.engine import Engine, Job, layout
 from plait.sync.pieces import LEAST_BYTES, MOST_BYTES, MOST_FAR_BYTES
 from plait.sync.reducer import Members, Pending, Spec
@@ -78,11 +79,10 @@ class OverTopology:
 
     def switch(self, topology: Topology) -> None:
         """Sum along `topology` from now on; all members call it together, with no sum under way."""
-        found: list[Topology | None] = [None] * len(self._members.ranks)
-        dist.all_gather_object(found, topology, group=self._members.group)
-        differing = [rank for rank, other in zip(self._members.ranks, found) if other != found[0]]
-        if differing:
-            names = ", ".join(f"{other.name if other else None}" for other in found)
+        # All of it is compared, as text; a few thousand routes at most.
+        found = all_gather_values([topology.name, encode(topology)], self._members.group)
+        if any(other != found[0] for other in found):
+            names = ", ".join(name for name, _ in found)
             raise PlaitError(
                 f"worker {self._members.rank} was told to switch to topology {topology.name!r}, but the "
                 f"workers were told {names}; all must switch to the same one between the same two steps"
@@ -102,8 +102,7 @@ class OverTopology:
 def _see_each_other(members: Members, region: Region) -> dict[int, NearPeer]:
     """The members of this host, by their places in the topology, each with its region in sight."""
     end = time.monotonic() + members.deadline_s
-    hosts = dict(zip(members.ranks, members.hosts))
-    met = meet_near(members.rank, hosts, members.ranks, members.deadline_s, members.group)
+    met = meet_near(members.rendezvous, f"sums/{','.join(map(str, members.ranks))}", members.ranks)
     near = {members.ranks.index(rank): NearPeer(connection) for rank, connection in met.items()}
     for peer in near.values():
         peer.show(region)
@@ -112,8 +111,9 @@ def _see_each_other(members: Members, region: Region) -> dict[int, NearPeer]:
             peer.see(end - time.monotonic())
         except OSError as failure:
             raise PeerError(
-                f"Connection closed by peer: worker {members.ranks[place]} showed worker {members.rank} no "
-                f"memory: {failure}"
+                f"worker {members.ranks[place]} showed worker {members.rank} no memory: {failure}",
+                LostPeer.GONE,
+                members.ranks[place],
             ) from failure
     region.close()
     return near

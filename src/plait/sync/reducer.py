@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.cluster.rendezvous import Rendezvous
+
 
 class Pending(Protocol):
     """A sum on its way."""
@@ -47,16 +49,27 @@ class Spec:
 class Members:
     """The workers that sum together, as one of them sees them.
 
-    `ranks` are those of the world in the topology's order and `hosts` their hosts; `group` is theirs (None:
-    the world's). Two sets of sums over one group need different `lane`s.
+    `ranks` are those of the world in the topology's order; `group` is theirs (None: the world's). Two sets of
+    sums over one group need different `lane`s.
     """
 
-    rank: int
+    rendezvous: Rendezvous
     ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
     group: dist.ProcessGroup | None = None
-    deadline_s: float = 300.0
     lane: int = 0
+
+    @property
+    def rank(self) -> int:
+        return self.rendezvous.rank
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each, in the topology's order."""
+        return tuple(self.rendezvous.hosts[rank] for rank in self.ranks)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.rendezvous.timeout_s
 
     @property
     def place(self) -> int:
@@ -64,11 +77,9 @@ class Members:
         return self.ranks.index(self.rank)
 
 
-def whole_world(host: str, deadline_s: float) -> Members:
-    """All workers as members; every rank calls it with the name of its own host."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host)
-    return Members(dist.get_rank(), tuple(range(len(hosts))), tuple(hosts), None, deadline_s)
+def whole_world(rendezvous: Rendezvous) -> Members:
+    """All workers as members."""
+    return Members(rendezvous, tuple(range(len(rendezvous.hosts))))
 
 
 class Native:

@@ -22,6 +22,8 @@ Answer = dict[str, Any]
 Answerer = Callable[[Question], Answer]
 
 _CLOSE: Question = {"ask": "close"}
+# Between two questions trials train.
+PATIENCE = timedelta(days=365)
 
 
 class Desk(Protocol):
@@ -63,20 +65,22 @@ class Clerk:
     """Answers the other workers' questions in a thread of rank 0, in the order they come."""
 
     def __init__(self, worker: Worker, desk: OwnDesk) -> None:
-        # A store of its own: one that waits for a question would keep rank 0 from its own business.
-        timeout = timedelta(days=365)
-        self._store = dist.TCPStore(worker.store.host, worker.store.port, is_master=False, timeout=timeout)
-        self._own_store = worker.store
+        self._store = worker.store
         self._desk = desk
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         number = 1
-        while (question := json.loads(self._store.get(f"plait/sweep/question/{number}"))) != _CLOSE:
+        while (question := self._next(f"plait/sweep/question/{number}")) != _CLOSE:
             self._store.set(f"plait/sweep/answer/{number}", json.dumps(self._reply(question)))
             self._store.delete_key(f"plait/sweep/question/{number}")
             number += 1
+
+    def _next(self, key: str) -> Question:
+        self._store.wait([key], PATIENCE)
+        question: Question = json.loads(self._store.get(key))
+        return question
 
     def _reply(self, question: Mapping[str, Any]) -> Answer:
         try:
@@ -87,6 +91,6 @@ class Clerk:
 
     def close(self) -> None:
         """End the thread; all other workers have asked their last question."""
-        number = self._own_store.add("plait/sweep/questions", 1)
-        self._own_store.set(f"plait/sweep/question/{number}", json.dumps(_CLOSE))
+        number = self._store.add("plait/sweep/questions", 1)
+        self._store.set(f"plait/sweep/question/{number}", json.dumps(_CLOSE))
         self._thread.join(10.0)

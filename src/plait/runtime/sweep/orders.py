@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, get_args
 
-from plait.runtime.checkpoint import Checkpoint
+from plait.core.codec import decode, encode
+from plait.runtime.checkpoint import Checkpoint, Tensors
 from plait.runtime.settings import TrainSettings
 
 
@@ -64,3 +67,45 @@ class End:
 
 
 Order = Begin | Change | Step | Evaluate | Collect | Dissolve | End
+
+
+def to_message(order: Order) -> tuple[dict[str, Any], Tensors]:
+    """The order as plain values and named tensors."""
+    tensors: Tensors = {}
+    fields = {name: value for name, value in vars(order).items() if name != "entering"}
+    entering = []
+    for number, one in enumerate(getattr(order, "entering", ())):
+        state = one.state
+        if state is not None:
+            tensors |= {f"{number}/model/{name}": value for name, value in state.model.items()}
+            tensors |= {f"{number}/optimizer/{name}": value for name, value in state.optimizer.items()}
+        rest = None if state is None else [state.step, dict(state.progress)]
+        entering.append([encode(one.settings), rest])
+    return {"order": type(order).__name__, "fields": encode(fields), "entering": entering}, tensors
+
+
+def from_message(value: Mapping[str, Any], tensors: Tensors) -> Order:
+    """The order that `to_message` made these of."""
+    kind = next(each for each in get_args(Order) if each.__name__ == value["order"])
+    if not value["entering"] and kind not in (Begin, Change):
+        made: Order = decode(kind, value["fields"])
+        return made
+    entering = tuple(
+        Newcomer(decode(TrainSettings, settings, "settings"), _state(number, rest, tensors))
+        for number, (settings, rest) in enumerate(value["entering"])
+    )
+    fields = value["fields"]
+    if kind is Begin:
+        return Begin(entering, fields["fused"])
+    return Change(tuple(fields["leaving"]), entering)
+
+
+def _state(number: int, rest: list[Any] | None, tensors: Tensors) -> Checkpoint | None:
+    if rest is None:
+        return None
+    step, progress = rest
+    model, optimizer = (
+        {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        for prefix in (f"{number}/model/", f"{number}/optimizer/")
+    )
+    return Checkpoint(step, model, optimizer, progress)

@@ -63,7 +63,7 @@ class PipelinedArray:
             lambda _: cast("torch.optim.Optimizer", self._own.optimizer),
             first.parts.device,
             first.parts.autocast,
-            deadline_s=pipeline.deadline_s,
+            pipeline.rendezvous,
             make_stage=self._make_stage,
         )
         self._pipeline = pipelines.Pipeline(
@@ -163,16 +163,16 @@ class PipelinedArray:
     def tensors(self, place: int) -> TrialTensors:
         """The whole state of a trial, on the leader."""
         model, optimizer = dict(self._rest[place]), dict[str, Tensor]()
-        for part in self._gather(place):
-            model |= part[0]
-            optimizer |= part[1]
+        parts, state = self._gather(place)
+        model |= parts
+        optimizer |= state
         # A further name that no code uses is with those that no stage holds, as it was at the beginning.
         model |= {name: model[first] for name, first in self._further.items()}
         return TrialTensors(model, optimizer, {}, int(self._own.fused.ages[place]))
 
-    def _gather(self, place: int) -> list[tuple[checkpoints.Tensors, checkpoints.Tensors]]:
+    def _gather(self, place: int) -> tuple[checkpoints.Tensors, checkpoints.Tensors]:
         own = self._own.tensors(place)
-        return self._team.gather((_on_cpu(own.model), _on_cpu(self._by_first_names(own.optimizer))))
+        return self._team.gather(own.model), self._team.gather(self._by_first_names(own.optimizer))
 
     def _by_first_names(self, state: checkpoints.Tensors) -> checkpoints.Tensors:
         found = {}

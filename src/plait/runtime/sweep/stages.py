@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from plait.cluster.channels import Channels
+from plait.cluster.rendezvous import Rendezvous
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import InputError, JobError
@@ -33,17 +33,15 @@ class TeamPipeline:
     rank: int
     arrangement: Arrangement
     channels: Channels
-    deadline_s: float
+    rendezvous: Rendezvous
 
 
 def link_stages(worker: Worker, settings: TrainSettings, first: int, device: torch.device) -> TeamPipeline:
     """This worker's links to its team, whose first has rank `first`; all workers call it together."""
     assert settings.pipeline is not None
     arrangement = _from_rank(first, _arranged(settings.pipeline))
-    hosts: list[str] = [""] * worker.world_size
-    dist.all_gather_object(hosts, worker.host)
-    channels = link(worker, hosts, arrangement, device)
-    return TeamPipeline(worker.rank, arrangement, channels, worker.timeout_s)
+    channels = link(worker, arrangement, device)
+    return TeamPipeline(worker.rank, arrangement, channels, worker.rendezvous)
 
 
 def _arranged(pipeline: PipelineSettings) -> Arrangement:

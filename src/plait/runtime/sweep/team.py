@@ -5,19 +5,19 @@ The first of them leads: it talks to the desk and decides, and the others follow
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from plait.cluster.collectives import broadcast_named, broadcast_value, gather_named
+from plait.cluster.groups import new_group
 from plait.cluster.worker import Worker
 from plait.core.errors import InputError
-from plait.runtime.sweep.orders import Order, Step
+from plait.runtime.sweep.orders import Order, Step, from_message, to_message
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.stages import TeamPipeline, link_stages
 from plait.sync.all_reduce import AllReduce
@@ -68,10 +68,11 @@ class Team:
             head[1:] = torch.tensor(order.factors, dtype=torch.float64)
             self._broadcast(head)
             return
-        content = bytearray(pickle.dumps(order))
-        head[0], head[1] = _OTHER, len(content)
+        head[0] = _OTHER
         self._broadcast(head)
-        self._broadcast(torch.frombuffer(content, dtype=torch.uint8))
+        value, tensors = to_message(order)
+        broadcast_value(value, self._leader, self._orders)
+        broadcast_named(tensors, self._leader, self._orders)
 
     def hear(self, trials: int) -> Order:
         """The leader's next order; `trials` is how many this worker's array has now."""
@@ -79,10 +80,8 @@ class Team:
         self._broadcast(head)
         if head[0] == _STEP:
             return Step(tuple(head[1:].tolist()))
-        content = torch.empty(int(head[1]), dtype=torch.uint8)
-        self._broadcast(content)
-        order: Order = pickle.loads(content.numpy().tobytes())
-        return order
+        value = broadcast_value(None, self._leader, self._orders)
+        return from_message(value, broadcast_named(None, self._leader, self._orders))
 
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, self._leader, group=self._orders)
@@ -93,11 +92,9 @@ class Team:
         dist.all_reduce(carried, group=self.sums)
         return carried.to(numbers.device)
 
-    def gather(self, value: Any) -> list[Any]:
-        """On the leader what each member gave; elsewhere nothing."""
-        found: list[Any] | None = [None] * self.size if self.leads else None
-        dist.gather_object(value, found, self._leader, group=self._orders)
-        return found or []
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the leader the named tensors of all members; elsewhere nothing."""
+        return gather_named(tensors, self._leader, self._orders)
 
     def average(self, module: nn.Module) -> None:
         """Give all members the mean of their running statistics."""
@@ -161,11 +158,10 @@ def check_teams(settings: SweepSettings, workers: int) -> None:
 def make_team(worker: Worker, settings: SweepSettings, device: torch.device) -> Team:
     """This worker's team; all workers call it together, in the process group of all."""
     found = None
-    deadline = timedelta(seconds=worker.timeout_s)
     for first in range(0, worker.world_size, settings.team_size):
         ranks = list(range(first, first + settings.team_size))
-        sums = dist.new_group(ranks, timeout=deadline)
-        orders = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
+        sums = new_group(worker.rendezvous, ranks)
+        orders = new_group(worker.rendezvous, ranks, PATIENCE, backend="gloo")
         if worker.rank in ranks:
             found = Team(ranks, worker.rank, sums, orders)
     assert found is not None

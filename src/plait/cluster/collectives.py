@@ -1,0 +1,112 @@
+"""Collectives on plain values and named tensors: JSON and raw bytes travel, and nothing is ever unpickled.
+
+Each is called by all ranks of its group together (the world, unless given). They are for what happens now and
+then, not for every step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Named = dict[str, Tensor]
+
+
+def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank gave, in the order of ranks; anything that JSON can hold."""
+    own = _bytes(value)
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([own.numel()]), group=group)
+    longest = int(max(length.item() for length in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: own.numel()] = own
+    found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(found, padded, group=group)
+    return [_value(each[: int(length.item())]) for each, length in zip(found, lengths)]
+
+
+def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+    """What rank `source` (of the world) gave; the others' values do not matter."""
+    content = _bytes(value) if dist.get_rank() == source else torch.zeros(0, dtype=torch.uint8)
+    length = torch.tensor([content.numel()])
+    dist.broadcast(length, source, group=group)
+    if dist.get_rank() != source:
+        content = torch.zeros(int(length.item()), dtype=torch.uint8)
+    dist.broadcast(content, source, group=group)
+    return _value(content)
+
+
+def broadcast_named(
+    tensors: Mapping[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None
+) -> Named:
+    """The named tensors that rank `source` gave, on the CPU."""
+    own = {} if tensors is None else {name: _flat(tensor) for name, tensor in tensors.items()}
+    specs = broadcast_value(_specs(tensors or {}), source, group)
+    if dist.get_rank() != source:
+        own = {name: _empty(*spec) for name, spec in specs.items()}
+    for flat in own.values():
+        if flat.numel():
+            dist.broadcast(flat, source, group=group)
+    return {name: _shaped(own[name], *spec) for name, spec in specs.items()}
+
+
+def gather_named(tensors: Mapping[str, Tensor], target: int, group: dist.ProcessGroup | None = None) -> Named:
+    """On rank `target` (of the world) the named tensors of all ranks, on the CPU; elsewhere nothing.
+
+    Of tensors that several ranks give under one name, the highest rank's stays.
+    """
+    specs = all_gather_values(_specs(tensors), group)
+    rank = dist.get_rank()
+    if rank != target:
+        for tensor in tensors.values():
+            if tensor.numel():
+                dist.send(_flat(tensor), target, group=group)
+        return {}
+    found: Named = {}
+    for member, theirs in zip(dist.get_process_group_ranks(group), specs):
+        for name, spec in theirs.items():
+            if member == rank:
+                found[name] = tensors[name].detach().cpu()
+                continue
+            flat = _empty(*spec)
+            if flat.numel():
+                dist.recv(flat, member, group=group)
+            found[name] = _shaped(flat, *spec)
+    return found
+
+
+def _bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _value(content: Tensor) -> Any:
+    return json.loads(content.numpy().tobytes())
+
+
+def _specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+    return {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()}
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The tensor's bytes, in a row on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _empty(dtype: str, shape: list[int]) -> Tensor:
+    return torch.zeros(torch.Size(shape).numel() * _dtype(dtype).itemsize, dtype=torch.uint8)
+
+
+def _shaped(flat: Tensor, dtype: str, shape: list[int]) -> Tensor:
+    return flat.view(_dtype(dtype)).reshape(shape)

@@ -1,0 +1,189 @@
+"""Process groups of torch's that no stranger can enter.
+
+gloo listens on TCP ports, and whoever connects there first is taken for a peer. So the members of a new group
+prove to each other, over the group itself, that they know the job's secret, and a group that a stranger has
+entered is made again. After that the kernel drops whatever else comes to the group's port: gloo would keep
+every such connection open for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import hmac
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.cluster.rendezvous import Rendezvous
+from plait.core.errors import LostPeer, PeerError
+
+ATTEMPTS = 5
+# For a proof that its sender says is on its way.
+PROOF_S = 5.0
+_PROOF_TAG = (1 << 20) + 1
+_SO_ATTACH_FILTER = 26
+
+
+def join_world(backend: str, rendezvous: Rendezvous) -> None:
+    """Make the process group of all workers; every rank calls it."""
+
+    def make(attempt: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"plait/world/{attempt}", rendezvous.store),
+            rank=rendezvous.rank,
+            world_size=len(rendezvous.hosts),
+            timeout=timedelta(seconds=rendezvous.timeout_s),
+        )
+
+    _make_proven(rendezvous, range(len(rendezvous.hosts)), make)
+
+
+def new_group(
+    rendezvous: Rendezvous, ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None
+) -> Any:
+    """A process group of these ranks, with a timeout of its own; every rank of the world calls it."""
+    deadline = timeout or timedelta(seconds=rendezvous.timeout_s)
+    return _make_proven(
+        rendezvous, ranks, lambda _: dist.new_group(list(ranks), timeout=deadline, backend=backend)
+    )
+
+
+def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[int], Any]) -> Any:
+    """What `make` returned, once all members have proven themselves in it; all ranks agree on that."""
+    group_name = rendezvous.next_group(ranks)
+    for attempt in range(ATTEMPTS):
+        name = f"{group_name}/{attempt}"
+        with _sealing():
+            group, fine = None, True
+            try:
+                group = make(attempt)
+            except RuntimeError:
+                fine = False
+            if _is_proven(rendezvous, name, ranks, group, fine):
+                return group
+    raise PeerError(
+        f"a process group of workers {list(ranks)} could not be made in {ATTEMPTS} attempts: some "
+        f"connections came from elsewhere, or broke",
+        LostPeer.GONE,
+    )
+
+
+def _is_proven(rendezvous: Rendezvous, name: str, ranks: Sequence[int], group: Any, fine: bool) -> bool:
+    """Whether every member of the group has heard from each other one what only the job's workers can say."""
+    store, own = rendezvous.store, rendezvous.rank
+    proofs = _Proofs(rendezvous, name, ranks, group) if fine and own in ranks and len(ranks) > 1 else None
+    if own in ranks:
+        store.set(f"{name}/sent/{own}", "")
+    _wait(rendezvous, [f"{name}/sent/{rank}" for rank in ranks])
+    if own in ranks:
+        fine = fine and (proofs is None or proofs.all_are_right())
+        store.set(f"{name}/fine/{own}", "1" if fine else "0")
+    verdicts = [f"{name}/fine/{rank}" for rank in ranks]
+    _wait(rendezvous, verdicts)
+    return all(store.get(verdict) == b"1" for verdict in verdicts)
+
+
+def _wait(rendezvous: Rendezvous, keys: Sequence[str]) -> None:
+    rendezvous.store.wait(list(keys), timedelta(seconds=rendezvous.timeout_s))
+
+
+class _Proofs:
+    """The proofs that a member sends to each other one, and those that it expects."""
+
+    def __init__(self, rendezvous: Rendezvous, name: str, ranks: Sequence[int], group: Any) -> None:
+        self._secret, self._name, self._own = rendezvous.secret, name, rendezvous.rank
+        self._works: list[dist.Work | None] = []
+        self._received: dict[int, torch.Tensor] = {}
+        self._kept = []
+        try:
+            for peer in (rank for rank in ranks if rank != self._own):
+                own = torch.frombuffer(bytearray(self._proof(self._own, peer)), dtype=torch.uint8)
+                theirs = torch.zeros_like(own)
+                self._kept.append(own)
+                self._received[peer] = theirs
+                self._works.append(dist.isend(own, peer, group=group, tag=_PROOF_TAG))
+                self._works.append(dist.irecv(theirs, peer, group=group, tag=_PROOF_TAG))
+        except RuntimeError:
+            self._works.append(None)
+
+    def _proof(self, sender: int, receiver: int) -> bytes:
+        content = f"group|{self._name}|{sender}|{receiver}".encode()
+        return hmac.new(self._secret, content, hashlib.sha256).digest()
+
+    def all_are_right(self) -> bool:
+        """Whether every other member has sent its proof; called once all say that they have."""
+        try:
+            for work in self._works:
+                if work is None:
+                    return False
+                work.wait(timedelta(seconds=PROOF_S))
+        except RuntimeError:
+            return False
+        return all(
+            hmac.compare_digest(theirs.numpy().tobytes(), self._proof(peer, self._own))
+            for peer, theirs in self._received.items()
+        )
+
+
+@contextlib.contextmanager
+def _sealing() -> Iterator[None]:
+    """Have the kernel drop what comes to the ports that are opened here, once this is done."""
+    before = _listening()
+    try:
+        yield
+    finally:
+        for descriptor in _listening() - before:
+            _seal(descriptor)
+
+
+def _listening() -> set[int]:
+    """The descriptors on which this process listens for TCP connections."""
+    if sys.platform != "linux":
+        return set()
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and copy.family in (socket.AF_INET, socket.AF_INET6):
+                    found.add(int(name))
+    return found
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_uint16),
+        ("on_true", ctypes.c_uint8),
+        ("on_false", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    )
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction)))
+
+
+def _seal(descriptor: int) -> None:
+    """Let the socket receive nothing more; connections that it has accepted are sockets of their own."""
+    return_zero = _Instruction(6, 0, 0, 0)
+    program = _Program(1, ctypes.pointer(return_zero))
+    ctypes.CDLL(None).setsockopt(
+        descriptor,
+        socket.SOL_SOCKET,
+        _SO_ATTACH_FILTER,
+        ctypes.byref(program),
+        ctypes.sizeof(program),
+    )

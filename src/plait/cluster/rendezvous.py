@@ -1,0 +1,152 @@
+"""Where workers find each other: connections between two of them, each proven to be of the job.
+
+Addresses are exchanged in the job's store. Workers of one host are linked by local sockets, others by TCP.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from plait.cluster.handshake import Address, Listener, connect
+from plait.core.errors import LostPeer, PeerError
+
+
+def shares_memory() -> bool:
+    """Whether workers of one host can hand each other memory on this system."""
+    return hasattr(os, "memfd_create")
+
+
+class Rendezvous:
+    """Links this worker with others of its job.
+
+    `hosts` names the host of each rank, `address` is where other hosts reach this one, and `timeout_s` is how
+    long the others may take to come.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        secret: bytes,
+        rank: int,
+        hosts: Sequence[str],
+        address: str = "127.0.0.1",
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.store = store
+        self.secret = secret
+        self.rank = rank
+        self.hosts = tuple(hosts)
+        self.timeout_s = timeout_s
+        self._address = address
+        self._meetings = Counter[str]()
+        self._groups = Counter[tuple[int, ...]]()
+
+    def next_group(self, ranks: Sequence[int]) -> str:
+        """A name for the next process group of these ranks, which all make in the same order."""
+        key = tuple(ranks)
+        self._groups[key] += 1
+        return f"plait/group/{','.join(map(str, key))}/{self._groups[key]}"
+
+    def meet(
+        self,
+        name: str,
+        peers: Iterable[int],
+        own: int | None = None,
+        hosts: Sequence[str] | Mapping[int, str] | None = None,
+    ) -> dict[int, socket.socket]:
+        """A connection to each of `peers`; all of them call it with the same name, and each other as peers.
+
+        Where members have other numbers than their ranks, `own` is this worker's and `hosts` names the
+        host of each. To those of the same host the sockets keep what is sent in one call together.
+        """
+        own = self.rank if own is None else own
+        hosts = self.hosts if hosts is None else hosts
+        self._meetings[name] += 1
+        where = f"plait/meet/{name}/{self._meetings[name]}"
+        peers = sorted(set(peers) - {own})
+        near = {peer for peer in peers if shares_memory() and hosts[peer] == hosts[own]}
+        return _Meeting(self, where, own, near).link(peers)
+
+    def listen(self, purpose: str, near: bool) -> Listener:
+        return Listener(self.secret, purpose, None if near else self._address, packets=near)
+
+
+class _Meeting:
+    """One exchange of addresses: lower numbers listen, higher ones connect."""
+
+    def __init__(self, rendezvous: Rendezvous, where: str, own: int, near: set[int]) -> None:
+        self._rendezvous = rendezvous
+        self._where = where
+        self._own = own
+        self._near = near
+        self._end = time.monotonic() + rendezvous.timeout_s
+
+    def link(self, peers: Sequence[int]) -> dict[int, socket.socket]:
+        higher = [peer for peer in peers if peer > self._own]
+        listeners = {
+            near: self._rendezvous.listen(self._purpose(self._own), near)
+            for near in (True, False)
+            if any((peer in self._near) == near for peer in higher)
+        }
+        store = self._rendezvous.store
+        found: dict[int, socket.socket] = {}
+        try:
+            for near, listener in listeners.items():
+                store.set(self._key(self._own, near), listener.address.text)
+            for peer in (p for p in peers if p < self._own):
+                found[peer] = self._connect(peer)
+            for near, listener in listeners.items():
+                waiting = {peer for peer in higher if (peer in self._near) == near}
+                found |= self._accept(listener, waiting)
+        finally:
+            for near, listener in listeners.items():
+                listener.close()
+                store.delete_key(self._key(self._own, near))
+        return found
+
+    def _purpose(self, listener: int) -> str:
+        return f"{self._where}/{listener}"
+
+    def _key(self, listener: int, near: bool) -> str:
+        return f"{self._where}/{listener}/{'near' if near else 'far'}"
+
+    def _connect(self, peer: int) -> socket.socket:
+        key = self._key(peer, peer in self._near)
+        store = self._rendezvous.store
+        try:
+            store.wait([key], timedelta(seconds=self._left_s()))
+            address = Address(store.get(key).decode())
+            return connect(address, self._rendezvous.secret, self._purpose(peer), self._own, self._left_s())
+        except (OSError, RuntimeError) as failure:
+            raise self._missing([peer]) from failure
+
+    def _accept(self, listener: Listener, waiting: set[int]) -> dict[int, socket.socket]:
+        found: dict[int, socket.socket] = {}
+        while waiting:
+            try:
+                peer, connection = listener.accept(self._end)
+            except TimeoutError as failure:
+                raise self._missing(sorted(waiting)) from failure
+            if peer in found:  # it lost its first connection on the way and tried again
+                found[peer].close()
+            found[peer] = connection
+            waiting.discard(peer)
+        return found
+
+    def _missing(self, peers: Sequence[int]) -> PeerError:
+        names = ", ".join(map(str, peers))
+        return PeerError(
+            f"worker {self._own} waited {self._rendezvous.timeout_s:g} s to be linked with worker {names}",
+            LostPeer.SILENT,
+            peers[0],
+        )
+
+    def _left_s(self) -> float:
+        return max(0.1, self._end - time.monotonic())
