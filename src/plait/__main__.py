@@ -1,5 +1,20 @@
-"""`python -m plait` is the `plait` command."""
+"""`plait`, and `python -m plait`: imports little, so that Ctrl-C is answered in the first moments too."""
 
-from plait.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C before a verb has taken over ends it with status 130."""
+    try:
+        from plait.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        print("plait: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

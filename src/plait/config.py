@@ -157,6 +157,7 @@ class Job(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     tensorboard: bool = False
     log_every_steps: int | None = Field(default=None, ge=1)
+    stop_on_nan: bool = True
     parallel: Parallel = Field(default_factory=Parallel)
     cluster: Cluster = Field(default_factory=Cluster)
     run_dir: str = "runs"
@@ -279,6 +280,7 @@ class Job(Section):
             checkpoint=run.CheckpointSettings(**self.checkpoint.model_dump()),
             tensorboard=self.tensorboard,
             log_every_steps=self.log_every_steps,
+            stop_on_nan=self.stop_on_nan,
             topology=read_wish(self.parallel.topology),
             sync=run.SyncSettings(self.parallel.sync, self.parallel.sync_options),
             slow=run.SlowSettings(self.parallel.slow, _pair(self.parallel.jitter)),

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.core.errors import PeerError
 from plait.core.codec import decode, encode
-from plait.core.errors import JobError
+from plait.core.errors import JobError, PeerError
 from plait.core.events import read
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan

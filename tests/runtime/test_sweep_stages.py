@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from plait.config import make_job
@@ -37,6 +38,7 @@ from plait.runtime.sweep.stages import TeamPipeline
 from plait.runtime.sweep.team import Team, check_teams
 from plait.runtime.sweep.trials import with_values
 from plait.sweeping import make_sweep
+from support.meeting import rendezvous_of
 from support.plans import planned
 from support.sweeping import (
     killed_sweep,
@@ -241,7 +243,8 @@ def make_stage(settings: SweepSettings) -> PipelinedArray:
     assert settings.train.pipeline is not None
     plan = arrange(decode(Plan, settings.train.pipeline.plan, "plan"))
     nobody: Any = None
-    team, pipeline = Team([0, 1], 0, nobody, nobody), TeamPipeline(0, plan, nobody, 1.0)
+    meeting = rendezvous_of(0, ["here"] * 2, dist.HashStore())
+    team, pipeline = Team([0, 1], 0, nobody, nobody), TeamPipeline(0, plan, nobody, meeting)
     trials = [with_values(settings.train, values) for values in combinations(settings.over)]
     entries = [make_entry(one, None, torch.device("cpu"), DataSets()) for one in trials]
     return PipelinedArray(entries, team, pipeline)

@@ -40,13 +40,17 @@ class TestWorker:
         self.timeout_s = 30.0
         self.reports: list[dict[str, Any]] = []
         self._stop_file = stop_file
+        self._asked_to_stop = False
 
     @cached_property
     def rendezvous(self) -> Rendezvous:
         return rendezvous_of(self.rank, self.hosts, getattr(self, "store", None), self.timeout_s)
 
     def stop_requested(self) -> bool:
-        return self._stop_file is not None and self._stop_file.exists()
+        return self._asked_to_stop or (self._stop_file is not None and self._stop_file.exists())
+
+    def ask_to_stop(self) -> None:
+        self._asked_to_stop = True
 
     def report(self, progress: dict[str, Any]) -> None:
         self.reports.append(dict(progress))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import NoReturn
 
 import typer
 
@@ -52,7 +53,18 @@ def main() -> None:
     except PlaitError as failure:
         if story := getattr(failure, "traceback", ""):
             print(story.rstrip(), file=sys.stderr)
-        print(f"plait: {failure}", file=sys.stderr)
-        if "--json" in sys.argv:
-            print(json.dumps({"error": str(failure)}))
-        sys.exit(failure.exit_status)
+        _end(str(failure), failure.exit_status)
+    except BrokenPipeError:
+        # Whoever read our output has enough of it; nothing more can be told.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as failure:
+        where = f"{failure.filename}: " if failure.filename else ""
+        _end(f"{where}{failure.strerror or failure}", 1)
+
+
+def _end(message: str, status: int) -> NoReturn:
+    print(f"plait: {message}", file=sys.stderr)
+    if "--json" in sys.argv:
+        print(json.dumps({"error": message}))
+    sys.exit(status)

@@ -114,6 +114,10 @@ class Worker:
         """Whether this worker's host was asked to end the job cleanly; costs next to nothing."""
         return self._agent.stop_requested
 
+    def ask_to_stop(self) -> None:
+        """Have this worker wish to end the job cleanly, as a request from outside does."""
+        self._agent.stop_requested = True
+
     def report(self, progress: dict[str, Any]) -> None:
         """Tell the supervisor how far the job is; one worker calls it a few times a second at most."""
         self._agent.send(progress=progress)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import errno
+from pathlib import Path
 
 
 class PlaitError(Exception):
@@ -38,6 +40,23 @@ class CheckpointError(InputError):
 
 class LaunchError(PlaitError):
     """The workers could not be started, or ended before the job did."""
+
+
+class DiskError(PlaitError):
+    """A file could not be written: the disk is full, or its folder may not be written to."""
+
+    def __init__(self, path: Path, reason: OSError) -> None:
+        self.errno = reason.errno
+        remedy = _REMEDY.get(reason.errno or 0, "")
+        super().__init__(f"{path}: cannot be written: {reason.strerror or reason}{remedy}")
+
+
+_REMEDY = {
+    errno.ENOSPC: "; free some space and go on with --resume",
+    errno.EDQUOT: "; free some of your quota and go on with --resume",
+    errno.EROFS: "; set run_dir to a folder that can be written to",
+    errno.EACCES: "; set run_dir to a folder that you may write to",
+}
 
 
 class LostPeer(enum.Enum):

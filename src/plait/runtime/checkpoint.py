@@ -7,9 +7,12 @@ disk and renamed. Random numbers need no state: they are a function of the seed,
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -23,11 +26,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.cluster.collectives import broadcast_named, broadcast_value
-from plait.core.errors import CheckpointError
-from plait.core.files import sync_folder, write_atomic
+from plait.core.codec import decode
+from plait.core.errors import ArtefactError, CheckpointError, DiskError
+from plait.core.files import sync_folder, write_atomic, writing
 from plait.stages.linear import laid_out_as
 
-VERSION = 1
+VERSION = 2
+# Version 1 had no checksum of its state.
+READ_VERSIONS = (1, VERSION)
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_OLD = ".old-"
+_NAME = re.compile(r"step-\d+")
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, Tensor]
@@ -104,32 +113,59 @@ def broadcast(checkpoint: Checkpoint | None) -> Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `checkpoint` below `folder`, whole or not at all; returns where it is."""
+    """Write `checkpoint` below `folder`, whole or not at all; returns where it is.
+
+    DiskError where the disk does not take it; what was written of it is removed then.
+    """
     final = folder / _name(checkpoint.step)
     aside = folder / f".{final.name}.{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
+    try:
+        with writing(final):
+            _write(aside, checkpoint)
+            _replace(aside, final)
+    except DiskError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return final
+
+
+def _write(aside: Path, checkpoint: Checkpoint) -> None:
     aside.mkdir(parents=True)
     model, tied = _without_repeats(checkpoint.model)
-    save_file(model, aside / "model.safetensors")
-    save_file({k: v.contiguous() for k, v in checkpoint.optimizer.items()}, aside / "optimizer.safetensors")
-    files = {name: _seal(aside / name) for name in ("model.safetensors", "optimizer.safetensors")}
+    _save_tensors(model, aside / MODEL)
+    _save_tensors({k: v.contiguous() for k, v in checkpoint.optimizer.items()}, aside / OPTIMIZER)
     state = {
         "plait": "checkpoint",
         "version": VERSION,
         "step": checkpoint.step,
         "progress": dict(checkpoint.progress),
         "tied": tied,
-        "files": files,
+        "files": {name: _seal(aside / name) for name in (MODEL, OPTIMIZER)},
     }
-    write_atomic(aside / "state.json", json.dumps(state, indent=1))
+    # As it will be read again.
+    plain = json.loads(json.dumps(state))
+    write_atomic(aside / STATE, json.dumps({**plain, "crc32": _checksum_of(plain)}, indent=1))
     sync_folder(aside)
-    old = folder / f".old-{final.name}.{os.getpid()}"
+
+
+def _save_tensors(tensors: Tensors, path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as failure:
+        # Its own error has no number; the disk's is in its words.
+        number = re.search(r"os error (\d+)", str(failure))
+        raise OSError(int(number[1]) if number else errno.EIO, str(failure), str(path)) from failure
+
+
+def _replace(aside: Path, final: Path) -> None:
+    """Put `aside` in the place of `final`; what was there is found by `list_checkpoints` until it is done."""
+    old = final.with_name(f"{_OLD}{final.name}.{os.getpid()}")
     if final.exists():
         final.rename(old)
     aside.rename(final)
-    sync_folder(folder)
+    sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
-    return final
 
 
 def _name(step: int) -> str:
@@ -169,48 +205,105 @@ def _checksum(path: Path) -> int:
 def load(path: Path) -> Checkpoint:
     """The checkpoint at `path`, checked whole; a truncated, damaged or foreign one is refused."""
     state = _read_state(path)
-    for name, seal in state["files"].items():
+    for name, seal in state.files.items():
         _check_file(path / name, seal)
     try:
-        model = load_file(path / "model.safetensors")
-        optimizer = load_file(path / "optimizer.safetensors")
+        model = load_file(path / MODEL)
+        optimizer = load_file(path / OPTIMIZER)
     except (SafetensorError, OSError) as failure:
         raise CheckpointError(f"{path}: cannot be read: {failure}") from None
-    model.update({alias: model[name] for alias, name in state["tied"].items()})
-    return Checkpoint(state["step"], model, optimizer, state["progress"])
+    for alias, name in state.tied.items():
+        if name not in model:
+            raise CheckpointError(f"{path}/{STATE}: {alias!r} is tied to {name!r}, which is not there")
+        model[alias] = model[name]
+    return Checkpoint(state.step, model, optimizer, state.progress)
 
 
-def _check_file(file: Path, seal: Mapping[str, int]) -> None:
+@dataclass(frozen=True)
+class _FileSeal:
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class _State:
+    """What `state.json` holds, beside what it is."""
+
+    step: int
+    progress: Mapping[str, Any]
+    tied: Mapping[str, str]
+    files: Mapping[str, _FileSeal]
+
+
+def _check_file(file: Path, seal: _FileSeal) -> None:
     if not file.exists():
         raise CheckpointError(f"{file}: missing")
     size = file.stat().st_size
-    if size != seal["bytes"]:
-        raise CheckpointError(f"{file}: {size} bytes, expected {seal['bytes']}; it is truncated")
-    if _checksum(file) != seal["crc32"]:
-        raise CheckpointError(f"{file}: its checksum differs from the one in state.json; it is damaged")
+    if size != seal.bytes:
+        raise CheckpointError(f"{file}: {size} bytes, expected {seal.bytes}; it is truncated")
+    if _checksum(file) != seal.crc32:
+        raise CheckpointError(f"{file}: its checksum differs from the one in {STATE}; it is damaged")
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> _State:
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = json.loads((path / STATE).read_text())
     except FileNotFoundError:
+        raise CheckpointError(f"{path}: no {STATE} in it; it is not a whole checkpoint of Plait's") from None
+    except (OSError, ValueError, RecursionError) as failure:
+        raise CheckpointError(f"{path}/{STATE}: cannot be read: {failure}") from None
+    if not isinstance(state, dict) or state.pop("plait", None) != "checkpoint":
+        raise CheckpointError(f"{path}/{STATE}: not a checkpoint of Plait's")
+    if (version := state.pop("version", None)) not in READ_VERSIONS:
+        raise CheckpointError(f"{path}: version {version!r}, this Plait reads version {VERSION}")
+    checksum = state.pop("crc32", None)
+    if version == VERSION and checksum != _checksum_of({"plait": "checkpoint", "version": version, **state}):
+        raise CheckpointError(f"{path}/{STATE}: its checksum is wrong; it is damaged")
+    try:
+        found = decode(_State, state, f"{path}/{STATE}")
+    except ArtefactError as failure:
+        raise CheckpointError(f"{failure}; it is damaged") from None
+    if found.step < 0 or found.files.keys() != {MODEL, OPTIMIZER}:
         raise CheckpointError(
-            f"{path}: no state.json in it; it is not a whole checkpoint of Plait's"
-        ) from None
-    except (OSError, ValueError) as failure:
-        raise CheckpointError(f"{path}/state.json: cannot be read: {failure}") from None
-    if not isinstance(state, dict) or state.get("plait") != "checkpoint":
-        raise CheckpointError(f"{path}/state.json: not a checkpoint of Plait's")
-    if state.get("version") != VERSION:
-        raise CheckpointError(f"{path}: version {state.get('version')}, this Plait reads version {VERSION}")
-    if missing := {"step", "progress", "tied", "files"} - state.keys():
-        raise CheckpointError(f"{path}/state.json: {sorted(missing)[0]!r} is missing; it is damaged")
-    return state
+            f"{path}/{STATE}: step {found.step}, files {sorted(found.files)}; it is damaged"
+        )
+    return found
+
+
+def _checksum_of(state: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints below `folder`, newest first; unfinished ones are not among them."""
-    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+    """The checkpoints below `folder`, newest first; unfinished ones are not among them.
+
+    One that was just being replaced when its process ended is.
+    """
+    if not folder.is_dir():
+        return []
+    found = {path.name: path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)}
+    for path in folder.glob(f"{_OLD}step-*"):
+        found.setdefault(_named(path), path)
+    return [found[name] for name in sorted(found, reverse=True)]
+
+
+def _named(path: Path) -> str:
+    """The name that a checkpoint has, also while it is being replaced."""
+    return path.name.removeprefix(_OLD).partition(".")[0]
+
+
+def has(folder: Path, step: object) -> bool:
+    """Whether there is a checkpoint of that step."""
+    return isinstance(step, int) and (folder / _name(step)).is_dir()
+
+
+def point_to_best(folder: Path, step: int) -> None:
+    """Let `best` in `folder` lead to the checkpoint of `step`."""
+    aside = folder / f".best.{os.getpid()}"
+    with contextlib.suppress(OSError):  # a system without links does without it
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(_name(step))
+        aside.replace(folder / "best")
 
 
 def prune(folder: Path, step: int, keep_last: int, best: int | None) -> None:
@@ -218,11 +311,12 @@ def prune(folder: Path, step: int, keep_last: int, best: int | None) -> None:
 
     Later ones were refused when the run resumed; they count for nothing and stay until they are written anew.
     """
-    whole = [path for path in list_checkpoints(folder) if path.name <= _name(step)]
+    listed = list_checkpoints(folder)
+    whole = [path for path in listed if _named(path) <= _name(step)]
     kept = whole[:keep_last]
     if best is not None:
         kept.append(folder / _name(best))
-    unfinished = [*folder.glob(".step-*"), *folder.glob(".old-*")]
+    unfinished = [*folder.glob(".step-*"), *(path for path in folder.glob(f"{_OLD}*") if path not in listed)]
     for path in [*whole, *unfinished]:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import re
 import socket
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
+import psutil
+
+from plait.core import locks
 from plait.core.errors import InputError
+from plait.core.files import writing
 from plait.core.names import nearest
 
 
 class RunFolder:
-    """The paths of one run below `path`; `made` are the folders that were created for it."""
+    """The paths of one run below `path`; `made` are the folders that were created for it, innermost first."""
 
     def __init__(self, path: Path, made: tuple[Path, ...] = ()) -> None:
         self.path = path
         self.made = made
+        self._lock = path / ".lock"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
@@ -32,49 +37,101 @@ class RunFolder:
     def events(self, rank: int = 0) -> Path:
         return self.path / "events" / f"rank{rank}.jsonl"
 
-    def lock(self) -> IO[str]:
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
         """Hold this folder for one supervisor; the system lets go when the process ends, however it ends."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = (self.path / ".lock").open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise InputError(
-                f"{self.path}: this run is going on already; see: plait status {self.path}"
-            ) from None
-        file.truncate(0)
-        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
-        file.flush()
-        return file
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self._lock.open("a+")
+        with file:
+            if not locks.acquire(file):
+                raise InputError(f"{self.path}: this run is going on already; see: plait status {self.path}")
+            file.truncate(0)
+            file.write(
+                json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": _born(os.getpid())})
+            )
+            file.flush()
+            yield
 
     def holder(self) -> tuple[str, int] | None:
-        """The host and process of the supervisor that holds this folder now, or None."""
+        """The host and process of the supervisor that holds this folder now, or None.
+
+        The process is 0 where its number is not known yet.
+        """
         try:
-            with (self.path / ".lock").open() as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except OSError:
-                    found = json.loads(file.read() or "{}")
-                    return str(found.get("host", "")), int(found.get("pid", 0))
-        except FileNotFoundError:
-            pass
-        return None
+            with self._lock.open() as file:
+                if not locks.is_held(file):
+                    return None
+                found = json.loads(file.read() or "{}")
+        except (FileNotFoundError, ValueError):
+            return None
+        host, pid = str(found.get("host", "")), int(found.get("pid", 0))
+        # A supervisor that has just begun may not have written its own number yet.
+        is_old = host == socket.gethostname() and _born(pid) != found.get("since")
+        return host, 0 if is_old else pid
+
+    def is_trained(self) -> bool:
+        """Whether anything here took training to make: a checkpoint, whole or not, or the event of a step."""
+        kept = [*self.path.glob("checkpoints/*"), *self.path.glob("trials/*/checkpoints/*")]
+        return bool(kept) or any(_tells_of_steps(path) for path in self.path.glob("events/*.jsonl"))
+
+    def remove_untrained(self, files: Iterable[Path]) -> None:
+        """Take back what a refused launch wrote, `files` among it, unless something was trained.
+
+        Only files that a launch makes are removed, one by one, and folders only where they are empty then.
+        """
+        if self.is_trained():
+            return
+        written = [*files, self.status, self.failure, self._lock, self.path / ".token"]
+        for pattern in ("logs/rank*.out", "logs/rank*.err", "events/rank*.jsonl", "tensorboard/events.*"):
+            written += self.path.glob(pattern)
+        for path in written:
+            path.unlink(missing_ok=True)
+        for name in ("logs", "events", "tensorboard", "checkpoints", "trials"):
+            _remove_empty(self.path / name)
+        for made in self.made:
+            _remove_empty(made)
+
+
+def _born(pid: int) -> float | None:
+    """When the process with that number started; None where there is none."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).create_time()
+    return None
+
+
+def _tells_of_steps(events: Path) -> bool:
+    try:
+        with events.open(errors="replace") as file:
+            return any('"kind":"step"' in line or '"kind":"operations"' in line for line in file)
+    except OSError:
+        return True
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it is not there, or something is in it
+        folder.rmdir()
 
 
 def new_run(run_dir: Path, name: str) -> RunFolder:
     """A fresh folder `run_dir/name-NNN`, numbered after the last one."""
     made = () if run_dir.exists() else (run_dir,)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    numbers = [number for number, _ in _runs(run_dir, name)]
-    number = max(numbers, default=0) + 1
-    while True:
-        try:
-            path = run_dir / f"{name}-{number:03d}"
-            path.mkdir()
-            return RunFolder(path, (path, *made))
-        except FileExistsError:  # another job of this name was quicker
-            number += 1
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        numbers = [number for number, _ in _runs(run_dir, name)]
+        number = max(numbers, default=0) + 1
+        while True:
+            try:
+                path = run_dir / f"{name}-{number:03d}"
+                path.mkdir()
+                return RunFolder(path, (path, *made))
+            except FileExistsError:  # another job of this name was quicker
+                number += 1
+    except OSError as failure:
+        raise InputError(
+            f"run_dir: found {str(run_dir)!r}, but no folder can be made there: {failure.strerror}; set it "
+            f"to a folder that you may write to"
+        ) from None
 
 
 def latest_run(run_dir: Path, name: str) -> RunFolder | None:
@@ -106,7 +163,8 @@ def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None) -> Ru
     if run is not None and resume:
         return find_run(run, run_dir)
     if run is not None:
-        folder = RunFolder(Path(run))
+        path = Path(run)
+        folder = RunFolder(path, () if path.exists() else (path,))
         if folder.settings.exists():
             raise InputError(f"--run: {run} holds a run already; go on with --resume, or name another folder")
         return folder

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Launch, Supervisor, WorkerState
 from plait.core.codec import encode
-from plait.core.errors import InputError, PlaitError
+from plait.core.errors import DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import TrainSettings
@@ -40,7 +40,7 @@ class Placement:
         self,
         entry: str,
         settings: Mapping[str, Any],
-        logs: Path | None,
+        logs: Path | None = None,
         check: str | None = None,
         preload: tuple[str, ...] = (),
     ) -> Launch:
@@ -74,12 +74,18 @@ class Silent:
 
 
 class _Status:
-    """Keeps the run's status file up to date and passes everything on to the display."""
+    """Keeps the run's status file up to date and passes everything on to the display.
 
-    def __init__(self, folder: RunFolder, display: Display) -> None:
+    Neither a disk that takes no status nor a closed terminal ends a run. `on_training` is called once, when
+    the workers have taken up the run.
+    """
+
+    def __init__(self, folder: RunFolder, display: Display, on_training: Callable[[], None]) -> None:
         self._folder = folder
         self._display = display
+        self._on_training = on_training
         self._written = 0.0
+        self.is_training = False
         self._content: dict[str, Any] = {
             "state": "starting",
             "pid": os.getpid(),
@@ -90,8 +96,9 @@ class _Status:
 
     def write(self, **changes: Any) -> None:
         self._content |= {"updated": time.time(), **changes}
-        write_atomic(self._folder.status, json.dumps(self._content))
         self._written = time.monotonic()
+        with contextlib.suppress(DiskError):
+            write_atomic(self._folder.status, json.dumps(self._content))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         progress = {**self._content["progress"], "step": result["step"]}
@@ -100,21 +107,35 @@ class _Status:
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self.write(state="running", workers=encode(workers))
-        self._display.started(self._folder, workers)
+        with _unless_closed():
+            self._display.started(self._folder, workers)
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
+        if not self.is_training:
+            self.is_training = True
+            self._on_training()
         self._content["progress"] = dict(progress)
         if time.monotonic() - self._written >= STATUS_S:
             self.write()
-        self._display.progressed(progress)
+        with _unless_closed():
+            self._display.progressed(progress)
 
     def printed(self, line: str) -> None:
-        self._display.printed(line)
+        with _unless_closed():
+            self._display.printed(line)
 
     def stopping(self) -> None:
         if self._content["workers"]:
             self.write(state="stopping")
-        self._display.stopping()
+        with _unless_closed():
+            self._display.stopping()
+
+
+@contextlib.contextmanager
+def _unless_closed() -> Iterator[None]:
+    """Show something, unless whoever looked on is gone: the run goes on."""
+    with contextlib.suppress(OSError):
+        yield
 
 
 def launch(
@@ -155,49 +176,80 @@ def launch_entry(
 ) -> dict[str, Any]:
     """Run a module's `entry` on all workers in a run folder, once its `check_order` accepts the order.
 
-    `files` are written before any worker starts; `finish` may change what rank 0 returned.
+    `files` say what the run is. A new run has them before any worker starts, a resumed one once the workers
+    have taken it up: until then they may refuse. `finish` may change what rank 0 returned.
     """
-    made = folder.made if folder.path.exists() else (folder.path,)
-    lock = folder.lock()
-    status = _Status(folder, display)
-    order = {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume}
-    task = placement.launch(
-        f"{module}:{entry}",
-        order,
-        folder.logs.absolute(),
-        check=f"{module}:check_order",
-        # Torch's optimizers load it, and it takes longer than torch itself.
-        preload=("torch._dynamo",),
-    )
-    supervisor = Supervisor(task, status)
-    prepared = False
+    with folder.lock():
+        return _Run(folder, display, resume, files).supervise(
+            placement.launch(
+                f"{module}:{entry}",
+                {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume},
+                folder.logs.absolute(),
+                check=f"{module}:check_order",
+                # Torch's optimizers load it, and it takes longer than torch itself.
+                preload=("torch._dynamo",),
+            ),
+            finish,
+        )
 
-    def prepare() -> None:
-        nonlocal prepared
-        for path, text in files.items():
-            write_atomic(path, text)
-        status.write()
-        prepared = True
 
-    try:
-        result: dict[str, Any] = finish(_of_lowest(supervisor.run(prepare)))
-        write_atomic(folder.result, json.dumps(result, indent=1))
-        status.finish(result)
-        return result
-    except BaseException as failure:
+class _Run:
+    """One launch in its folder: what it writes, and what it takes back where it is refused."""
+
+    def __init__(self, folder: RunFolder, display: Display, resume: bool, files: Mapping[Path, str]) -> None:
+        self._folder = folder
+        self._resume = resume
+        self._files = files
+        self._status = _Status(folder, display, self._write_files)
+        self._before = folder.status.read_bytes() if folder.status.exists() else None
+
+    def supervise(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        folder = self._folder
+        try:
+            result = finish(_of_lowest(Supervisor(task, self._status).run(self._prepare)))
+            write_atomic(folder.result, json.dumps(result, indent=1))
+            folder.failure.unlink(missing_ok=True)
+            self._status.finish(result)
+            return result
+        except BaseException as failure:
+            if self._is_refused(failure):
+                self._take_back()
+            else:
+                self._note(failure)
+            raise
+
+    def _prepare(self) -> None:
+        if not self._resume:
+            self._write_files()
+        self._status.write()
+
+    def _write_files(self) -> None:
+        for path, text in self._files.items():
+            write_atomic(path, text, private=path == self._folder.job)
+
+    def _is_refused(self, failure: BaseException) -> bool:
+        """Whether nothing was trained and the input is to blame, or nothing was started at all."""
         wrong_input = isinstance(failure, PlaitError) and failure.exit_status == InputError.exit_status
-        if prepared and wrong_input and folder.made:
-            # The workers found that the job cannot run: a new run leaves nothing behind.
-            shutil.rmtree(folder.path)
-            _remove(folder.path / ".lock", folder.made[1:])
-        elif prepared:
-            status.write(state="failed")
-            write_atomic(folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")
+        if self._status.is_training:
+            if isinstance(failure, PlaitError) and wrong_input:
+                # The run was right when it began; what it met later makes it a failed run.
+                failure.exit_status = PlaitError.exit_status
+            return False
+        never_started = not self._folder.status.exists() or self._folder.status.read_bytes() == self._before
+        return never_started or wrong_input
+
+    def _take_back(self) -> None:
+        """Leave the folder as it was: a resumed run has its old status, and of a new one nothing is left."""
+        if self._resume:
+            if self._before is not None:
+                write_atomic(self._folder.status, self._before)
         else:
-            _remove(folder.path / ".lock", made)
-        raise
-    finally:
-        lock.close()
+            self._folder.remove_untrained(self._files)
+
+    def _note(self, failure: BaseException) -> None:
+        self._status.write(state="failed")
+        with contextlib.suppress(DiskError):
+            write_atomic(self._folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")
 
 
 def _of_lowest(results: Mapping[int, Any]) -> Any:
@@ -209,13 +261,8 @@ def _earlier_result(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, A
     """The result of the run as it ended before, where going on had nothing left to do."""
     if result["train_loss"] is not None or not folder.result.exists():
         return None
-    earlier: dict[str, Any] = json.loads(folder.result.read_text())
-    return earlier if earlier.get("step") == result["step"] else None
-
-
-def _remove(lock: Path, made: tuple[Path, ...]) -> None:
-    """Take back what a refused launch made."""
-    lock.unlink(missing_ok=True)
-    for folder in made:
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+    try:
+        earlier = json.loads(folder.result.read_text())
+    except (OSError, ValueError):
+        return None
+    return earlier if isinstance(earlier, dict) and earlier.get("step") == result["step"] else None

@@ -44,7 +44,11 @@ class Recorder:
         self._rate = 0.0
         self._training_s = 0.0
         self._progress: dict[str, Any] = {}
-        self._diverged = False
+        self._last_loss: torch.Tensor | None = None
+        self._warned_of_loss = False
+        self._bad_reads = 0
+        # The step at which the run was seen to have diverged, where that ends it.
+        self.diverged_at: int | None = None
 
     def start(self, step: int, steps: int) -> None:
         self._total = steps
@@ -86,6 +90,7 @@ class Recorder:
         if not self._active:
             return
         self._loss = self._loss + loss
+        self._last_loss = loss
         self._steps += 1
         self._samples += samples
         self._last = (step, epoch, lr, ended)
@@ -103,9 +108,7 @@ class Recorder:
     def _log_steps(self, step: int, epoch: int, lr: float, now: float) -> None:
         seconds, loss = now - self._mark, float(self._loss) / self._steps
         self._record(events.Step(step, epoch, finite(loss), lr, self._samples, round(seconds, 6)))
-        if not math.isfinite(loss) and not self._diverged:
-            self._diverged = True
-            self.warn(f"the loss is {loss} at step {step}: the run has diverged; try a smaller learning rate")
+        self._judge_loss(step, loss)
         if self._board is not None:
             self._board.add_scalar("train/loss", loss, step)
             self._board.add_scalar("train/lr", lr, step)
@@ -125,6 +128,25 @@ class Recorder:
         }
         self._report(force=step == self._total)
         self._loss, self._steps, self._samples, self._mark = 0.0, 0, 0, now
+
+    def _judge_loss(self, step: int, mean: float) -> None:
+        """Notice a loss that is no number; where the job wants it so, the run is asked to end."""
+        assert self._last_loss is not None
+        last = float(self._last_loss)
+        self._bad_reads = 0 if math.isfinite(last) else self._bad_reads + 1
+        if not math.isfinite(mean) and not self._warned_of_loss:
+            self._warned_of_loss = True
+            self.warn(f"the loss is {mean} at step {step}; try a smaller learning rate, or clip_norm")
+        # A step whose gradients overflow fp16 is left out by the loss scale, and the next ones are fine.
+        patience = 1 if self._settings.precision == "fp16" else 0
+        if self._settings.stop_on_nan and self._bad_reads > patience and self.diverged_at is None:
+            self.diverged_at = step
+            self._worker.ask_to_stop()
+
+    @property
+    def is_loss_finite(self) -> bool:
+        """Whether the last step's loss is a number, as far as this worker records losses."""
+        return self._last_loss is None or math.isfinite(float(self._last_loss))
 
     def evaluated(self, step: int, metrics: dict[str, float], samples: int, seconds: float) -> None:
         numbers = {name: finite(value) for name, value in metrics.items()}
@@ -164,7 +186,7 @@ class Recorder:
             "reason": reason,
             "step": step,
             "steps": self._total,
-            "train_loss": self._progress.get("loss"),
+            "train_loss": None if self._last_loss is None else finite(float(self._last_loss)),
             "test": {name: finite(value) for name, value in metrics.items()},
             "best": best and {name: finite(value) for name, value in best.items()},
             "samples_per_s": round(rate, 1),

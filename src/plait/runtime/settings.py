@@ -128,6 +128,7 @@ class TrainSettings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     tensorboard: bool = False
     log_every_steps: int | None = None
+    stop_on_nan: bool = True
     pipeline: PipelineSettings | None = None
     topology: TopologyWish = field(default_factory=TopologyWish)
     sync: SyncSettings = field(default_factory=SyncSettings)

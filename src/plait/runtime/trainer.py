@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
-from plait.core.errors import CheckpointError
+from plait.core.codec import decode
+from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime import loading
 from plait.runtime.build import Parts, total_steps
@@ -33,6 +34,23 @@ def keep_what_was_built() -> None:
     """Let garbage collections pass over what is there now: while it trains, each would stop a step."""
     gc.collect()
     gc.freeze()
+
+
+def check_order(
+    progress: Mapping[str, Any], position: Position, settings: TrainSettings, samples: int
+) -> None:
+    """Refuse to go on in the middle of an epoch whose samples would come in another order."""
+    if position.sample == 0:
+        return
+    now = {"seed": settings.seed, "data.shuffle": settings.data.shuffle, "samples": samples}
+    for key, value in now.items():
+        before = progress.get(key.rpartition(".")[2], value)
+        if before != value:
+            raise JobError(
+                f"{key}: found {value!r}, but the run was trained with {before!r}, and it is in the middle "
+                f"of an epoch: samples would be repeated and left out; resume with {before!r}, or start a "
+                f"new run"
+            )
 
 
 class Trainer:
@@ -67,10 +85,13 @@ class Trainer:
         keep_what_was_built()
         reason = self.train()
         self.recorder.log_rest()
+        # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
         metrics = self._evaluate() if reason != "stopped" else {}
         self._save(metrics)
         if self.engine is not None:
             self.engine.close()
+        if self.recorder.diverged_at is not None:
+            reason = "diverged"
         return self.recorder.end(self.step, reason, metrics, self.best)
 
     def begin(self, steps: int) -> None:
@@ -164,8 +185,15 @@ class Trainer:
         self._gather_state()
         if not self._writes():
             return
+        if self.settings.stop_on_nan and not self.recorder.is_loss_finite:
+            self.recorder.warn(
+                f"no checkpoint of step {self.step}, whose loss is no number: earlier ones stay"
+            )
+            return
         rule, folder = self.settings.checkpoint, self.folder.checkpoints
         checkpoints.save(folder, self._state())
+        if is_best:
+            checkpoints.point_to_best(folder, self.step)
         checkpoints.prune(folder, self.step, rule.keep_last, self.best["step"] if self.best else None)
         self.recorder.saved(self.step, time.perf_counter() - started, is_best)
 
@@ -182,6 +210,8 @@ class Trainer:
         progress = {
             "position": asdict(self.position),
             "seed": self.settings.seed,
+            "shuffle": self.settings.data.shuffle,
+            "samples": len(self.parts.train_set),
             "best": self.best,
             "early_best": self.patience.best,
             "evaluations_without_gain": self.patience.without_gain,
@@ -217,14 +247,21 @@ class Trainer:
     def _take_up(self, state: checkpoints.Checkpoint) -> None:
         parts, progress = self.parts, state.progress
         checkpoints.check_optimizer(progress, self.settings.optimizer.kind)
+        try:
+            position = decode(Position, progress["position"])
+            best, early_best = progress["best"], progress["early_best"]
+            without_gain, loss_scale = int(progress["evaluations_without_gain"]), progress["loss_scale"]
+        except (KeyError, TypeError, ValueError, ArtefactError) as failure:
+            raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
+        check_order(progress, position, self.settings, len(parts.train_set))
         checkpoints.load_model_state(parts.model, state.model)
         checkpoints.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
-        self.step = state.step
-        self.position = Position(**progress["position"])
-        self.best = progress["best"]
-        self.patience.best = progress["early_best"]
-        self.patience.without_gain = progress["evaluations_without_gain"]
-        parts.scaler.load_state_dict(progress["loss_scale"])
+        self.step, self.position = state.step, position
+        self.best = best if best and checkpoints.has(self.folder.checkpoints, best.get("step")) else None
+        self.patience.best, self.patience.without_gain = early_best, without_gain
+        # A run that had no loss scale begins with a fresh one.
+        if loss_scale and parts.scaler.is_enabled():
+            parts.scaler.load_state_dict(loss_scale)
 
     def _agree_on_start(self) -> None:
         """All workers start from rank 0's state, also where their folders are not shared."""

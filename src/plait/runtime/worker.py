@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
+from plait.core.errors import PlaitError
 from plait.core.logs import show_logs
 from plait.runtime import build
+from plait.runtime import checkpoint as checkpoints
 from plait.runtime.auto_sync import choose_sync
 from plait.runtime.build import Parts
 from plait.runtime.column_trainer import FollowerTrainer, HeadTrainer
@@ -40,12 +42,26 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.set_device(device)
     if worker.world_size > 1 or settings.pipeline is not None:
         worker.join(build.agree_on_backend(worker, build.choose_backend(device)))
-    trainer = make_trainer(worker, settings, build.build(settings, device), RunFolder(Path(order["folder"])))
+    folder = RunFolder(Path(order["folder"]))
+    trainer = make_trainer(worker, settings, build.build(settings, device), folder)
     result = trainer.run(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and settings.sync.kind not in TOLERANT:
         dist.destroy_process_group()
+    if result.get("reason") == "diverged":
+        raise DivergedError(result["step"], checkpoints.list_checkpoints(folder.checkpoints))
     return result
+
+
+class DivergedError(PlaitError):
+    """The loss is no number any more."""
+
+    def __init__(self, step: int, kept: Sequence[Path]) -> None:
+        where = f"the newest checkpoint is {kept[0]}" if kept else "there is no checkpoint from before"
+        super().__init__(
+            f"the run has diverged: the loss is not a number at step {step}; {where}. Try a smaller learning "
+            f"rate, warm-up or clip_norm; stop_on_nan: false lets such a run go on"
+        )
 
 
 def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder) -> Trainer:
