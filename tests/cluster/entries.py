@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from plait.core.errors import InputError, JobError
+from plait.sync.all_reduce import AllReduce
+from plait.sync.reducer import whole_world
+from plait.sync.topology import make_topology
 
 
 def add_ranks(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -64,3 +68,46 @@ def work_until_stopped(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 def refuse(settings: dict[str, Any]) -> None:
     raise InputError("model: no such thing")
+
+
+def hang(worker: Any, settings: dict[str, Any]) -> None:
+    """Worker `who` hangs while the others wait for it: in a sum of gloo's, in one over a tree, or nowhere."""
+    worker.join("gloo")
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    sums = None
+    if settings["where"] == "tree":
+        members = whole_world(worker.rendezvous)
+        sums = AllReduce([parameter], members=members)
+        sums.switch(make_topology("binary-tree", members.hosts))
+    for step in range(10**9):
+        if worker.rank == settings["who"] and step == 3:
+            if settings["how"] == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1000)
+        if sums is not None:
+            sums.begin()
+            parameter.grad = torch.ones(1000)
+            sums.agree(torch.zeros(0, dtype=torch.float64))
+        elif settings["where"] == "gloo":
+            dist.all_reduce(torch.zeros(1))
+        else:
+            time.sleep(0.05)
+
+
+def go_on_without(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Losses are tolerated; worker `who` is lost as told, and worker 0 takes longer than all others."""
+    worker.tolerate_losses()
+    worker.join("gloo")
+    dist.barrier()
+    if worker.rank == settings["who"]:
+        if settings["how"] == "input":
+            raise JobError("data.path: found nothing, expected a folder")
+        if settings["how"] == "disk":
+            raise OSError(errno.ENOSPC, "No space left on device", "/somewhere")
+        if settings["how"] == "raise":
+            raise ZeroDivisionError("a fault of one worker's")
+        os.kill(os.getpid(), signal.SIGSTOP if settings["how"] == "stop" else signal.SIGKILL)
+    worker.leave_out([settings["who"]])
+    if worker.rank == 0:
+        time.sleep(settings["longer_s"])
+    return {"rank": worker.rank}

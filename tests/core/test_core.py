@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from plait.core import artefact, events, files
 from plait.core.codec import decode, encode
-from plait.core.errors import ArtefactError, InputError, JobError
+from plait.core.errors import ArtefactError, DiskError, InputError, JobError
 from plait.core.names import check_arguments, did_you_mean, nearest, resolve
 from plait.core.units import parse_bytes, show_bytes, show_seconds
 
@@ -107,8 +108,9 @@ def test_a_file_that_is_no_artefact_says_so(tmp_path: Path, content: str, messag
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, monkeypatch):
     path = tmp_path / "f"
     files.write_atomic(path, "old")
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
+    with pytest.raises(DiskError, match=r"f: cannot be written: No space left on device; free some space"):
         files.write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

@@ -360,6 +360,8 @@ class Agent:
             self._supervisor.send(workers={w.rank: w.pid for w in self._workers if w.rank >= 0})
 
     def _hear_worker(self, worker: _WorkerProcess) -> None:
+        if worker.control.fileno() < 0:  # its end was noticed in the same moment
+            return
         messages, more = worker.receive()
         for message in messages:
             self._take_message(worker, message)
@@ -377,8 +379,8 @@ class Agent:
             self._supervisor.send(**message)
 
     def _note_end(self, worker: _WorkerProcess, status: int) -> None:
-        if worker.control.fileno() >= 0:
-            self._hear_worker(worker)  # what it told before it ended comes first
+        # What it told before it ended comes first.
+        self._hear_worker(worker)
         worker.ended = True
         if worker.rank >= 0:
             self._supervisor.send(ended={"rank": worker.rank, "status": status})

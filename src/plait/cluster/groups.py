@@ -139,19 +139,20 @@ class _Proofs:
 @contextlib.contextmanager
 def _sealing() -> Iterator[None]:
     """Have the kernel drop what comes to the ports that are opened here, once this is done."""
-    before = _listening()
+    before = listening()
     try:
         yield
     finally:
-        for descriptor in _listening() - before:
-            _seal(descriptor)
+        for identity, descriptor in listening().items():
+            if identity not in before:
+                _seal(descriptor)
 
 
-def _listening() -> set[int]:
-    """The descriptors on which this process listens for TCP connections."""
+def listening() -> dict[int, int]:
+    """The descriptors on which this process listens for TCP connections, by a number that no other has."""
+    found: dict[int, int] = {}
     if sys.platform != "linux":
-        return set()
-    found = set()
+        return found
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -159,7 +160,7 @@ def _listening() -> set[int]:
             with socket.socket(fileno=os.dup(int(name))) as copy:
                 listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if listens and copy.family in (socket.AF_INET, socket.AF_INET6):
-                    found.add(int(name))
+                    found[os.fstat(int(name)).st_ino] = int(name)
     return found
 
 

@@ -45,6 +45,10 @@ class HandshakeError(OSError):
     """The other end did not prove that it belongs to the job."""
 
 
+class StrangerError(HandshakeError):
+    """Where the job's own process should listen, someone else does."""
+
+
 @dataclass(frozen=True)
 class Address:
     """Where a listener can be reached, as text: `unix:name`, `unixpacket:name` or `tcp:host:port`.
@@ -228,6 +232,8 @@ def connect(address: Address, secret: bytes, purpose: str, rank: int, seconds: f
     while True:
         try:
             return _connect_once(address, secret, purpose, rank, end)
+        except StrangerError:
+            raise
         except OSError as failure:
             if time.monotonic() + _RETRY_S >= end:
                 raise TimeoutError(f"no connection within {seconds:.3g} s: {failure}") from failure
@@ -241,12 +247,12 @@ def _connect_once(address: Address, secret: bytes, purpose: str, rank: int, end:
         connection.settimeout(min(PROVE_S, max(0.001, end - time.monotonic())))
         connection.connect(address.target)
         if not _is_same_user(connection):
-            raise HandshakeError("a process of another user listens there")
+            raise StrangerError("a process of another user listens there")
         own = secrets.token_bytes(16)
         connection.sendall(_GREETING.pack(_MAGIC, rank, own))
         theirs, proof = _ANSWER.unpack(_receive(connection, _ANSWER.size))
         if not hmac.compare_digest(proof, _mac(secret, b"listener", purpose, rank, own, theirs)):
-            raise HandshakeError("the listener does not know the job's secret")
+            raise StrangerError("the listener does not know the job's secret")
         connection.sendall(_mac(secret, b"connector", purpose, rank, theirs, own))
         connection.settimeout(None)
         return connection

@@ -31,7 +31,7 @@ START_S = 120.0
 GRACE_S = 2.0
 # For workers that the others have long left out, once some are done.
 LINGER_S = 2.0
-END_S = 10.0
+END_S = 5.0
 # Agents send a sign of life every few seconds.
 AGENT_SILENT_S = 30.0
 TICK_S = 0.5

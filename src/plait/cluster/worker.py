@@ -89,6 +89,11 @@ class JobStore(dist.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         self._client.timeout_s = timeout.total_seconds()
 
+    # Torch's own code looks for these under their names in C++.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+    setTimeout = set_timeout
+
 
 class Worker:
     """This process in its job: rank, world size, the job's store, and the request to stop.
@@ -196,7 +201,9 @@ def enter(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     try:
         _set_environment(place)
         torch.set_num_threads(place["threads"])
-        value = resolve(place["entry"], "entry")(Worker(place, agent), place["settings"])
+        # Torch keeps no hold of a store that is made in Python.
+        worker = Worker(place, agent)
+        value = resolve(place["entry"], "entry")(worker, place["settings"])
         agent.send(result={"rank": rank, "value": value})
     except BaseException as failure:
         agent.send(failure=asdict(describe_failure(rank, host, failure)))

@@ -1,0 +1,150 @@
+"""What hangs, stops or dies is noticed, named and ended; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from plait.cluster import supervisor
+from plait.cluster.hosts import LOCAL, Host
+from plait.cluster.supervisor import Interrupted, WorkerError
+from plait.core.errors import LaunchError
+from support.hosts import Hosts
+from support.launching import Memory, launch_entry, left_behind
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No process outlives a launch, and no file but its logs."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    yield
+    end = time.monotonic() + 20
+    while left_behind() and time.monotonic() < end:
+        os.sched_yield()
+    assert left_behind() == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "how"), [("gloo", "sleeps"), ("tree", "sleeps"), ("tree", "stops"), ("nowhere", "stops")]
+)
+def test_a_worker_that_hangs_is_the_one_that_is_named(where: str, how: str, tmp_path: Path):
+    settings = {"where": where, "how": how, "who": 2}
+    with pytest.raises(WorkerError) as caught:
+        launch_entry("hang", tmp_path, Memory(), settings=settings, hosts=(Host(LOCAL, 4),), timeout_s=2.0)
+    assert caught.value.rank == 2
+    assert str(caught.value).startswith("worker 2 on localhost failed: hangs: ")
+
+
+def test_a_job_that_tolerates_losses_waits_for_the_slowest_to_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(supervisor, "LINGER_S", 0.1)
+    memory = Memory()
+    settings = {"who": 2, "how": "kill", "longer_s": 1.5}
+    results = launch_entry("go_on_without", tmp_path, memory, settings=settings, hosts=(Host(LOCAL, 3),))
+    assert sorted(results) == [0, 1]
+    assert next(line for line in memory.lines if "is lost" in line).startswith(
+        "warning: worker 2 on localhost is lost (ended by SIGKILL); the rest goes on"
+    )
+
+
+def test_a_worker_that_hangs_and_was_left_out_is_ended_once_the_others_are_done(tmp_path: Path):
+    settings = {"who": 1, "how": "stop", "longer_s": 0.0}
+    results = launch_entry("go_on_without", tmp_path, Memory(), settings=settings, hosts=(Host(LOCAL, 3),))
+    assert sorted(results) == [0, 2]
+
+
+@pytest.mark.parametrize(("how", "status"), [("input", 2), ("disk", 1)])
+def test_what_would_end_one_worker_after_the_other_ends_all_at_once(how: str, status: int, tmp_path: Path):
+    settings = {"who": 1, "how": how, "longer_s": 60.0}
+    with pytest.raises(WorkerError) as caught:
+        launch_entry("go_on_without", tmp_path, Memory(), settings=settings, hosts=(Host(LOCAL, 3),))
+    assert (caught.value.rank, caught.value.exit_status) == (1, status)
+
+
+@pytest.mark.parametrize("how", ["kill", "raise", "stop"])
+def test_with_one_worker_a_host_a_lost_one_is_tolerated_too(how: str, tmp_path: Path, hosts: Hosts):
+    hosts.make("w0", "w1", "w2")
+    settings = {"who": 1, "how": how, "longer_s": 0.0}
+    names = (Host("w0", 1), Host("w1", 1), Host("w2", 1))
+    results = launch_entry(
+        "go_on_without", tmp_path, Memory(), settings=settings, hosts=names, shell=hosts.shell, nic="eth0"
+    )
+    assert sorted(results) == [0, 2]
+
+
+def stop_a_worker_and_kill(what: Callable[[Memory], int]) -> Callable[[Memory], None]:
+    def act(memory: Memory) -> None:
+        os.kill(memory.workers[1].pid, signal.SIGSTOP)
+        os.kill(what(memory), signal.SIGKILL)
+
+    return act
+
+
+def agent_of(memory: Memory) -> int:
+    (agent,) = (p for p in psutil.Process().children() if "plait.cluster.agent" in " ".join(p.cmdline()))
+    return agent.pid
+
+
+def fork_server_of(memory: Memory) -> int:
+    (server,) = psutil.Process(agent_of(memory)).children()
+    return server.pid
+
+
+@pytest.mark.parametrize("what", [agent_of, fork_server_of])
+def test_what_starts_workers_takes_them_along_even_where_one_is_stopped(what, tmp_path: Path):
+    memory = Memory(stop_a_worker_and_kill(what))
+    with pytest.raises(LaunchError, match="the agent on localhost ended"):
+        launch_entry("work_until_stopped", tmp_path, memory)
+
+
+def test_a_host_that_reads_nothing_can_be_given_up(tmp_path: Path):
+    """The order is larger than a pipe holds, and two requests to stop end the launch all the same."""
+    memory = Memory()
+    stops = threading.Timer(0.3, lambda: (memory.supervisor.request_stop(), memory.supervisor.request_stop()))
+    stops.start()
+    with pytest.raises(Interrupted):
+        launch_entry(
+            "add_ranks",
+            tmp_path,
+            memory,
+            settings={"much": "x" * 1_000_000},
+            hosts=(Host("nowhere", 1),),
+            shell="sh -c 'exec sleep 60'",
+        )
+    stops.join()
+
+
+def test_an_agent_that_is_stopped_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervisor, "AGENT_SILENT_S", 1.0)
+    monkeypatch.setattr(supervisor, "END_S", 1.0)
+    memory = Memory(lambda m: os.kill(agent_of(m), signal.SIGSTOP))
+    with pytest.raises(LaunchError, match="the agent on localhost has shown no sign of life for 1 s"):
+        launch_entry("work_until_stopped", tmp_path, memory, link_timeout_s=0.3)
+
+
+def test_what_workers_printed_before_stays_in_their_logs(tmp_path: Path):
+    for _ in range(2):
+        launch_entry("add_ranks", tmp_path, Memory())
+    assert (tmp_path / "logs" / "rank1.out").read_text() == "out of 1\n" * 2
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path):
+    """As under nohup: the end of the terminal does not end the run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        memory = Memory(lambda m: (os.kill(os.getpid(), signal.SIGHUP), m.supervisor.request_stop()))
+        results = launch_entry("work_until_stopped", tmp_path, memory)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert memory.stops == 1
+    assert results[0]["stopped"]

@@ -1,0 +1,99 @@
+"""Who is named when a job fails: from the workers' reports and ends, whatever their messages say."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from plait.cluster.verdict import RankState, find_cause, is_settled
+from plait.cluster.worker import describe_failure
+from plait.core.errors import DataError, LostPeer, PeerError
+
+
+def states(**signs: Any) -> list[RankState]:
+    """Four workers; `r1=...` gives the signs of worker 1, in the order of the arguments."""
+    made = [RankState(rank, "here") for rank in range(4)]
+    for order, (name, sign) in enumerate(signs.items()):
+        state = made[int(name[1])]
+        if sign == "done":
+            state.done = True
+            continue
+        state.order = order
+        if isinstance(sign, int):
+            state.status = sign
+        elif isinstance(sign, float):
+            state.silent_s = sign
+        else:
+            state.failure = vars(describe_failure(state.rank, "here", sign))
+            state.status = 1
+    return made
+
+
+def silent(peer: int | None, words: str = "xyz") -> PeerError:
+    return PeerError(words, LostPeer.SILENT, peer)
+
+
+def gone(peer: int | None, words: str = "xyz") -> PeerError:
+    return PeerError(words, LostPeer.GONE, peer)
+
+
+KILLED = -int(signal.SIGKILL)
+ABORTED = -int(signal.SIGABRT)
+
+
+@pytest.mark.parametrize(
+    ("signs", "named", "words"),
+    [
+        ({"r2": ZeroDivisionError("a fault")}, 2, "ZeroDivisionError: a fault"),
+        ({"r0": gone(1), "r1": KILLED}, 1, "ended by SIGKILL"),
+        ({"r0": gone(1), "r1": ValueError("mine"), "r2": gone(0)}, 1, "ValueError: mine"),
+        # A chain of waits ends at the one that says nothing.
+        ({"r0": silent(1), "r1": silent(2), "r2": silent(3)}, 3, "hangs: worker 2 reports: xyz"),
+        # Those who lost one that had given up accuse it; it had accused the one that hangs.
+        ({"r0": silent(3), "r1": gone(0), "r2": gone(0)}, 3, "hangs: worker 0 reports: xyz"),
+        # Torch's own errors name nobody: whoever does not report hangs.
+        ({"r0": silent(None), "r1": silent(None), "r3": silent(None)}, 2, "hangs: worker 0 reports: xyz"),
+        ({"r1": 12.0}, 1, "hangs: its process has shown no sign of life for 12 s"),
+        ({"r0": silent(1), "r1": 12.0}, 1, "hangs: its process has shown no sign of life for 12 s"),
+        # Torch's watchdog aborts the survivors of a worker that hangs.
+        ({"r0": ABORTED, "r1": ABORTED, "r2": silent(None)}, 3, "hangs: worker 2 reports: xyz"),
+        ({"r0": ABORTED, "r1": "done", "r2": "done", "r3": "done"}, 0, "ended by SIGABRT"),
+        ({"r0": ABORTED, "r1": KILLED}, 1, "ended by SIGKILL"),
+        # All report, and all only that someone is missed: the first is the best there is.
+        ({"r3": gone(1), "r0": gone(3), "r1": gone(0), "r2": gone(3)}, 3, "xyz"),
+        ({"r1": DataError("img_7.png: cannot be decoded")}, 1, "img_7.png: cannot be decoded"),
+        ({"r2": 0}, 2, "ended with status 0"),
+    ],
+)
+def test_the_worker_that_is_to_blame_is_named(signs: dict[str, Any], named: int, words: str):
+    cause = find_cause(states(**signs))
+    assert (cause.rank, cause.summary) == (named, words)
+
+
+@pytest.mark.parametrize(
+    "words", ["", "Connection closed by peer", "Timed out waiting", "x" * 1000, "worker 3"]
+)
+def test_what_messages_say_changes_nothing(words: str):
+    cause = find_cause(states(r0=silent(1, words), r1=silent(2, words), r3=gone(0, words)))
+    assert cause.rank == 2
+    cause = find_cause(states(r0=gone(1, words), r1=KILLED))
+    assert cause.rank == 1
+
+
+def test_errors_of_torch_that_tell_of_a_lost_peer_are_told_from_faults():
+    for words in ("[gloo] Connection closed by peer [127.0.0.1]:1", "Timed out waiting 5000ms for recv"):
+        assert describe_failure(0, "h", RuntimeError(words)).lost is not None
+    assert describe_failure(0, "h", RuntimeError("shape mismatch")).lost is None
+    assert describe_failure(0, "h", ValueError("Timed out waiting")).lost is None
+    assert describe_failure(0, "h", DataError("Connection reset by peer")).lost is None
+
+
+def test_reports_are_waited_for_only_while_they_may_name_a_better_cause():
+    assert not is_settled(states(r0=silent(1)))
+    assert is_settled(states(r0=silent(1), r1=KILLED))
+    assert is_settled(states(r0=gone(1), r1=ValueError("x")))
+    assert is_settled(states(r1=3.0))
+    assert not is_settled(states(r0=ABORTED))
+    assert is_settled(states(r0=silent(1), r1=silent(0), r2=silent(0), r3=silent(0)))
