@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from plait.cluster.handshake import Address, Listener, StrangerError, connect, new_secret
+from plait.cluster.handshake import MOST_PENDING, Address, Listener, StrangerError, connect, new_secret
 
 SECRET = new_secret()
 
@@ -72,6 +72,20 @@ def test_strangers_are_dropped_and_delay_nobody(listener: Listener, data: bytes)
     with contextlib.ExitStack() as strangers:
         for _ in range(20):
             strangers.enter_context(stranger(listener, data))
+        assert accepted(listener) == 3
+
+
+def test_strangers_that_make_room_for_others_are_forgotten(listener: Listener):
+    """So many come at once that the first, which have just said something, are dropped for the last."""
+    with contextlib.ExitStack() as strangers:
+        for _ in range(3):
+            for _ in range(MOST_PENDING):
+                made = strangers.enter_context(listener.address.open_socket())
+                made.settimeout(0.5)
+                with contextlib.suppress(OSError):
+                    made.connect(listener.address.target)
+                    made.send(b"x")
+            list(listener.poll(0.1))
         assert accepted(listener) == 3
 
 

@@ -35,6 +35,10 @@ class Hosts:
     def shell(self) -> str:
         return f"ip netns exec pl-{self._id}-{{host}}"
 
+    def space(self, name: str) -> str:
+        """The namespace of a host."""
+        return self._names[name]
+
     def make(self, *names: str) -> None:
         self._add(self._bridge)
         _ip(self._bridge, "link", "add", "br0", "type", "bridge")
@@ -59,6 +63,10 @@ class Hosts:
     def cut(self, name: str) -> None:
         """Take the host's link down, as a pulled cable would."""
         _ip(self._names[name], "link", "set", "eth0", "down")
+
+    def join(self, name: str) -> None:
+        """Bring the host's link up again."""
+        _ip(self._names[name], "link", "set", "eth0", "up")
 
     def processes(self) -> list[int]:
         """Processes that still run in any of the hosts."""

@@ -18,6 +18,7 @@ from plait.cli.planning import plan, profile
 from plait.cli.runs import evaluate, status, stop
 from plait.cli.sweep import sweep
 from plait.cli.train import train
+from plait.cluster.imports import remove_empty_cache
 from plait.core.errors import PlaitError
 
 app = typer.Typer(
@@ -61,6 +62,8 @@ def main() -> None:
     except OSError as failure:
         where = f"{failure.filename}: " if failure.filename else ""
         _end(f"{where}{failure.strerror or failure}", 1)
+    finally:
+        remove_empty_cache()
 
 
 def _end(message: str, status: int) -> NoReturn:

@@ -263,6 +263,8 @@ class Agent:
         # Output that the supervisor has no room for is tried again soon.
         for key, _ in self._selector.select(0.05 if self._supervisor.has_unsent else TICK_S):
             key.data()
+        if self._store is not None and not self._store.is_alive():
+            raise RuntimeError("the store's thread has ended")
         now = time.monotonic()
         if now - self._beat > BEAT_S:
             self._beat = now

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from plait.cluster.imports import import_all
+from plait.cluster.imports import import_all, remove_empty_cache
 from plait.core.names import resolve
 
 _LENGTH = struct.Struct("<I")
@@ -109,6 +109,7 @@ def main() -> NoReturn:
     # The terminal's Ctrl-C is for the supervisor alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_all(sys.argv[3:])
+    remove_empty_cache()
     _Server(socket.socket(fileno=link)).serve()
 
 

@@ -169,7 +169,9 @@ class Listener:
                 self._accept_new()
                 continue
             assert isinstance(key.fileobj, socket.socket)
-            pending = self._pending[key.fileobj]
+            pending = self._pending.get(key.fileobj)
+            if pending is None:  # it had to make room for one that has just come
+                continue
             try:
                 proven = pending.advance(self._secret, self._purpose)
             except BlockingIOError:

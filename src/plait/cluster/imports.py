@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
+import sys
 from collections.abc import Iterable
 
 
@@ -25,3 +27,14 @@ def import_all(modules: Iterable[str]) -> None:
     finally:
         if collects:
             gc.enable()
+
+
+def remove_empty_cache() -> None:
+    """Remove the folder for compiled code that torch makes in the temporary folder when it is imported.
+
+    Where code was compiled it stays: it is torch's cache for later runs.
+    """
+    made = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if made is not None:
+        with contextlib.suppress(OSError):
+            os.rmdir(made.default_cache_dir())
