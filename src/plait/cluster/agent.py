@@ -55,6 +55,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(order["threads"])
     # Memory that a step frees the next one needs again: giving pages back in between took 4% of the time.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
+    # Some builds of oneDNN leave a map of their code for profilers in /tmp, one for each process.
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     Agent(order, supervisor).run()
     # The store's thread is still there; it ends with the process.
     os._exit(0)
