@@ -38,6 +38,8 @@ def _told(failure: OSError) -> PlaitError:
     paths = [shortened(str(path), 200) for path in (failure.filename, failure.filename2) if path is not None]
     reason = failure.strerror or f"{type(failure).__name__}: {shortened(str(failure), 300)}"
     told = f"{' to '.join(paths)}: {reason}" if paths else reason
+    if failure.errno in _NAMED_WRONGLY:
+        return InputError(f"{told}; name another place")
     if failure.errno in (errno.ENOSPC, errno.EDQUOT):
         told += "; make room, then go on with --resume"
-    return InputError(told) if failure.errno in _NAMED_WRONGLY else PlaitError(told)
+    return PlaitError(told)
