@@ -223,7 +223,7 @@ def _parents(edges: Edges, size: int, where: str, verb: str) -> tuple[int, ...]:
 def _cycle(above: Mapping[int, int]) -> list[int] | None:
     """A cycle on the way up from some rank, its first rank repeated at the end; None where there is none."""
     ends: set[int] = set()
-    for rank in above:
+    for rank in sorted(above):
         path: dict[int, None] = {}
         while rank in above and rank not in ends:
             if rank in path:
