@@ -55,6 +55,30 @@ def test_the_python_in_the_readme_runs(tmp_path):
         assert done.returncode == 0, done.stderr
 
 
+TINY = """
+name: tiny
+model: plait.workloads.mlp:mlp_tiny
+data: {kind: digits, batch_size: 512}
+epochs: 4
+"""
+
+
+@pytest.mark.parametrize("page", ["docs/jobs.md", "docs/sweep.md"])
+def test_the_python_in_the_pages_runs(page: str, tmp_path: Path):
+    """As it is written, each snippet by itself, with small jobs in the files that it names."""
+    (tmp_path / "examples").mkdir()
+    for name in ("job.yaml", "examples/digits.yaml"):
+        (tmp_path / name).write_text(TINY)
+    snippets = re.findall(r"```python\n(.*?)```", text(page), flags=re.DOTALL)
+    assert snippets
+    script = f"for code in {snippets!r}:\n    exec(code, {{}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(snippets)
+
+
 def test_every_verb_in_the_readme_exists():
     verbs = set(re.findall(r"^plait (\w+)", text("README.md"), flags=re.MULTILINE))
     listed = subprocess.run(

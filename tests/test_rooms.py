@@ -24,6 +24,7 @@ LEVEL = {
     "adapt": 8,
     "report": 9,
     "experiments": 10,
+    "job_errors": 10,
     "config": 11,
     "sweeping": 12,
     "training": 12,

@@ -5,42 +5,71 @@ Every mistake is answered with the key's path, what was found, what was expected
 
 from __future__ import annotations
 
-import re
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from plait.cluster.hosts import LOCAL, Host, parse_hosts
+from plait.cluster.hosts import LOCAL, MOST_SLOTS, Host, parse_hosts
 from plait.core.errors import JobError
+from plait.core.files import read_text
 from plait.core.names import did_you_mean
+from plait.core.plain_values import plain_copy
+from plait.core.shown import shortened, shown
+from plait.core.yaml_text import MOST_LEVELS, YamlError, dump_yaml, load_yaml
+from plait.job_errors import explain
 from plait.runtime import settings as run
 from plait.runtime.launch import Placement
 from plait.sync.options import TOLERANT, read_options
-from plait.sync.wish import AUTO, DEFAULT, find_topology, read_wish
+from plait.sync.wish import DEFAULT, check_wish, read_wish
 
-# More than there are anywhere.
-MOST_WORKERS = 1 << 20
-# What keys with a form of their own look like, in words.
-FORMS = {
-    "name": "letters, digits, '.', '_' and '-', as in a folder's name",
-    "cluster.shell": "a command with {host} in it, such as 'ssh {host}'",
-}
+# A job file is a page or two of text.
+MOST_BYTES = 1_000_000
+# Whole numbers up to here survive every way that steps and samples are counted.
+MOST = 1 << 53
+# A week and a half; what waits for messages counts milliseconds in 32 bits.
+LONGEST_S = 1e6
+# Microbatches that a stage keeps in flight: more than fit anywhere.
+MOST_DEPTH = 1 << 16
+
+# `a.b=c` as on the command line, or a key with its value.
+Overrides = Sequence[str | tuple[str, Any]]
+
+
+def _no_nul(text: str) -> str:
+    """Names of files, hosts and variables end at a NUL."""
+    if "\0" in text:
+        raise PydanticCustomError("nul", "text without NUL characters")
+    return text
+
+
+def _variables(environment: dict[str, str]) -> dict[str, str]:
+    for name in environment:
+        if not name or "=" in name:
+            raise PydanticCustomError("variable", "names of variables, without '='")
+    return environment
+
+
+Text = Annotated[str, AfterValidator(_no_nul)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+Stage = Annotated[int, Field(ge=0, le=MOST_SLOTS)]
 
 
 class Section(BaseModel):
     """A part of the job file: unknown keys and values of another type are mistakes."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class OpenSection(Section):
     """A section whose further keys are options of what its `kind` names."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,60 +79,60 @@ class OpenSection(Section):
 class Data(OpenSection):
     """`data`: the data set, and how batches are drawn from it."""
 
-    kind: str
-    batch_size: int = Field(ge=1)
+    kind: Text
+    batch_size: Count
     shuffle: bool = True
     last_batch: Literal["keep", "drop"] = "keep"
-    loaders: int = Field(default=0, ge=0)
+    loaders: int = Field(default=0, ge=0, le=1024)
 
 
 class Optimizer(OpenSection):
     """`optimizer`: any of torch.optim in lower case, or a user's own."""
 
-    kind: str = "sgd"
+    kind: Text = "sgd"
 
 
 class LrSchedule(OpenSection):
     """`lr_schedule`: how the learning rate changes over the run."""
 
-    kind: str = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
+    kind: Text = "constant"
+    warmup_steps: int = Field(default=0, ge=0, le=MOST)
 
 
 class Evaluate(Section):
     """`evaluate`: when, and by which metric beside the loss."""
 
-    every_steps: int | None = Field(default=None, ge=1)
-    metric: str = "auto"
-    batch_size: int | None = Field(default=None, ge=1)
+    every_steps: Count | None = None
+    metric: Text = "auto"
+    batch_size: Count | None = None
 
 
 class EarlyStop(Section):
     """`early_stop`: when to give up."""
 
-    patience: int = Field(ge=1)
-    metric: str = "loss"
+    patience: Count
+    metric: Text = "loss"
     min_change: float = Field(default=0.0, ge=0)
 
 
 class Checkpoint(Section):
     """`checkpoint`: when to write one and which to keep."""
 
-    every_steps: int = Field(default=1000, ge=1)
-    keep_last: int = Field(default=2, ge=1)
-    keep_best: str | None = None
+    every_steps: Count = 1000
+    keep_last: Count = 2
+    keep_best: Text | None = None
 
 
 class Parallel(Section):
     """`parallel`: how many workers and how they share the work."""
 
-    workers: int | None = Field(default=None, ge=1)
-    plan: str = "data-parallel"
+    workers: int | None = Field(default=None, ge=1, le=MOST_SLOTS)
+    plan: Text = "data-parallel"
     schedule: Literal["stash", "2bw", "flush", "gpipe", "interleaved", "zero-bubble", "none"] | None = None
-    microbatches: int | None = Field(default=None, ge=1)
+    microbatches: Count | None = None
     vertical_sync: bool = False
-    depths: dict[int, int] = Field(default_factory=dict)
-    recompute: list[int] = Field(default_factory=list)
+    depths: dict[Stage, Annotated[int, Field(ge=1, le=MOST_DEPTH)]] = Field(default_factory=dict)
+    recompute: list[Stage] = Field(default_factory=list)
     sync: Literal[
         "all-reduce",
         "partial-reduce",
@@ -118,49 +147,49 @@ class Parallel(Section):
     sync_options: dict[str, Any] = Field(default_factory=dict)
     slow: dict[int, float] = Field(default_factory=dict)
     jitter: list[float] | None = Field(default=None, min_length=2, max_length=2)
-    topology: str = DEFAULT
-    threads: int | None = Field(default=None, ge=1)
-    timeout_s: float = Field(default=300.0, gt=0)
+    topology: Text = DEFAULT
+    threads: int | None = Field(default=None, ge=1, le=4096)
+    timeout_s: Seconds = 300.0
 
 
 class Cluster(Section):
     """`cluster`: the hosts and how they are reached."""
 
-    hosts: list[str] = Field(default_factory=list)
-    shell: str = Field(default="ssh {host}", pattern=r"^[^{}]*\{host\}[^{}]*$")
-    nic: str | None = None
-    python: str | None = None
-    link_timeout_s: float = Field(default=10.0, gt=0)
-    environment: dict[str, str] = Field(default_factory=dict)
+    hosts: list[Text] = Field(default_factory=list)
+    shell: Text = Field(default="ssh {host}", pattern=r"^[^{}]*\{host\}[^{}]*$")
+    nic: Text | None = None
+    python: Text | None = None
+    link_timeout_s: Seconds = 10.0
+    environment: Annotated[dict[Text, Text], AfterValidator(_variables)] = Field(default_factory=dict)
 
 
 class Job(Section):
     """What a person asks for: one YAML file, or the same in Python."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    model: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    model: Text
     model_args: dict[str, Any] = Field(default_factory=dict)
     data: Data
-    loss: str = "cross-entropy"
+    loss: Text = "cross-entropy"
     loss_args: dict[str, Any] = Field(default_factory=dict)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_schedule: LrSchedule = Field(default_factory=LrSchedule)
-    epochs: int | None = Field(default=None, ge=1)
-    steps: int | None = Field(default=None, ge=1)
-    seed: int = Field(default=0, ge=0)
+    epochs: int | None = Field(default=None, ge=1, le=1 << 31)
+    steps: Count | None = None
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     precision: run.Precision = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     clip_norm: float | None = Field(default=None, gt=0)
-    accumulate: int = Field(default=1, ge=1)
+    accumulate: Count = 1
     evaluate: Evaluate = Field(default_factory=Evaluate)
     early_stop: EarlyStop | None = None
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     tensorboard: bool = False
-    log_every_steps: int | None = Field(default=None, ge=1)
+    log_every_steps: Count | None = None
     stop_on_nan: bool = True
     parallel: Parallel = Field(default_factory=Parallel)
     cluster: Cluster = Field(default_factory=Cluster)
-    run_dir: str = "runs"
+    run_dir: Text = Field(default="runs", min_length=1)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -178,9 +207,12 @@ class Job(Section):
                 f"data.batch_size: found {self.data.batch_size} for {slots} workers; "
                 f"expected at least one sample a worker: a batch of {slots} or more, or fewer workers"
             )
+        _check_numbers(self.optimizer.options, "optimizer")
+        _check_numbers(self.lr_schedule.options, "lr_schedule")
+        _check_numbers(self.parallel.sync_options, "parallel.sync_options")
         self._check_plan()
         self._check_sync(slots)
-        self._check_topology()
+        self._check_topology(slots)
         if self.early_stop is not None and self.evaluate.every_steps is None:
             raise JobError("early_stop: needs evaluations to judge by; add evaluate.every_steps")
         return self
@@ -190,8 +222,8 @@ class Job(Section):
         names = ["data-parallel", "model-parallel", "auto"]
         if parallel.plan not in names and not parallel.plan.endswith(".json"):
             raise JobError(
-                f"parallel.plan: found {parallel.plan!r}, expected auto, data-parallel, model-parallel or a "
-                f"plan file (.json){did_you_mean(parallel.plan, names)}"
+                f"parallel.plan: found {shown(parallel.plan)}, expected auto, data-parallel, model-parallel "
+                f"or a plan file (.json){did_you_mean(parallel.plan, names)}"
             )
         set_over = {"schedule", "microbatches", "vertical_sync", "depths", "recompute"}
         if parallel.plan == "data-parallel" and (extra := set_over & parallel.model_fields_set):
@@ -208,7 +240,7 @@ class Job(Section):
             )
         if parallel.sync != "auto":
             # How many pipelines a plan has side by side is known once there is one.
-            most = workers if parallel.plan == "data-parallel" else MOST_WORKERS
+            most = workers if parallel.plan == "data-parallel" else MOST_SLOTS
             read_options(parallel.sync, parallel.sync_options, most)
         if parallel.sync_options.get("average") == "gradients" and self.precision == "fp16":
             raise JobError(
@@ -217,18 +249,20 @@ class Job(Section):
             )
         if parallel.plan != "data-parallel" and parallel.sync not in ("all-reduce", *TOLERANT):
             raise JobError(
-                f"parallel.sync: found {parallel.sync!r} with parallel.plan {parallel.plan!r}; pipelines "
-                f"agree by all-reduce or, side by side, by {', '.join(TOLERANT)}"
+                f"parallel.sync: found {parallel.sync!r} with parallel.plan {shown(parallel.plan)}; "
+                f"pipelines agree by all-reduce or, side by side, by {', '.join(TOLERANT)}"
             )
         if parallel.plan == "data-parallel" or workers > 1:
             check_slow(parallel.slow, workers)
-        if parallel.jitter is not None and not (0 <= parallel.jitter[0] <= 1 and parallel.jitter[1] >= 0):
+        if parallel.jitter is not None and not (
+            0 <= parallel.jitter[0] <= 1 and 0 <= parallel.jitter[1] <= LONGEST_S
+        ):
             raise JobError(
                 f"parallel.jitter: found {parallel.jitter}, expected a probability from 0 to 1 and "
                 f"seconds, such as [0.1, 0.5]"
             )
 
-    def _check_topology(self) -> None:
+    def _check_topology(self, workers: int) -> None:
         parallel = self.parallel
         wish = read_wish(parallel.topology)
         if "topology" in parallel.model_fields_set and parallel.sync != "all-reduce":
@@ -238,11 +272,10 @@ class Job(Section):
             )
         if not wish.by_name and parallel.plan != "data-parallel":
             raise JobError(
-                f"parallel.topology: found {wish.name!r} with parallel.plan {parallel.plan!r}; the replicas "
-                f"of each stage need a topology of their own: use a name, or plan: data-parallel"
+                f"parallel.topology: found {shown(wish.name)} with parallel.plan {shown(parallel.plan)}; the "
+                f"replicas of each stage need a topology of their own: use a name, or plan: data-parallel"
             )
-        if (wish.by_name or wish.graphs) and wish.name != AUTO:
-            find_topology(wish, [host.name for host in self.hosts() for _ in range(host.slots)])
+        check_wish(wish, workers)
 
     def hosts(self) -> tuple[Host, ...]:
         if self.cluster.hosts:
@@ -301,152 +334,103 @@ class Job(Section):
 
     def text(self) -> str:
         """The job as a job file, with what was set over it."""
-        return yaml.safe_dump(self.model_dump(exclude_unset=True), sort_keys=False)
+        return dump_yaml(self.model_dump(exclude_unset=True))
 
 
 def check_slow(slow: Mapping[int, float], workers: int) -> None:
     """Refuse to slow a worker that is not there, or to make one faster."""
     for rank, factor in slow.items():
-        if not 0 <= rank < workers or factor < 1:
+        if not (0 <= rank < workers and 1 <= factor <= LONGEST_S):
             raise JobError(
-                f"parallel.slow: found {rank}: {factor}, expected a worker from 0 to {workers - 1} and "
-                f"how many times slower it is, at least 1, such as {{1: 4}}"
+                f"parallel.slow: found {shown(rank)}: {factor}, expected a worker from 0 to {workers - 1} "
+                f"and how many times slower it is, at least 1, such as {{1: 4}}"
             )
+
+
+def _check_numbers(value: Any, path: str) -> None:
+    """Refuse numbers in `value` that no optimizer, schedule or sync can count with."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        _check_numbers(each, f"{path}.{shortened(str(key))}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise JobError(f"{path}: found {value}, expected a finite number")
+    if isinstance(value, int) and abs(value) > MOST:
+        raise JobError(f"{path}: found {shown(value)}, expected a whole number up to 2**53")
 
 
 def _pair(numbers: Sequence[float] | None) -> tuple[float, float] | None:
     return (numbers[0], numbers[1]) if numbers is not None else None
 
 
-def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
-    """The job in `path` with `a.b=c` overrides put over it."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        raise JobError(f"{path}: no such file; expected a job file (YAML)") from None
-    except (OSError, UnicodeDecodeError) as failure:
-        raise JobError(f"{path}: cannot be read: {failure}") from None
+def read_job(path: str | Path, overrides: Overrides = ()) -> Job:
+    """The job in the file `path` with overrides put over it: `a.b=c`, or a key and its value."""
+    text = read_text(Path(path), "a job file (YAML)", MOST_BYTES, JobError)
     content = parse(text, str(path))
     if isinstance(kind := content.get("plait"), str):
-        raise JobError(f"{path}: this is a {kind} file, expected a job file (YAML)")
+        raise JobError(f"{path}: this is a {shortened(kind)} file, expected a job file (YAML)")
     return make_job(content, overrides)
 
 
-def make_job(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job:
+def as_job(job: Job | str | Path | Mapping[str, Any]) -> Job:
+    """A job that was given as such, as the path of its file, or as plain values."""
+    if isinstance(job, Job):
+        return job
+    return read_job(job) if isinstance(job, (str, Path)) else make_job(job)
+
+
+def make_job(content: Mapping[str, Any], overrides: Overrides = ()) -> Job:
     """A checked job from plain values, as a job file holds them."""
-    tree = _copy(content)
+    if not isinstance(content, Mapping):
+        raise JobError(f"found {shown(content)}, expected keys such as name, model and data; see read_job")
+    tree = plain_copy(content)
     for override in overrides:
         _put(tree, override)
     try:
         return Job.model_validate(tree)
     except ValidationError as failure:
-        raise JobError("\n".join(_explain(error) for error in failure.errors())) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number, and a key given twice is a mistake."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
-    list("-+.0123456789"),
-)
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [key.value for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise JobError(f"{key}: given twice (line {node.start_mark.line + 1} and on); give it once")
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+        raise JobError(explain(Job, failure)) from None
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
     """The mapping that a job file holds; `where` names the file in messages."""
     try:
-        content = yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as failure:
-        line = failure.problem_mark.line + 1 if failure.problem_mark else 0
-        raise JobError(f"{where}:{line}: not YAML: {failure.problem}") from None
-    except yaml.YAMLError as failure:
-        raise JobError(f"{where}: not YAML: {failure}") from None
+        content = load_yaml(text)
+    except YamlError as failure:
+        line = "" if failure.line is None else f":{failure.line}"
+        raise JobError(f"{where}{line}: {failure}") from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise JobError(f"{where}: found {found}, expected keys such as name, model and data")
     return content
 
 
-def _copy(tree: Any) -> Any:
-    return {key: _copy(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
-
-
-def _put(tree: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    if not equals or not all(path.split(".")):
-        raise JobError(f"--set: found {override!r}, expected key.path=value, such as optimizer.lr=0.1")
+def _put(tree: dict[str, Any], override: str | tuple[str, Any]) -> None:
+    path, value = _parse_override(override) if isinstance(override, str) else override
+    shown_path = shortened(path)
     *parents, last = path.split(".")
+    if not all((*parents, last)):
+        raise JobError(f"--set: found {shown(path)}, expected a key of the job, such as optimizer.lr")
+    if len(parents) > MOST_LEVELS:
+        raise JobError(f"--set {shown_path}: found {len(parents) + 1:,} levels, expected a key of the job")
     for parent in parents:
-        below = tree.setdefault(parent, {})
+        if tree.get(parent) is None:
+            tree[parent] = {}
+        below = tree[parent]
         if not isinstance(below, dict):
-            raise JobError(f"--set {path}: {parent!r} holds {below!r}, so it has no key {last!r}")
+            raise JobError(
+                f"--set {shown_path}: {shown(parent)} holds {shown(below)}, so it has no key {shown(last)}"
+            )
         tree = below
+    tree[last] = plain_copy(value, path)
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    path, equals, text = override.partition("=")
+    if not equals:
+        raise JobError(f"--set: found {shown(override)}, expected key.path=value, such as optimizer.lr=0.1")
     try:
-        tree[last] = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        raise JobError(f"--set {path}: found {text!r}, expected a YAML value") from None
-
-
-def _explain(error: Any) -> str:
-    """One pydantic error in our words: path, found, expected, nearest valid name."""
-    location = [str(part) for part in error["loc"]]
-    path, kind, found = ".".join(location), error["type"], error["input"]
-    context = error.get("ctx", {})
-    if kind == "extra_forbidden":
-        return f"{path}: unknown key{did_you_mean(location[-1], _keys_at(location[:-1]))}"
-    if kind == "missing":
-        return f"{path}: missing; expected {_expected_at(location)}"
-    if kind == "literal_error":
-        valid = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-        hint = did_you_mean(str(found), valid)
-        return f"{path}: found {found!r}, expected {' or '.join(valid)}{hint if 'mean' in hint else ''}"
-    if kind == "string_pattern_mismatch":
-        return f"{path}: found {found!r}, expected {FORMS[path]}"
-    words = error["msg"].removeprefix("Input should be ").removeprefix("String should ")
-    return f"{path}: found {found!r}, expected {words}"
-
-
-def _section_at(location: Sequence[str]) -> type[BaseModel] | None:
-    section: type[BaseModel] = Job
-    for part in location:
-        field = section.model_fields.get(part)
-        kinds = [k for k in _kinds(field.annotation) if issubclass(k, BaseModel)] if field else []
-        if not kinds:
-            return None
-        section = kinds[0]
-    return section
-
-
-def _kinds(annotation: Any) -> list[type]:
-    arguments = getattr(annotation, "__args__", None)
-    kinds = list(arguments) if arguments else [annotation]
-    return [kind for kind in kinds if isinstance(kind, type)]
-
-
-def _keys_at(location: Sequence[str]) -> list[str]:
-    section = _section_at(location)
-    return list(section.model_fields) if section else []
-
-
-def _expected_at(location: Sequence[str]) -> str:
-    section = _section_at(location[:-1])
-    field = section.model_fields.get(location[-1]) if section else None
-    if field is None:
-        return "a value"
-    kind = _kinds(field.annotation)[0]
-    if issubclass(kind, BaseModel):
-        return f"a section with {', '.join(n for n, f in kind.model_fields.items() if f.is_required())}"
-    return {"int": "a whole number", "str": "text", "float": "a number"}.get(kind.__name__, kind.__name__)
+        return path, load_yaml(text)
+    except YamlError as failure:
+        raise JobError(
+            f"--set {shortened(path)}: found {shown(text)}, expected a YAML value ({failure})"
+        ) from None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plait.cluster.hosts import LOCAL, Host
-from plait.config import Job, make_job
+from plait.config import Job, as_job, make_job
 from plait.core.artefact import load
 from plait.core.codec import encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean
+from plait.core.shown import shown
 from plait.fusion.errors import FusionError
-from plait.fusion.space import Dimension, combinations, parse_dimension
+from plait.fusion.space import MOST_VALUES, Dimension, combinations, count_combinations, parse_dimension
 from plait.planner.depth import Schedule
 from plait.report.sweep import write_sweep
 from plait.runtime.folder import RunFolder, choose_folder, find_run
@@ -28,14 +30,16 @@ from plait.runtime.sweep.team import check_teams
 from plait.runtime.sweep.trials import check_key
 
 KIND, VERSION = "sweep", 1
-# Combinations that are checked one by one before anything starts; of more, each value is.
+# Combinations that are checked one by one before anything starts; of more, each value is, and of more
+# values of one key than a few, those that stand for all.
 CHECKED = 2000
+FEW = 100
 
 Over = Sequence[str] | Mapping[str, Any]
 
 
 def sweep(
-    job: Job,
+    job: Job | str | Path | Mapping[str, Any],
     over: Over = (),
     *,
     search: str = "grid",
@@ -52,13 +56,14 @@ def sweep(
 ) -> dict[str, Any]:
     """Train trials of `job` with the values of `over` put over it; what each came to, best first.
 
-    `over` is as on the command line, `["optimizer.lr=log:1e-4:1e-1:16"]`, or a mapping from keys to lists of
-    values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1", "optimizer.momentum": [0.0, 0.9]}`. The
-    result has `trials`, `best` and `run`, the folder with the best trial's checkpoint. Of the job's workers
-    `replicas` train each array together or, where the job has a plan, as many as that has stages. With
-    `resume` the sweep in that folder goes on, as it was asked for; `job` then says where its workers run,
-    and `replicas`, where given, how many share an array.
+    `job` may be the path of its file. `over` is as on the command line, `["optimizer.lr=log:1e-4:1e-1:16"]`,
+    or a mapping from keys to lists of values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1",
+    "optimizer.momentum": [0.0, 0.9]}`. The result has `trials`, `best` and `run`, the folder with the best
+    trial's checkpoint. Of the job's workers `replicas` train each array together or, where the job has a
+    plan, as many as that has stages. With `resume` the sweep in that folder goes on, as it was asked for;
+    `job` then says where its workers run, and `replicas`, where given, how many share an array.
     """
+    job = as_job(job)
     if resume is not None:
         folder = find_run(resume, Path(job.run_dir))
         settings = read_sweep(folder)
@@ -102,16 +107,18 @@ def make_sweep(
     """A checked sweep: every value of every key makes a valid job."""
     if search not in SEARCHES:
         hint = did_you_mean(search, SEARCHES)
-        raise InputError(f"--search: found {search!r}, expected one of {', '.join(SEARCHES)}{hint}")
+        raise InputError(f"--search: found {shown(search)}, expected one of {', '.join(SEARCHES)}{hint}")
     if least_steps is not None and least_steps < 1:
         raise InputError(f"--least-steps: found {least_steps}, expected 1 or more")
+    if trials is not None and trials > MOST_VALUES:
+        raise InputError(f"--trials: found {shown(trials)}, expected {MOST_VALUES:,} at most")
     chosen = SearchSettings(search, trials, eta, least_steps, metric, seed)
     dimensions = _dimensions(over)
     settings = SweepSettings(job.settings(), dimensions, chosen, width, 1 if replicas is None else replicas)
     for dimension in dimensions:
         check_key(dimension.key)
     check(settings)
-    _check_values(job, dimensions)
+    _check_values(job, dimensions, listed=trials is None)
     if job.parallel.plan != "data-parallel":
         # Before the job is measured, which takes a while.
         check_in_stages(settings)
@@ -150,7 +157,8 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
 
 def _dimensions(over: Over) -> tuple[Dimension, ...]:
     if not isinstance(over, Mapping):
-        return tuple(parse_dimension(text) for text in over)
+        texts = [over] if isinstance(over, str) else over
+        return tuple(parse_dimension(text) for text in texts)
     found = []
     for key, values in over.items():
         if isinstance(values, str):
@@ -159,28 +167,48 @@ def _dimensions(over: Over) -> tuple[Dimension, ...]:
             found.append(Dimension(key, tuple(values)))
         else:
             raise InputError(
-                f"over[{key!r}]: found {values!r}, expected a list of values or a range: 'log:1e-4:1e-1'"
+                f"over[{shown(key)}]: found {shown(values)}, expected a list of values or a range, such as "
+                f"'log:1e-4:1e-1'"
             )
     return tuple(found)
 
 
-def _check_values(job: Job, dimensions: Sequence[Dimension]) -> None:
-    """Refuse a key or a value that makes no valid job, with the job file's own words."""
+def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> None:
+    """Refuse a key or a value that makes no valid job, with the job file's own words.
+
+    Where all combinations are `listed`, refuse too many of them.
+    """
     content = job.model_dump(exclude_unset=True)
-    for dimension in dimensions:
-        for value in dimension.ends():
+    ends = [Dimension(d.key, _ends(d)) for d in dimensions]
+    for dimension in ends:
+        for value in dimension.values:
             _check(content, {dimension.key: value})
     try:
-        listed = combinations([Dimension(d.key, d.ends()) for d in dimensions])
+        if listed:
+            combinations(dimensions)
+        few = combinations(ends) if count_combinations(ends) <= CHECKED else []
     except FusionError as failure:
         raise InputError(str(failure)) from None
-    for values in listed[:CHECKED] if len(listed) <= CHECKED else ():
+    for values in few:
         _check(content, values)
+
+
+def _ends(dimension: Dimension) -> tuple[Any, ...]:
+    """Values that stand for all of a dimension; of many numbers the smallest and the largest do."""
+    values = dimension.ends()
+    if len(values) <= FEW:
+        return values
+    numbers: dict[type, list[Any]] = {int: [], float: []}
+    others: list[Any] = []
+    for value in values:
+        is_number = type(value) is int or (type(value) is float and math.isfinite(value))
+        (numbers[type(value)] if is_number else others).append(value)
+    return (*others, *(end(kind) for kind in numbers.values() if kind for end in (min, max)))
 
 
 def _check(content: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     try:
-        make_job(content, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+        make_job(content, list(values.items()))
     except JobError as failure:
         raise JobError(f"--over {failure}") from None
 

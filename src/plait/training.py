@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plait.cluster.hosts import LOCAL, Host
-from plait.config import Job, check_slow
+from plait.config import Job, as_job, check_slow
 from plait.runtime.folder import choose_folder
 from plait.runtime.launch import Display, Placement, Silent, launch
 from plait.runtime.settings import TrainSettings
 
 
 def train(
-    job: Job, *, resume: bool = False, run_folder: str | None = None, display: Display | None = None
+    job: Job | str | Path | Mapping[str, Any],
+    *,
+    resume: bool = False,
+    run_folder: str | None = None,
+    display: Display | None = None,
 ) -> dict[str, Any]:
-    """Run `job` on its workers to its end; what it came to, with `run`, the folder it left.
+    """Run `job`, or the one in a file, on its workers to its end; what it came to, with `run`, its folder.
 
     The same as `plait train`: the folder is new, `run_folder`, or on resume the latest of this job.
     """
+    job = as_job(job)
     settings, placement = job.settings(), job.placement()
     if job.parallel.plan != "data-parallel":
         settings, placement = _planned(job, settings, placement, display or Silent())

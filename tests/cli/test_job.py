@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from plait.cluster.hosts import LOCAL, Host
-from plait.config import make_job, parse, read_job
+from plait.config import as_job, make_job, parse, read_job
 from plait.core.errors import InputError, JobError
 
 GOOD: dict[str, Any] = {
@@ -84,31 +85,177 @@ MISTAKES = [
     ("model.x=1", "--set model.x: 'model' holds 'plait.workloads.mlp:mlp_tiny', so it has no key 'x'"),
     ("lr", "--set: found 'lr', expected key.path=value"),
     ("seed=[", "--set seed: found '[', expected a YAML value"),
+    (
+        "seed=!!int q",
+        "--set seed: found '!!int q', expected a YAML value (found 'q', expected a whole number)",
+    ),
+    ("a..b=1", "--set: found 'a..b', expected a key of the job"),
+    (".".join("a" * 2000) + "=1", "found 2,000 levels, expected a key of the job"),
+    ("epochs=1:30", "epochs: found '1:30', expected a valid integer"),
+    ("data.shuffle=no", "data.shuffle: found 'no', expected a valid boolean"),
+    ("optimizer.lr=.nan", "optimizer.lr: found nan, expected a finite number"),
+    ("optimizer.betas=[0.9, .inf]", "optimizer.betas.1: found inf, expected a finite number"),
+    ("lr_schedule.gamma=-.inf", "lr_schedule.gamma: found -inf, expected a finite number"),
+    ("clip_norm=.inf", "clip_norm: found inf, expected a finite number"),
+    ("parallel.timeout_s=.inf", "parallel.timeout_s: found inf, expected a finite number"),
+    ("parallel.timeout_s=1e300", "parallel.timeout_s: found 1e+300, expected less than or equal to 1000000"),
+    ("cluster.link_timeout_s=.nan", "cluster.link_timeout_s: found nan, expected a finite number"),
+    ("epochs=9223372036854775808", "epochs: found 9223372036854775808, expected less than or equal to"),
+    ("checkpoint.every_steps=9007199254740993", "expected less than or equal to 9007199254740992"),
+    ("seed=18446744073709551616", "seed: found 18446744073709551616, expected less than 9223372036854775808"),
+    (
+        "parallel.threads=2147483648",
+        "parallel.threads: found 2147483648, expected less than or equal to 4096",
+    ),
+    ("parallel.workers=1000000", "parallel.workers: found 1000000, expected less than or equal to 65536"),
+    ("data.loaders=100000", "data.loaders: found 100000, expected less than or equal to 1024"),
+    ('run_dir="a\\0b"', "run_dir: found 'a\\x00b', expected text without NUL characters"),
+    ("run_dir=''", "run_dir: found '', expected at least 1 character"),
+    ('cluster.hosts=["w\\0:1"]', "cluster.hosts.0: found 'w\\x00:1', expected text without NUL characters"),
+    ("cluster.hosts=['-oProxyCommand=x:1']", "expected a host's name or address"),
+    ("cluster.environment={A=B: x}", "expected names of variables, without '='"),
+    ('cluster.environment={A: "x\\0"}', "cluster.environment.A: found 'x\\x00', expected text without NUL"),
+    ("parallel.slow={0: .nan}", "parallel.slow.0: found nan, expected a finite number"),
+    ("parallel.jitter=[0.1, 1e300]", "parallel.jitter: found [0.1, 1e+300], expected a probability"),
+    (
+        "parallel={plan: auto, depths: {0: 0}}",
+        "parallel.depths.0: found 0, expected greater than or equal to 1",
+    ),
+    (
+        "parallel={plan: auto, recompute: [-1]}",
+        "parallel.recompute.0: found -1, expected greater than or equal",
+    ),
+    ("parallel={sync: sma, sync_options: {alpha: .nan}}", "parallel.sync_options.alpha: found nan, expected"),
+    ("parallel.topology=default:2", "parallel.topology: found 'default:2'; default has no root to choose"),
+    ("name=" + "a" * 300, "name: found 'aaaa"),
 ]
 
 
-@pytest.mark.parametrize(("override", "message"), MISTAKES, ids=[m[0] for m in MISTAKES])
+@pytest.mark.parametrize(("override", "message"), MISTAKES, ids=[m[0][:40] for m in MISTAKES])
 def test_a_mistake_is_answered(override: str, message: str):
     with pytest.raises(InputError) as caught:
         make_job(GOOD, [override])
     assert message in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_all_mistakes_of_a_file_are_told_at_once():
     with pytest.raises(JobError) as caught:
         make_job({"nam": "t", "data": {"kind": "digits"}})
     assert str(caught.value).splitlines() == [
-        "name: missing; expected text",
+        "nam: unknown key; did you mean 'name'?",
         "model: missing; expected text",
         "data.batch_size: missing; expected a whole number",
-        "nam: unknown key; did you mean 'name'?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("content", "messages"),
+    [
+        (
+            {"name": "t", "model": "m:m", "data": {"kind": "digits", "batch_sise": 64}, "epochs": 1},
+            ["data.batch_sise: unknown key; did you mean 'batch_size'?"],
+        ),
+        (
+            {"name": "t", "modle": "m:m", "dta": {"kind": "digits", "batch_size": 64}, "epochs": 1},
+            ["modle: unknown key; did you mean 'model'?", "dta: unknown key; did you mean 'data'?"],
+        ),
+        (
+            {"name": "t", "model": "m:m", "dataset": {"type": "digits", "batch": 64}, "epochs": 1},
+            ["dataset: unknown key; did you mean 'data'?"],
+        ),
+        (
+            {"name": "t", "model": "m:m", "data": {"type": "digits", "batch": 64}, "epochs": 1},
+            [
+                "data.type: unknown key; did you mean 'kind'?",
+                "data.batch: unknown key; did you mean 'batch_size'?",
+            ],
+        ),
+        (
+            {**GOOD, "early_stop": {"patiense": 3}},
+            ["early_stop.patiense: unknown key; did you mean 'patience'?"],
+        ),
+        (
+            # An option of some kind of data, which is only a little like the key that is missing.
+            {**GOOD, "data": {"kind": "image-folder", "size": 32}},
+            ["data.batch_size: missing; expected a whole number"],
+        ),
+        (
+            {**GOOD, "batch_size": 3, "workers": 2, "weight_decay": 0.1},
+            [
+                "batch_size: unknown key; did you mean 'data.batch_size'?",
+                "workers: unknown key; did you mean 'parallel.workers'?",
+                "weight_decay: unknown key; did you mean 'optimizer.weight_decay'?",
+            ],
+        ),
+        (
+            {**GOOD, "num_epochs": 3, "learning_rate": 0.1},
+            [
+                "num_epochs: unknown key; did you mean 'epochs'?",
+                "learning_rate: unknown key; did you mean 'optimizer.lr'?",
+            ],
+        ),
+    ],
+)
+def test_a_key_that_was_meant_is_told_once(content: dict[str, Any], messages: list[str]):
+    with pytest.raises(JobError) as caught:
+        make_job(content)
+    assert str(caught.value).splitlines() == messages
+
+
+def test_very_many_mistakes_make_one_short_message():
+    with pytest.raises(JobError) as caught:
+        make_job({**GOOD, **{f"key{i}": "x" * 100 for i in range(20_000)}, "k" * 10**5: 1})
+    assert len(str(caught.value)) <= 2000
+    assert str(caught.value).endswith(" more mistakes")
+
+
+def test_values_of_a_job_made_in_python_must_be_plain():
+    assert make_job({**GOOD, "model_args": {"path": Path("a/b"), "sizes": (1, 2)}}).model_args == {
+        "path": "a/b",
+        "sizes": [1, 2],
+    }
+    text = make_job({**GOOD, "model_args": {"x": np.float64(0.5)}}).text()
+    assert make_job(parse(text, "again")).model_args == {"x": 0.5}
+    shared: Any = {}
+    for _ in range(30):
+        shared = {"a": shared, "b": shared}
+    for value, words in (
+        ({1.5: 2}, "model_args: found the key 1.5, expected text"),
+        ({"x": object()}, "model_args.x: found <object object"),
+        ({"x": 10**200}, "model_args.x: found a whole number of 201 digits"),
+        ({"x": "\ud800"}, "model_args.x: found '\\ud800', which is no text in Unicode"),
+        (shared, "found too many values"),
+    ):
+        with pytest.raises(JobError) as caught:
+            make_job({**GOOD, "model_args": value})
+        assert words in str(caught.value)
+        assert len(str(caught.value)) < 1000
+    with pytest.raises(JobError, match=r"found 'job.yaml', expected keys .* see read_job"):
+        make_job("job.yaml")  # type: ignore[arg-type]
+
+
+def test_text_that_looks_like_a_number_stays_text():
+    written = {"a": "1e3", "b": "010", "c": "1:30", "d": "yes", "e": "2020-01-01", "f": "0o7", "g": "a\0b"}
+    job = make_job({**GOOD, "model_args": written})
+    assert make_job(parse(job.text(), "again")).model_args == written
+
+
+def test_a_job_is_read_from_a_path_or_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "job.yaml").write_text(make_job(GOOD).text())
+    monkeypatch.chdir(tmp_path)
+    assert read_job("job.yaml", ["epochs=3"]) == read_job(Path("job.yaml"), [("epochs", 3)])
+    assert as_job("job.yaml") == as_job(GOOD) == as_job(make_job(GOOD))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: [1", "job.yaml:1: not YAML"),
+        ("name: a\nsteps: !!int x\n", "job.yaml:2: found 'x', expected a whole number"),
+        ("name: " + "[" * 100, "job.yaml:1: nested too deeply"),
+        ("name: &a [" + "1, " * 300 + "]\nx: &b [" + "*a, " * 300 + "]\n", "too many values"),
+        ("x" * 2_000_000, "larger than 1 MB"),
         ("name: a\nname: b\n", "name: given twice"),
         ("- 1", "found a list, expected keys such as name, model and data"),
         ("", "found nothing, expected keys"),

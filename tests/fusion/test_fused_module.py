@@ -331,3 +331,67 @@ def test_a_compiled_fused_module_trains_as_the_same_module_uncompiled():
             optimizer.step()
     for name, tensor in other.state_dict().items():
         assert torch.allclose(fused.state_dict()[name].double(), tensor.double(), rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        (nn.Linear(2, 3), "found a Linear, expected a list of models of the same shape"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "found a Sequential, expected a list"),
+        (4, "found a int, expected a list"),
+        ([], "found no models"),
+        ([3], "found 3 as model 0, expected a torch.nn.Module"),
+        ([nn.Linear], "as model 0, expected a torch.nn.Module"),
+    ],
+)
+def test_what_is_no_list_of_models_is_answered_with_what_is(models, words: str):
+    with pytest.raises(FusionError, match=words):
+        fuse(models)
+
+
+def test_a_module_list_is_a_list_of_models():
+    assert fuse(nn.ModuleList([nn.Linear(2, 3), nn.Linear(2, 3)])).trials == 2
+
+
+def test_shared_takes_tensors_and_only_a_fused_module_takes_shared():
+    x = torch.randn(4, 2)
+    with pytest.raises(
+        FusionError, match="Shared: found a dict, expected a tensor; wrap each tensor by itself"
+    ):
+        Shared({"x": x})
+    with pytest.raises(FusionError, match=r"cross_entropy: found a Shared.*fused.map\(cross_entropy, output"):
+        F.cross_entropy(x, Shared(torch.zeros(4, dtype=torch.int64)))
+
+
+LOSSES = {
+    "plain": F.cross_entropy,
+    "smooth": lambda y, t: F.cross_entropy(y, t, label_smoothing=0.1),
+    "weighted": lambda y, t: F.cross_entropy(y, t, weight=torch.ones(3)),
+    "log": lambda y, t: F.nll_loss(F.log_softmax(y, 1), t),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (torch.zeros(5, dtype=torch.int64), r"class numbers of shape \(5,\) in each trial"),
+        (torch.zeros(9, dtype=torch.int64), r"expected whole class numbers of shape \(8,\)"),
+        (torch.zeros(8, 1, dtype=torch.int64), r"class numbers of shape \(8, 1\)"),
+        (torch.zeros(8), r"chances of shape \(8,\) in each trial"),
+    ],
+)
+def test_targets_that_fit_no_outputs_are_named_with_both_shapes(targets, words: str, loss: str):
+    fused = fuse([nn.Linear(2, 3) for _ in range(2)])
+    outputs = fused(Shared(torch.randn(8, 2)))
+    with pytest.raises(FusionError, match=words):
+        fused.map(LOSSES[loss], outputs, Shared(targets))
+
+
+def test_chances_and_class_numbers_of_fitting_shapes_are_targets():
+    fused = fuse([nn.Linear(2, 3) for _ in range(2)])
+    outputs = fused(Shared(torch.randn(8, 2)))
+    for targets in (torch.zeros(8, dtype=torch.int64), torch.full((8, 3), 1 / 3)):
+        losses = fused.map(F.cross_entropy, outputs, Shared(targets))
+        expected = [F.cross_entropy(output, targets) for output in outputs]
+        torch.testing.assert_close(losses, torch.stack(expected))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plait.fusion import FusionError
 from plait.fusion.search import best_first, exploit, goes_on, rungs, survivors
-from plait.fusion.space import grid, parse_over
+from plait.fusion.space import grid, parse_dimension, parse_over
 
 results = st.dictionaries(st.integers(0, 50), st.floats(allow_nan=True, allow_infinity=True), min_size=1)
 
@@ -80,6 +80,32 @@ def test_a_grid_holds_every_combination_once():
 def test_a_malformed_range_is_refused_with_the_form(text):
     with pytest.raises(FusionError, match="--over"):
         grid([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("k=int:1:5:nan", "expected a count of 2 to 100,000"),
+        ("k=int:1:5:inf", "expected a count of 2 to 100,000"),
+        ("k=linear:1:5:1e9", "expected a count of 2 to 100,000"),
+        ("k=int:1:1e300:4", "expected whole numbers after int:, 2\\*\\*53 at most"),
+        ("k=linear:-1.7e308:1.7e308:3", "expected low < high, and finite numbers"),
+        ("k=log:nan:1:3", "expected 0 < low < high"),
+        ("k=" + "[" * 5000, "--over k: found '\\[\\[.*expected a value to try"),
+        ("k=" + "1" * 5000, "--over k: found '111.*expected a value to try"),
+        ("k=" + "1," * 200_000, "found 200,001 values, expected 100,000 at most"),
+    ],
+)
+def test_a_range_without_end_or_of_no_numbers_is_refused(text: str, words: str):
+    with pytest.raises(FusionError, match=words) as caught:
+        parse_dimension(text)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_grid_of_too_many_combinations_is_refused_before_it_is_made():
+    over = [f"{key}=" + ",".join(map(str, range(100))) for key in "abcd"]
+    with pytest.raises(FusionError, match="found 100,000,000 combinations, expected 100,000 at most"):
+        grid(over)
 
 
 def test_a_key_given_twice_is_refused():

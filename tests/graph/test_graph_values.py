@@ -26,6 +26,11 @@ def test_a_cycle_is_refused_and_names_its_nodes():
         ((node("layer1"),), (Edge("layer1", "layer2", 1),), "no node 'layer2'; did you mean 'layer1'"),
         ((node("a", forward_s=-1.0),), (), "forward_s: found -1.0"),
         ((node("a", output_bytes=float("nan")),), (), "output_bytes: found nan"),
+        (
+            (node("a", parameter_bytes=1e308),),
+            (),
+            r"parameter_bytes: found 1e\+308, expected a number from 0 to",
+        ),
         ((node("a"), node("b")), (Edge("a", "b", 1), Edge("a", "b", 1)), "occurs twice"),
         ((node("a"), node("b")), (Edge("a", "b", -1),), "bytes: found -1"),
         ((node("a"), node("b"), node("c")), (Edge("a", "b", 1), Edge("a", "c", 2)), "1 on another edge"),

@@ -64,6 +64,15 @@ def test_a_graph_written_in_pipedreams_words_keeps_its_costs_and_edges(graph):
         (NODE.replace("1.000", "fast"), r"g:1: forward_compute_time: found 'fast', expected a number"),
         (NODE.replace("16.000", "-16.000"), r"g:1: parameter_size: found '-16.000'"),
         (NODE.replace("4.0]", "x]"), r"g:1: activation_size: found 'x'"),
+        (NODE.replace("1.000", "١"), r"g:1: forward_compute_time: found '١', expected a number"),
+        (
+            NODE.replace("16.000", "1e308"),
+            r"g: node 'node1': parameter_bytes: found 1e\+308, expected a number",
+        ),
+        (NODE.replace("16.000", "1e999"), r"parameter_bytes: found inf, expected a number from 0 to 1e\+18"),
+        (NODE.replace("1.000", "1" * 5000), r"forward_s: found inf, expected a number"),
+        (NODE + " -- stage_id=" + "9" * 5000, r"g:1: stage_id: found '999.*, expected a stage from 0 on"),
+        (NODE + "\n\tnode1 -- " + "x" * 5000, r"g:2: there is no node 'xxx"),
         (NODE + "\n" + NODE, r"g:2: node 'node1' occurs twice"),
         (NODE + "\n\tnode1 -- node7", r"g:2: there is no node 'node7' above"),
         (NODE + "\n\tnode1", r"g:2: found '\\tnode1', expected '<tab>from -- to'"),
@@ -79,8 +88,9 @@ def test_a_graph_written_in_pipedreams_words_keeps_its_costs_and_edges(graph):
     ],
 )
 def test_a_malformed_file_is_refused_with_line_found_and_expected(text, message):
-    with pytest.raises(GraphError, match=message):
+    with pytest.raises(GraphError, match=message) as caught:
         pipedream.parse(text, "g")
+    assert len(str(caught.value)) < 500
 
 
 def test_a_missing_and_a_binary_file_are_told_apart(tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from brute_force import down_sets
@@ -145,10 +146,24 @@ def _rates(cluster):
     [
         (lambda: machines(0, 1e9), "found 0 devices, expected at least 1"),
         (lambda: machines(4, -1.0), "found a bandwidth of -1 bytes/s, expected more than 0"),
+        (lambda: machines(4, 1e-320), "found a bandwidth of .* bytes/s, expected more than 0"),
+        (lambda: machines(1, 1e9, devices=(Device(speed=1e-320),)), "device 0: found speed"),
         (lambda: machines((4, 4), (1e9,)), "found 2 levels of devices .4x4. and 1 bandwidths"),
         (lambda: machines(4, 1e9, memory_bytes=0), "found a memory of 0 bytes"),
         (lambda: machines(2, 1e9, devices=(Device(),)), "found 1 devices described for 2 devices"),
         (lambda: machines(1, 1e9, devices=(Device(speed=0),)), "device 0: found speed 0"),
+        (lambda: machines("4", 1e9), r"found '4' devices .* expected numbers: machines\(4, 1e9\)"),
+        (lambda: machines(4.0, 1e9), r"found 4.0 devices"),
+        (lambda: machines(10**8, 1e9), "found 100000000 devices, expected 16,384 at most"),
+        (lambda: Machines((Level(2, 1e9, math.inf),)), "found sums at inf bytes/s"),
+        (lambda: Machines((Level(2, 1e9, 1e9, math.nan),)), "with a latency of nan s"),
+        (
+            lambda: Machines((Level(2, 1e9),), overhead_s=-1.0),
+            "found an overhead of -1 s, expected 0 or more",
+        ),
+        (lambda: make_plan(vgg(), 4), r"found 4 as machines, expected plait.machines\(4, 1e9\)"),
+        (lambda: make_plan("x.json", machines(4, 1e9)), "found 'x.json', expected a profile or its graph"),
+        (lambda: make_plan(vgg(), machines(4, 1e9), Settings(microbatches=10**9)), "expected 1 to 65,536"),
         (lambda: make_plan(Graph((), ()), machines(4, 1e9)), "the graph is empty"),
         (lambda: make_plan(chain([0.0]), machines(4, 1e9)), "none of the 1 operations takes any time"),
         (lambda: make_plan(vgg(), machines(4, 1e9), Settings(microbatches=0)), "found 0 microbatches"),
@@ -179,6 +194,84 @@ def _rates(cluster):
 def test_bad_input_is_refused_with_what_would_have_to_change(make, message):
     with pytest.raises(PlanError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: plan.update(stages=[]), "found no stages"),
+        (lambda plan: plan.update(microbatches=0), "microbatches: found 0, expected 1 to 65536"),
+        (lambda plan: plan.update(microbatches=-2), "microbatches: found -2"),
+        (lambda plan: plan.update(microbatches=2**40), "microbatches: found 1099511627776"),
+        (lambda plan: plan.update(pipelines=0), "pipelines: found 0, expected 1 to"),
+        (lambda plan: plan.update(depths=[1]), "depths: found 1, expected one for each of"),
+        (lambda plan: plan.update(depths=[0] * len(plan["stages"])), "depths: found 0, expected 1 to"),
+        (lambda plan: plan.update(step_s=-1.0), "step_s: found -1, expected a number from 0 to"),
+        (lambda plan: plan.update(bottleneck_s=math.nan), "bottleneck_s: found nan"),
+        (lambda plan: plan["speedup_over"].update(single=math.inf), "speedup_over.single: found inf"),
+        (lambda plan: plan["machines"].update(latency_s=-1.0), "found a latency of -1 s"),
+        (lambda plan: plan["stages"][0].update(layers=[]), r"stages\[0\].layers: found none"),
+        (
+            lambda plan: plan["stages"][0].update(devices=[-1]),
+            r"stages\[0\].devices: found -1, expected 0 to 3",
+        ),
+        (
+            lambda plan: plan["stages"][0].update(devices=[4]),
+            r"stages\[0\].devices: found 4, expected 0 to 3",
+        ),
+        (lambda plan: plan["stages"][0].update(devices=[]), r"stages\[0\]"),
+        (lambda plan: plan["stages"][0].update(devices=[1, 1]), "expected each device once"),
+        (lambda plan: plan["stages"][0].update(replicas=-1), r"stages\[0\].replicas: found -1, expected"),
+        (
+            lambda plan: plan["stages"][0].update(in_flight=0),
+            r"stages\[0\].in_flight: found 0, expected 1 to",
+        ),
+        (lambda plan: plan["stages"][0].update(forward_s=-1.0), r"stages\[0\].forward_s: found -1"),
+        (
+            lambda plan: plan["stages"][0].update(memory_bytes=1e308),
+            r"stages\[0\].memory_bytes: found 1e\+308",
+        ),
+        (lambda plan: plan["stages"][0]["tied"].update(shared_bytes=-1.0), r"tied.shared_bytes: found -1"),
+        (lambda plan: plan["stages"].append(plan["stages"][0]), "more than once, expected each layer in one"),
+    ],
+)
+def test_a_plan_file_that_nobody_could_run_is_refused(tmp_path, change, message):
+    path = tmp_path / "plan.json"
+    save_plan(make_plan(vgg(), machines(4, 1e9)), path)
+    plan = json.loads(path.read_text())
+    change(plan)
+    path.write_text(json.dumps(plan))
+    with pytest.raises(PlanError, match=message) as caught:
+        load_plan(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_what_agreeing_takes_is_part_of_the_pace_that_is_told():
+    plain = chain([1.0] * 4, parameter_bytes=0.25)
+    slow_updates = replace(plain, nodes=tuple(replace(node, update_s=2.0) for node in plain.nodes))
+    for schedule in (Schedule.FLUSH, Schedule.STASH, Schedule.TWO_BUFFERED):
+        plan = data_parallel_plan(slow_updates, machines(2, 1.0), Settings(schedule))
+        pace, _, part = plan.why.partition(" a microbatch, ")
+        seconds = float(pace.removeprefix("Stage 0 sets the pace at ").removesuffix(" s"))
+        assert 0 < float(part.partition(" s of it to agree on gradients")[0]) < seconds
+
+
+def test_only_what_was_asked_for_is_said_to_stand_in_the_way():
+    graph = chain([1.0] * 4, parameter_bytes=1e9)
+    nothing = data_parallel_plan(graph, machines(2, 1e8), Settings(Schedule.FLUSH))
+    assert nothing.speedup_over.single < 1
+    assert "that was asked for" not in nothing.why
+    limited = data_parallel_plan(graph, machines(2, 1e8, memory_bytes=1e12), Settings(Schedule.FLUSH))
+    assert "What would be faster does not fit the memory that was asked for." in limited.why
+
+
+def test_a_profile_can_be_planned_as_it_is():
+    class Measured:
+        def loaded_graph(self) -> Graph:
+            return vgg()
+
+    assert make_plan(Measured(), machines(4, 1e9)).stages == make_plan(vgg(), machines(4, 1e9)).stages
+    assert fastest_plan(Measured(), machines(2, 1e9)).stages == fastest_plan(vgg(), machines(2, 1e9)).stages
 
 
 def test_the_memory_that_is_asked_for_is_enough_and_little_less_is_not():

@@ -7,6 +7,7 @@ import json
 import time
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from plait.core.errors import ArtefactError, InputError
 from plait.graph.graph import Tie
+from plait.profiler.links import Link
 from plait.profiler.profile import (
     SharedParameter,
     load_profile,
@@ -212,6 +214,70 @@ def test_a_model_that_cannot_be_trained_is_refused() -> None:
         profile_model(frozen, (torch.randn(3, 4),))
     with pytest.raises(InputError, match="0 repeats; expected at least"):
         profile_model(frozen, (torch.randn(3, 4),), repeats=0)
+
+
+def test_one_tensor_is_the_only_argument() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4)
+    alone, in_a_tuple = (profile_model(model, inputs, warmup=0, repeats=1) for inputs in (x, (x,)))
+    assert (alone.batch, len(alone.graph.nodes)) == (in_a_tuple.batch, len(in_a_tuple.graph.nodes)) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((nn.Linear, torch.randn(3, 4)), "as the model, expected a torch.nn.Module"),
+        ((nn.Linear(4, 2), 3), "found 3 as inputs, expected a tensor"),
+        (
+            (nn.Linear(4, 2), torch.randn(3, 4), F.cross_entropy),
+            "the loss cross_entropy cannot be called: .*target",
+        ),
+        (
+            (nn.Linear(4, 2), torch.randn(3, 4), nn.CrossEntropyLoss()),
+            "such as lambda output: loss.output, target.",
+        ),
+        ((nn.Linear(4, 2), torch.randn(3, 4), "mse"), "found 'mse' as the loss"),
+        (
+            (nn.Linear(4, 2), torch.randn(3, 4), lambda y: y.mean(1)),
+            r"gave a tensor of shape \(3,\), expected one",
+        ),
+    ],
+)
+def test_what_cannot_be_profiled_is_answered_with_how(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        profile_model(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p: p.update(batch=0), "batch: found 0, expected at least 1"),
+        (
+            lambda p: p["graph"].update(nodes=[], edges=[]),
+            "graph.nodes: found .*, expected at least one layer",
+        ),
+        (lambda p: p["graph"]["nodes"][0].update(parameter_bytes=1e308), "parameter_bytes: found 1e.308"),
+        (lambda p: p["step"].update(seconds=0.0), "step.seconds: found 0.0, expected more than 0"),
+        (lambda p: p.update(overhead_s=-1.0), "overhead_s: found -1.0, expected seconds"),
+        (lambda p: p.update(loading_s=float("nan")), "loading_s: found nan, expected seconds"),
+        (lambda p: p["links"][0].update(latency_s=-1.0), "links.0..latency_s: found -1.0"),
+        (
+            lambda p: p["links"][0].update(bytes_per_s=0.0),
+            "links.0..bytes_per_s: found 0.0, expected more than 0",
+        ),
+        (lambda p: p["links"][0].update(source=-1), "links.0.: found .-1, 1., expected two workers"),
+        (lambda p: p["spreads"][0].update(forward_s=-1.0), "spreads: found .-1.0"),
+    ],
+)
+def test_a_profile_that_nobody_can_have_measured_is_refused(tmp_path: Path, change: Any, words: str) -> None:
+    path = tmp_path / "one.profile.json"
+    found = profile_model(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4), warmup=0, repeats=1)
+    save_profile(found.with_links((Link(0, 1, 1e9, 1e-4, True),)), path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=words) as caught:
+        load_profile(path)
+    assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_spread_is_the_middle_half() -> None:

@@ -19,7 +19,7 @@ from plait.sync.topology import (
     from_graphs,
     make_topology,
 )
-from plait.sync.wish import TopologyWish
+from plait.sync.wish import TopologyWish, check_wish, find_topology, read_wish
 from support.meeting import rendezvous_of
 
 hosts_of_ranks = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)
@@ -163,6 +163,78 @@ def test_a_graph_is_taken_only_if_it_is_one_tree_over_all_ranks(edges: list[tupl
 def test_unknown_names_and_roots_are_refused(name: str, words: str):
     with pytest.raises(TopologyError, match=words):
         make_topology(name, ["a"] * 4)
+
+
+def test_a_long_chain_is_a_tree_and_a_long_cycle_is_named_in_few_words():
+    size = 20_000
+    (route,) = from_graphs([{"reduce": [[i, i + 1] for i in range(size - 1)]}], size, "g").routes
+    assert route.root == size - 1
+    with pytest.raises(TopologyError, match="a cycle, 0 - 1 - 2") as caught:
+        from_graphs([{"reduce": [[i, (i + 1) % size] for i in range(size)]}], size, "g")
+    assert len(str(caught.value)) < 300
+    with pytest.raises(TopologyError, match="missing ranks 2, 3, 4.* more") as caught:
+        from_graphs([{"reduce": [[0, 1]]}], size, "g")
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "os:system",
+            "'os:system' failed with TypeError: .*expected a function that takes the host of each rank",
+        ),
+        ("sys:exit", "'sys:exit' failed with SystemExit"),
+        ("math:pi", "'math:pi' failed with TypeError: 'float' object is not callable"),
+        ("builtins:print", "builtins:print: found None, expected a list of graphs"),
+        ("os:nothing", "os has no 'nothing'"),
+        ("star:" + "9" * 5000, "found 'star:999.*, expected a root from 0 to 1"),
+        ("star:١", "expected a root from 0 to 1"),
+        ("native:3", "native has no root to choose"),
+        ("graphs.json", "graphs.json: no such file"),
+    ],
+)
+def test_whatever_goes_wrong_with_a_topology_of_ones_own_is_told_in_one_sentence(name: str, words: str):
+    with pytest.raises(TopologyError, match=words) as caught:
+        find_topology(read_wish(name), ["a", "a"])
+    assert len(str(caught.value)) < 500
+
+
+def test_a_function_is_called_with_the_hosts_by_workers_and_not_while_a_job_is_checked(tmp_path, monkeypatch):
+    (tmp_path / "my_graphs.py").write_text(
+        "calls = []\n"
+        "def chain(hosts):\n"
+        "    calls.append(hosts)\n"
+        "    return [{'reduce': [[i, i - 1] for i in range(1, len(hosts))]}]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_graphs
+
+    wish = read_wish("my_graphs:chain")
+    check_wish(wish, 3)
+    assert my_graphs.calls == []
+    topology = find_topology(wish, ["a", "a", "b"])
+    assert topology is not None
+    assert topology.routes[0].reduce == (0, 0, 1)
+    assert my_graphs.calls == [["a", "a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("graphs: [", "graphs.yaml:1: not YAML"),
+        ("graphs: !!int x", "graphs.yaml:1: found 'x', expected a whole number"),
+        ("graphs: " + "[" * 100, "nested too deeply"),
+        ("a: &a [" + "1, " * 300 + "]\ngraphs: [" + "*a, " * 300 + "]\n", "too many values"),
+        ("graphs: 3", "has no list of graphs; expected graphs"),
+        ("graphs: [{reduce: [[1:30, 0]]}]", r"found \['1:30', 0\], expected edges"),
+    ],
+)
+def test_a_file_of_graphs_that_is_none_is_refused(tmp_path, text: str, words: str):
+    path = tmp_path / "graphs.yaml"
+    path.write_text(text)
+    with pytest.raises(TopologyError, match=words):
+        find_topology(read_wish(str(path)), ["a", "a"])
 
 
 @given(

@@ -93,7 +93,7 @@ def job(**parallel: Any) -> dict[str, Any]:
     [
         ({"topology": "rign"}, "parallel.topology: found 'rign', .* did you mean 'ring'"),
         ({"topology": "star:3"}, "parallel.topology: found 'star:3', expected a root from 0 to 2"),
-        ({"topology": "no.json"}, "parallel.topology: no.json cannot be read"),
+        ({"topology": "no.json"}, "parallel.topology: no.json: no such file; expected graphs"),
         ({"topology": "ring", "sync": "sma"}, "parallel.topology: belongs to an all-reduce"),
         ({"topology": "a.b:c", "plan": "auto"}, "parallel.topology: found 'a.b:c' with parallel.plan 'auto'"),
     ],
@@ -111,7 +111,7 @@ def test_a_topology_that_cannot_be_used_is_refused_before_anything_starts(
         ('{"graphs": [{"reduce": [[1, 0], [0, 1], [2, 0]]}]}', r"g.json\[0\].reduce: a cycle, 0 - 1 - 0"),
         ("graphs: [{reduce: [[1, 0]]}]", r"g.json\[0\].reduce: missing rank 2"),
         ("edges: []", "g.json has no list of graphs"),
-        ("{", "neither JSON nor YAML"),
+        ("{", "g.json:1: not YAML"),
     ],
 )
 def test_a_file_of_graphs_is_checked_against_the_jobs_workers(text: str, words: str, tmp_path: Path):

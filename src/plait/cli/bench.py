@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
+from plait.core.shown import shown
 
 # Each is a module of plait.experiments with a function run(command=...) -> Bench; one that has PARTS by name
 # takes parts=... besides.
@@ -31,7 +33,7 @@ def bench(
     Example: plait bench planner
     """
     if name not in NAMES:
-        raise InputError(f"NAME: found {name!r}, expected an experiment{did_you_mean(name, NAMES)}")
+        raise InputError(f"NAME: found {shown(name)}, expected an experiment{did_you_mean(name, NAMES)}")
     from plait.experiments.bench import as_json, render, write_csv
 
     module = importlib.import_module(f"plait.experiments.{name}")
@@ -39,16 +41,19 @@ def bench(
     for found in part or ():
         if found not in known:
             raise InputError(
-                f"--part: found {found!r}, expected a part of {name}{did_you_mean(found, known)}"
+                f"--part: found {shown(found)}, expected a part of {name}{did_you_mean(found, known)}"
             )
     if png is not None and not hasattr(module, "write_plot"):
         raise InputError(f"--png: {name} draws no picture; leave it out")
+    if png is not None and png.suffix.lower() != ".png":
+        raise InputError(f"--png: found {shown(str(png))}, expected a name that ends in .png")
     command = " ".join([f"plait bench {name}", *(f"--part {each}" for each in part or ())])
     done = module.run(command=command, **({"parts": part} if part else {}))
-    if csv is not None:
-        write_csv(done, csv)
-    if png is not None:
-        module.write_plot(done, png)
+    with os_errors_as_messages():
+        if csv is not None:
+            write_csv(done, csv)
+        if png is not None:
+            module.write_plot(done, png)
     print(json.dumps(as_json(done)) if json_ else render(done))
     if not done.holds:
         raise typer.Exit(1)

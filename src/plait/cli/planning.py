@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import InputError
+from plait.core.shown import shown
 from plait.core.units import parse_bytes, show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -60,11 +62,12 @@ def profile(
     from plait.profiler.profile import save_profile
 
     target = output or Path(f"{asked.name}.profile.json")
-    save_profile(found, target)
-    if graph is not None:
-        from plait.graph import pipedream
+    with os_errors_as_messages():
+        save_profile(found, target)
+        if graph is not None:
+            from plait.graph import pipedream
 
-        pipedream.write(pipedream.from_graph(found.graph), graph)
+            pipedream.write(pipedream.from_graph(found.graph), graph)
     if json_:
         print(json.dumps(_profile_summary(found, target)))
     else:
@@ -222,6 +225,10 @@ def plan(
         machines = _machines(devices, bandwidth, memory, speeds, memories, measured)
     except PlanError as failure:
         raise InputError(f"--devices, --bandwidth, --speeds: {failure}") from None
+    if not 0 <= optimizer_copies <= 1000:
+        raise InputError(
+            f"--optimizer-copies: found {optimizer_copies:g}, expected 0 or more, such as 2 for Adam"
+        )
     settings = Settings(
         _schedule(schedule),
         microbatches,
@@ -232,7 +239,8 @@ def plan(
     )
     made = fastest_plan(graph, machines, settings)
     target = output or profile.with_name(profile.name.split(".")[0] + ".plan.json")
-    save_plan(made, target)
+    with os_errors_as_messages():
+        save_plan(made, target)
     wrote = [str(target), *_extras(made, measured, timeline, to_code, job)]
     if json_:
         print(json.dumps({**summary(made), "plan": str(target)}))
@@ -302,7 +310,7 @@ def _number(text: str, key: str, kind: type[int] | type[float], example: str) ->
     try:
         return kind(text)
     except ValueError:
-        raise InputError(f"{key}: found {text!r}, expected a number as in {example}") from None
+        raise InputError(f"{key}: found {shown(text)}, expected a number as in {example}") from None
 
 
 def _schedule(name: str) -> Schedule:
@@ -311,7 +319,7 @@ def _schedule(name: str) -> Schedule:
 
     names = [s.value for s in Schedule]
     if name not in names:
-        raise InputError(f"--schedule: found {name!r}, expected a schedule{did_you_mean(name, names)}")
+        raise InputError(f"--schedule: found {shown(name)}, expected a schedule{did_you_mean(name, names)}")
     return Schedule(name)
 
 
@@ -323,7 +331,8 @@ def _extras(
     if timeline is not None:
         from plait.planner import draw_plan
 
-        draw_plan(made, timeline)
+        with os_errors_as_messages():
+            draw_plan(made, timeline)
         wrote.append(str(timeline))
     if to_code is not None and job is not None:
         from plait.config import read_job
@@ -336,5 +345,7 @@ def _extras(
                 f"--job: {job} has the model {settings.model.factory}, but the profile is of {measured.model}"
             )
         traced = trace_job(settings)
-        wrote += [str(p) for p in write_code(traced, [stage.layers for stage in made.stages], to_code)]
+        with os_errors_as_messages():
+            written = write_code(traced, [stage.layers for stage in made.stages], to_code)
+        wrote += [str(path) for path in written]
     return wrote

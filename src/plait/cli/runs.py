@@ -8,14 +8,13 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import psutil
 import typer
 
-from plait.cluster.hosts import LOCAL
-from plait.core.artefact import read_json
-from plait.core.errors import InputError, PlaitError
+from plait.cli.os_errors import os_errors_as_messages
+from plait.cli.status_file import holder_of, read_cause, read_status
+from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
 from plait.core.units import show_seconds
 from plait.runtime.folder import RunFolder, find_run
@@ -26,14 +25,18 @@ RunArgument = Annotated[
 RunDir = Annotated[Path, typer.Option(help="Where runs are looked up by name.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
+LONGEST_S = 1e6
+
 
 def status(run: RunArgument, run_dir: RunDir = Path("runs"), json_: JsonFlag = False) -> None:
     """Tell who is alive, the step, samples/s and time left of a run.
 
     Example: plait status runs/digits-001
     """
-    folder = find_run(run, run_dir)
-    found = read_status(folder)
+    with os_errors_as_messages():
+        folder = find_run(run, run_dir)
+        found = read_status(folder)
+        cause = read_cause(folder)
     if json_:
         print(json.dumps({"run": str(folder.path), **found}))
         return
@@ -43,30 +46,11 @@ def status(run: RunArgument, run_dir: RunDir = Path("runs"), json_: JsonFlag = F
     print(f"{folder.path}: {found['state']}, last word {age} ago")
     if found["progress"]:
         print(describe(found["progress"]))
-    if found["state"] == "failed" and folder.failure.exists():
-        print(f"it ended with: {folder.failure.read_text().strip().splitlines()[-1]} (see {folder.failure})")
+    if found["state"] == "failed" and cause is not None:
+        print(f"it ended with: {cause} (see {folder.failure})")
     for worker in found["workers"]:
         alive = "alive" if worker["alive"] else "ended"
         print(f"worker {worker['rank']} on {worker['host']}: pid {worker['pid']}, {alive}")
-
-
-def read_status(folder: RunFolder) -> dict[str, Any]:
-    """The run's status file, with what is true of it now: is the supervisor there, is each worker."""
-    found = read_json(folder.status, "status")
-    running = folder.holder() is not None
-    if not running and found["state"] in ("starting", "running", "stopping"):
-        found["state"] = "died"
-    for worker in found["workers"]:
-        # A worker's end on another host ends the run within moments, so there the run itself is the sign.
-        worker["alive"] = running and (worker["host"] != LOCAL or _is_alive(worker["pid"]))
-    return found
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def stop(
@@ -79,23 +63,19 @@ def stop(
 
     Example: plait stop digits
     """
-    folder = find_run(run, run_dir)
-    holder = folder.holder()
-    if holder is None:
-        state = read_status(folder)["state"] if folder.status.exists() else "never started"
-        raise InputError(f"{folder.path}: not running ({state}); nothing to stop")
-    host, pid = holder
-    if host != socket.gethostname():
-        raise InputError(f"{folder.path}: it is run from {host}; stop it there")
-    os.kill(pid, signal.SIGTERM)
-    end = time.monotonic() + timeout
-    while folder.holder() is not None:
-        if time.monotonic() > end:
-            raise PlaitError(
-                f"{folder.path}: still running after {timeout:.0f} s; stop it again to end it at once"
-            )
-        time.sleep(0.1)
-    found = read_status(folder)
+    if not 0 <= timeout <= LONGEST_S:
+        raise InputError(f"--timeout: found {timeout:g}, expected seconds, {LONGEST_S:,.0f} at most")
+    with os_errors_as_messages():
+        folder = find_run(run, run_dir)
+        _ask_to_stop(folder)
+        end = time.monotonic() + timeout
+        while holder_of(folder) is not None:
+            if time.monotonic() > end:
+                raise PlaitError(
+                    f"{folder.path}: still running after {timeout:.0f} s; stop it again to end it at once"
+                )
+            time.sleep(0.1)
+        found = read_status(folder)
     if json_:
         print(json.dumps({"run": str(folder.path), **found}))
     else:
@@ -103,6 +83,38 @@ def stop(
         is_sweep = (folder.path / "sweep.json").exists()
         on = f"sweep {folder.job} --resume" if is_sweep else f"train {folder.job} --resume --run"
         print(f"next: plait {on} {folder.path}")
+
+
+def _ask_to_stop(folder: RunFolder) -> None:
+    """Ask the supervisor of a run, which must be running here, to end it."""
+    holder = holder_of(folder)
+    if holder is None:
+        raise InputError(f"{folder.path}: not running ({_state(folder)}); nothing to stop")
+    host, pid = holder
+    if pid <= 1:  # a signal to such a process would reach others
+        raise InputError(
+            f"{folder.path}: running, but its lock does not tell by which process; end it by hand"
+        )
+    if host != socket.gethostname():
+        raise InputError(f"{folder.path}: it is run from {host}; stop it there")
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:  # it ended just now
+        pass
+    except PermissionError:
+        raise InputError(
+            f"{folder.path}: its process {pid} belongs to another user; have them stop it, or do it as them"
+        ) from None
+
+
+def _state(folder: RunFolder) -> str:
+    """How a run that does not go on ended, as far as can be told."""
+    if not folder.status.exists():
+        return "never started"
+    try:
+        return str(read_status(folder)["state"])
+    except ArtefactError:
+        return "its status file is damaged"
 
 
 def evaluate(
@@ -115,7 +127,8 @@ def evaluate(
 
     Example: plait evaluate runs/digits-001
     """
-    folder = find_run(run, run_dir)
+    with os_errors_as_messages():
+        folder = find_run(run, run_dir)
     from plait.runtime.measure import measure_run
 
     show_logs()

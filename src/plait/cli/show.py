@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from plait.cluster.supervisor import WorkerState
-from plait.core.units import show_seconds
+from plait.core.units import count_of, show_rate, show_seconds
 from plait.runtime.folder import RunFolder
 
 PLAIN_LINE_S = 5.0
@@ -50,7 +50,7 @@ class RunDisplay:
 
     def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None:
         hosts = sorted({worker.host for worker in workers})
-        count = f"{len(workers)} worker{'s' if len(workers) > 1 else ''}"
+        count = count_of(len(workers), "worker")
         self._say(f"{folder.path}: {count} on {', '.join(hosts)}")
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ def describe(progress: Mapping[str, Any]) -> str:
     if "test_accuracy" in progress:
         parts.append(f"test accuracy {show_metric('accuracy', progress['test_accuracy'])}")
     if "samples_per_s" in progress:
-        parts.append(f"{progress['samples_per_s']:,.0f} samples/s")
+        parts.append(f"{show_rate(progress['samples_per_s'])} samples/s")
     if "left_s" in progress:
         parts.append(f"{show_seconds(progress['left_s'])} left")
     return "  ".join(parts)
@@ -111,7 +111,8 @@ def result_table(result: Mapping[str, Any]) -> Table:
         words = ", ".join(f"{k} {show_metric(k, v)}" for k, v in best.items())
         table.add_row("best", f"step {result['best']['step']}: {words}")
     table.add_row(
-        "throughput", f"{result['samples_per_s']:,.0f} samples/s on {result['workers']} x {result['device']}"
+        "throughput",
+        f"{show_rate(result['samples_per_s'])} samples/s on {result['workers']} x {result['device']}",
     )
     table.add_row("time", show_seconds(result["seconds"]))
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +16,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.show import describe, print_table, show_metric
 from plait.cli.train import STOPPED, JsonFlag, placed
 from plait.core.errors import InputError
-from plait.core.units import show_seconds
+from plait.core.shown import shown
+from plait.core.units import count_of, show_rate, show_seconds
 from plait.runtime.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -76,9 +79,9 @@ def sweep(
     from plait.sweeping import sweep as run_sweep
 
     where = [*placed(workers, hosts, nic), *_on_devices(devices, workers, hosts)]
-    chosen = [f"parallel.plan={json.dumps(plan)}"] if plan is not None else []
+    chosen = [("parallel.plan", plan)] if plan is not None else []
     asked = read_job(job, [*(set_ or []), *chosen, *where])
-    with SweepDisplay(quiet or json_) as display:
+    with os_errors_as_messages(), SweepDisplay(quiet or json_) as display:
         result = run_sweep(
             asked,
             over or [],
@@ -102,21 +105,21 @@ def sweep(
         raise typer.Exit(STOPPED)
 
 
-def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> list[str]:
+def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> list[tuple[str, Any]]:
     """What `--devices` sets in the job."""
     if devices is None:
         return []
     kind, _, count = devices.partition(":")
-    if kind not in ("cpu", "cuda") or (count and (not count.isdigit() or int(count) < 1)):
-        raise InputError(f"--devices: found {devices!r}, expected cpu, cuda, cpu:N or cuda:N")
+    if kind not in ("cpu", "cuda") or (count and not re.fullmatch("[1-9][0-9]{0,8}", count)):
+        raise InputError(f"--devices: found {shown(devices)}, expected cpu, cuda, cpu:N or cuda:N")
     if (workers is not None or hosts is not None) and count:
         raise InputError("--devices: -np or -H already say how many workers there are; give the kind alone")
     if not count and kind == "cuda" and workers is None and hosts is None:
         import torch
 
         count = str(max(1, torch.cuda.device_count()))
-    placed_here = [f"parallel.workers={count}", "cluster.hosts=[]"] if count else []
-    return [f"device={kind}", *placed_here]
+    here: list[tuple[str, Any]] = [("parallel.workers", int(count)), ("cluster.hosts", [])] if count else []
+    return [("device", kind), *here]
 
 
 class SweepDisplay:
@@ -141,7 +144,7 @@ class SweepDisplay:
             self._live.stop()
 
     def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None:
-        count = f"{len(workers)} worker{'s' if len(workers) > 1 else ''}"
+        count = count_of(len(workers), "worker")
         self._say(f"{folder.path}: {count} on {', '.join(sorted({worker.host for worker in workers}))}")
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
@@ -166,7 +169,7 @@ def describe_sweep(progress: Mapping[str, Any]) -> str:
     """`12/32 trials ended  step 4100/9600  5120 steps/s  2.1 s left`"""
     parts = [f"{progress['ended']}/{progress['trials']} trials ended", describe(progress)]
     if "trial_steps_per_s" in progress:
-        parts.append(f"{progress['trial_steps_per_s']:,.0f} trial steps/s")
+        parts.append(f"{show_rate(progress['trial_steps_per_s'])} trial steps/s")
     return "  ".join(parts)
 
 
@@ -206,7 +209,8 @@ def show_result(result: dict[str, Any], job: Path) -> None:
     print_table(trials_table(result["trials"][:SHOWN]))
     if len(result["trials"]) > SHOWN:
         print(f"and {len(result['trials']) - SHOWN} more in {folder.path}/trials.csv")
-    rate = f"{result['trial_steps_per_s']:,.0f} trial steps/s on {result['workers']} worker(s)"
+    workers = count_of(result["workers"], "worker")
+    rate = f"{show_rate(result['trial_steps_per_s'])} trial steps/s on {workers}"
     print(f"{result['step']} of {result['steps']} trials in {show_seconds(result['seconds'])}, {rate}")
     if result["reason"] == "stopped":
         print(f"stopped; go on with: plait sweep {job} --resume {folder.path}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import JobError
+from plait.core.shown import shown
 from plait.runtime.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -47,10 +50,11 @@ def train(
     """
     from plait.config import read_job
 
-    chosen = [f"parallel.plan={json.dumps(plan)}"] if plan is not None else []
+    chosen = [("parallel.plan", plan)] if plan is not None else []
     slowed = _slowed(slow or [], jitter)
-    asked = read_job(job, [*(set_ or []), *chosen, *placed(workers, hosts, nic), *slowed])
-    result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
+    with os_errors_as_messages():
+        asked = read_job(job, [*(set_ or []), *chosen, *placed(workers, hosts, nic), *slowed])
+        result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
     if json_:
         print(json.dumps(result))
     else:
@@ -59,30 +63,29 @@ def train(
         raise typer.Exit(STOPPED)
 
 
-def placed(workers: int | None, hosts: str | None, nic: str | None) -> list[str]:
+def placed(workers: int | None, hosts: str | None, nic: str | None) -> list[tuple[str, Any]]:
     """What the placement flags set in the job."""
     if workers is not None and hosts is not None:
         raise JobError("-np and -H: found both; -H already says how many workers each host holds")
-    overrides = []
+    overrides: list[tuple[str, Any]] = []
     if workers is not None:
-        overrides += [f"parallel.workers={workers}", "cluster.hosts=[]"]
+        overrides += [("parallel.workers", workers), ("cluster.hosts", [])]
     if hosts is not None:
-        overrides += [f"cluster.hosts={json.dumps(hosts.split(','))}", "parallel.workers=null"]
+        overrides += [("cluster.hosts", hosts.split(",")), ("parallel.workers", None)]
     if nic is not None:
-        overrides.append(f"cluster.nic={json.dumps(nic)}")
+        overrides.append(("cluster.nic", nic))
     return overrides
 
 
-def _slowed(slow: list[str], jitter: str | None) -> list[str]:
+def _slowed(slow: list[str], jitter: str | None) -> list[tuple[str, Any]]:
     """What the flags that make workers slow set in the job."""
-    overrides = []
+    overrides: list[tuple[str, Any]] = []
     if slow:
         pairs = [_numbers("--slow", text, "worker:times, such as 1:4") for text in slow]
-        factors = ", ".join(f"{rank:g}: {times}" for rank, times in pairs)
-        overrides.append(f"parallel.slow={{{factors}}}")
+        overrides.append(("parallel.slow", {int(rank): times for rank, times in pairs}))
     if jitter is not None:
         pair = _numbers("--jitter", jitter, "probability:seconds, such as 0.1:0.5")
-        overrides.append(f"parallel.jitter={list(pair)}")
+        overrides.append(("parallel.jitter", list(pair)))
     return overrides
 
 
@@ -91,9 +94,9 @@ def _numbers(flag: str, text: str, expected: str) -> tuple[float, float]:
     try:
         pair = float(first), float(second)
     except ValueError:
-        raise JobError(f"{flag}: found {text!r}, expected {expected}") from None
-    if flag == "--slow" and not pair[0].is_integer():
-        raise JobError(f"{flag}: found {text!r}, expected {expected}")
+        raise JobError(f"{flag}: found {shown(text)}, expected {expected}") from None
+    if not all(map(math.isfinite, pair)) or (flag == "--slow" and not pair[0].is_integer()):
+        raise JobError(f"{flag}: found {shown(text)}, expected {expected}")
     return pair
 
 

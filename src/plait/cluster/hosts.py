@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,15 @@ import psutil
 
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
+from plait.core.shown import shown
 
 LOCAL = "localhost"
+# More than any machine can hold.
+MOST_SLOTS = 1 << 16
+# A name becomes a word of cluster.shell: one that begins with a dash would be taken for an option there, and
+# what a shell gives a meaning to has no place in it.
+_NAME = re.compile(r"[\w.@%/+=][\w.@%/+=-]*")
+_SLOTS = re.compile(r"0*[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True)
@@ -24,17 +32,31 @@ class Host:
 
 def parse_hosts(entries: Sequence[str], key: str) -> tuple[Host, ...]:
     """`["w0:2", "w1:2"]` as hosts; a name alone holds one worker. `key` is where they were written."""
-    hosts: list[Host] = []
+    hosts: dict[str, Host] = {}
     for entry in entries:
-        name, colon, slots = entry.strip().partition(":")
-        if not name or (colon and (not slots.isdecimal() or int(slots) == 0)):
-            raise InputError(f"{key}: found {entry!r}, expected 'host' or 'host:workers', such as w0:2")
-        if name in (h.name for h in hosts):
-            raise InputError(f"{key}: {name!r} is named twice; give it once with all its workers, {name}:N")
-        hosts.append(Host(name, int(slots or 1)))
+        host = _parse_host(entry, key)
+        if host.name in hosts:
+            raise InputError(
+                f"{key}: {shown(host.name)} is named twice; give it once with all its workers, such as w0:2"
+            )
+        hosts[host.name] = host
     if not hosts:
         raise InputError(f"{key}: found no host, expected at least one, such as w0:2")
-    return tuple(hosts)
+    return tuple(hosts.values())
+
+
+def _parse_host(entry: str, key: str) -> Host:
+    name, colon, slots = entry.strip().partition(":")
+    if not name or (colon and not _SLOTS.fullmatch(slots)):
+        raise InputError(f"{key}: found {shown(entry)}, expected 'host' or 'host:workers', such as w0:2")
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            f"{key}: found {shown(entry)}, expected a host's name or address: letters, digits, "
+            f"'.', '-', '_' and '@', and no '-' in front"
+        )
+    if int(slots or 1) > MOST_SLOTS:
+        raise InputError(f"{key}: found {shown(entry)}, expected at most {MOST_SLOTS:,} workers on a host")
+    return Host(name, int(slots or 1))
 
 
 def address_of(nic: str | None, host: str, alone: bool) -> str:

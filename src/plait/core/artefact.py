@@ -8,9 +8,13 @@ from typing import Any, TypeVar
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError
-from plait.core.files import write_atomic
+from plait.core.files import read_text, write_atomic
+from plait.core.shown import shown
 
 T = TypeVar("T")
+
+# A profile of a thousand layers takes one megabyte; JSON takes up to twenty times as much in memory.
+MOST_BYTES = 64_000_000
 
 
 def save(value: Any, path: Path, kind: str, version: int) -> None:
@@ -28,30 +32,29 @@ def load(cls: type[T], path: Path, kind: str, version: int) -> T:
     found_version = data.pop("version", None)
     if found_version != version:
         raise ArtefactError(
-            f"{path}: {kind} file of version {found_version!r}, but this Plait reads version {version}; "
+            f"{path}: {kind} file of version {shown(found_version)}, but this Plait reads version {version}; "
             f"make it again with this Plait"
         )
     return decode(cls, data, str(path))
 
 
 def describe(kind: object) -> str:
-    return f"a {kind} file" if isinstance(kind, str) else "no file of Plait's"
+    return f"a {kind:.40} file" if isinstance(kind, str) else "no file of Plait's"
 
 
 def read_json(path: Path, kind: str) -> dict[str, Any]:
     """The JSON object in `path`, or an error that names the file, the line and what was expected."""
+    text = read_text(path, f"a {kind} file", MOST_BYTES, ArtefactError)
     try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ArtefactError(f"{path}: no such file; expected a {kind} file") from None
-    except (IsADirectoryError, PermissionError) as failure:
-        raise ArtefactError(f"{path}: cannot be read: {failure.strerror}") from None
-    except UnicodeDecodeError:
-        raise ArtefactError(f"{path}: not a text file; expected a {kind} file (JSON)") from None
+        data = json.loads(text)
     except json.JSONDecodeError as failure:
         raise ArtefactError(
             f"{path}:{failure.lineno}: not JSON ({failure.msg}); expected a {kind} file"
         ) from None
+    except RecursionError:
+        raise ArtefactError(f"{path}: nested too deeply; expected a {kind} file") from None
+    except ValueError:  # what int() refuses
+        raise ArtefactError(f"{path}: a number of too many digits; expected a {kind} file") from None
     if not isinstance(data, dict):
         raise ArtefactError(f"{path}: found a JSON {type(data).__name__}, expected a {kind} object")
     return data

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 from plait.core.errors import ArtefactError
 from plait.core.names import did_you_mean
+from plait.core.shown import shortened, shown
 
 T = TypeVar("T")
 
@@ -71,12 +72,21 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin is not None and issubclass(origin, Mapping):
         _expect(isinstance(data, Mapping), data, kind, where)
         key_kind, item = typing.get_args(kind)
-        return {_decode_key(key_kind, k): _decode(item, x, f"{where}.{k}") for k, x in data.items()}
+        return {
+            _decode_key(key_kind, k, where): _decode(item, x, f"{where}.{shortened(str(k))}")
+            for k, x in data.items()
+        }
     return _decode_scalar(kind, data, where)
 
 
-def _decode_key(kind: Any, key: str) -> Any:
-    return int(key) if kind is int else key
+def _decode_key(kind: Any, key: Any, where: str) -> Any:
+    """The key of a mapping; JSON has only text, so whole numbers come as such."""
+    if kind is not int:
+        return key
+    try:
+        return int(key)
+    except (TypeError, ValueError):
+        raise ArtefactError(f"{where}: found the key {shown(key)}, expected whole numbers") from None
 
 
 def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
@@ -85,6 +95,7 @@ def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
         _expect(data in choices, data, _one_of(choices), where)
         return kind(data)
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        _expect(abs(data) < 10**300, data, kind, where)
         return float(data)
     if kind is Path:
         _expect(isinstance(data, str), data, kind, where)
@@ -119,7 +130,7 @@ def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
     hints = _hints(cls)
     for name in data:
         if name not in fields:
-            raise ArtefactError(f"{where}: unknown field {name!r}{did_you_mean(name, fields)}")
+            raise ArtefactError(f"{where}: unknown field {shown(name)}{did_you_mean(name, fields)}")
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING
         if name not in data and not optional and field.default_factory is dataclasses.MISSING:
@@ -134,6 +145,5 @@ def _one_of(choices: Sequence[Any]) -> str:
 def _expect(holds: bool, data: Any, kind: Any, where: str) -> Any:
     if not holds:
         name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
-        shown = repr(data) if len(repr(data)) < 80 else repr(data)[:77] + "..."
-        raise ArtefactError(f"{where}: found {shown}, expected {name}")
+        raise ArtefactError(f"{where}: found {shown(data)}, expected {name}")
     return data

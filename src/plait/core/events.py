@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError
 from plait.core.names import did_you_mean
+from plait.core.shown import shown
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,19 @@ def _drop_half_line(path: Path) -> None:
 
 def read(path: Path) -> Iterator[Recorded]:
     """The events in `path`, oldest first; a half-written last line is left out."""
-    with path.open() as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.endswith("\n"):
+            if line.endswith(b"\n"):
                 yield _parse(line, f"{path}:{number}")
 
 
-def _parse(line: str, where: str) -> Recorded:
+def _parse(line: bytes, where: str) -> Recorded:
     try:
-        data: dict[str, Any] = json.loads(line)
+        data: dict[str, Any] = json.loads(line.decode())
         t, rank, kind = float(data.pop("t")), int(data.pop("rank")), str(data.pop("kind"))
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ArtefactError(f"{where}: found {line.strip()[:60]!r}, expected an event") from None
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
+        found = shown(line[:100].decode(errors="replace").strip())
+        raise ArtefactError(f"{where}: found {found}, expected an event") from None
     if kind not in Event.kinds:
-        raise ArtefactError(f"{where}: unknown kind of event {kind!r}{did_you_mean(kind, Event.kinds)}")
+        raise ArtefactError(f"{where}: unknown kind of event {shown(kind)}{did_you_mean(kind, Event.kinds)}")
     return Recorded(t, rank, decode(Event.kinds[kind], data, where))

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: write aside, flush to disk, rename."""
+"""Files that are whole or absent: write aside, flush to disk, rename; and reading what people hand us."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from plait.core.errors import DiskError
+from plait.core.errors import DiskError, InputError
+from plait.core.shown import shortened
+from plait.core.units import show_bytes
 
 
 def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:
@@ -49,3 +51,26 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_text(path: Path, expected: str, most_bytes: int, error: type[InputError] = InputError) -> str:
+    """The text in `path`, which was given by a person; `expected` says what it should be, in messages.
+
+    At most `most_bytes` are read, so that a device or another kind of file takes neither memory nor time.
+    """
+    name = shortened(str(path), 300)
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise error(f"{name}: no such file; expected {expected}") from None
+    except OSError as failure:
+        raise error(f"{name}: cannot be read: {failure.strerror or failure}; expected {expected}") from None
+    except ValueError:  # a NUL in its name
+        raise error(f"{name!r}: no file can have this name; expected {expected}") from None
+    if len(data) > most_bytes:
+        raise error(f"{name}: larger than {show_bytes(most_bytes)}; expected {expected}")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise error(f"{name}: not a text file; expected {expected}") from None

@@ -8,22 +8,35 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from plait.core.aliases import ALIASES
 from plait.core.errors import InputError
+from plait.core.shown import listed, shortened, shown
+
+# A longer name is a slip of another kind, and comparing it with others takes long.
+_LONGEST_NAME = 100
 
 
-def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name most like `name`, or None when nothing comes close."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return close[0] if close else None
+def nearest(name: object, valid: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The valid name that `name` means elsewhere or is most like, or None when nothing comes close."""
+    valid = list(valid)
+    text = str(name) if isinstance(name, (str, int)) and not isinstance(name, bool) else ""
+    if not text or len(text) > _LONGEST_NAME:
+        return None
+    for meant in ALIASES.get(text.lower().replace("_", "").replace("-", ""), ()):
+        if meant in valid:
+            return meant
+    by_lower = {each.lower(): each for each in reversed(valid)}
+    close = difflib.get_close_matches(text.lower(), list(by_lower), n=1, cutoff=cutoff)
+    return by_lower[close[0]] if close else None
 
 
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
+def did_you_mean(name: object, valid: Iterable[str]) -> str:
     """`; did you mean 'x'?`, or `; valid: a, b, c` when nothing is near."""
     valid = list(valid)
     close = nearest(name, valid)
     if close is not None:
         return f"; did you mean {close!r}?"
-    return f"; valid: {', '.join(sorted(valid))}" if valid else ""
+    return f"; valid: {listed(sorted(valid), 500)}" if valid else ""
 
 
 def resolve(path: str, key: str, error: type[InputError] = InputError) -> Any:
@@ -33,33 +46,40 @@ def resolve(path: str, key: str, error: type[InputError] = InputError) -> Any:
     """
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
-        raise error(f"{key}: found {path!r}; expected 'package.module:name'")
-    module = _import(module_name, path, key, error)
-    target: Any = module
+        raise error(f"{key}: found {shown(path)}; expected 'package.module:name'")
+    target = _import(module_name, path, key, error)
     for part in attribute.split("."):
-        if not hasattr(target, part):
-            names = [n for n in dir(target) if not n.startswith("_")]
-            hint = nearest(part, names)
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            hint = nearest(part, [n for n in dir(target) if not n.startswith("_")])
             suggestion = f"; did you mean {hint!r}?" if hint else ""
-            raise error(f"{key}: found {path!r}, but {module_name} has no {part!r}{suggestion}")
-        target = getattr(target, part)
+            raise error(
+                f"{key}: found {shown(path)}, but {shortened(module_name)} has no {shown(part)}{suggestion}"
+            ) from None
+        except Exception as failure:  # a module may make its names when they are asked for
+            raise error(f"{key}: {shown(path)} cannot be read: {in_words(failure)}") from failure
     return target
 
 
 def _import(module_name: str, path: str, key: str, error: type[InputError]) -> Any:
+    failed = f"{key}: importing {shortened(module_name)} failed"
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         if missing.name is not None and (module_name + ".").startswith(missing.name + "."):
             raise error(
-                f"{key}: found {path!r}, but there is no module {missing.name!r} on the Python path; "
-                f"expected an importable 'package.module:name' (the current folder is searched too)"
+                f"{key}: found {shown(path)}, but there is no module {shown(missing.name)} on the Python "
+                f"path; expected an importable 'package.module:name' (the current folder is searched too)"
             ) from None
-        raise error(f"{key}: importing {module_name} failed: {missing}") from missing
-    except Exception as failure:  # a user's module may fail in any way while it is imported
-        raise error(
-            f"{key}: importing {module_name} failed: {type(failure).__name__}: {failure}"
-        ) from failure
+        raise error(f"{failed}: {shortened(str(missing), 500)}") from missing
+    except (Exception, SystemExit) as failure:  # a user's module may fail in any way while it is imported
+        raise error(f"{failed}: {in_words(failure)}") from failure
+
+
+def in_words(failure: BaseException) -> str:
+    """`ValueError: what it says`, in few letters."""
+    return f"{type(failure).__name__}: {shortened(str(failure), 500)}".removesuffix(": ")
 
 
 def check_arguments(
@@ -79,12 +99,13 @@ def check_arguments(
         parameters = list(inspect.signature(function).parameters.values())[positional:]
     except (TypeError, ValueError):  # some builtins have no signature to check against
         return
-    name = getattr(function, "__name__", repr(function))
+    name = getattr(function, "__name__", None) or shown(function)
     keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for given in arguments:
         if given not in keyword and not takes_any:
-            raise error(f"{key}.{given}: {name} takes no {given!r}{did_you_mean(given, [*keyword, *beside])}")
+            hint = did_you_mean(given, [*keyword, *beside])
+            raise error(f"{key}.{shortened(str(given))}: {name} takes no {shown(given)}{hint}")
     needed = [n for n, p in keyword.items() if p.default is p.empty and n not in arguments]
     if needed:
         raise error(f"{key}: {name} needs {', '.join(repr(n) for n in needed)}; add {key}.{needed[0]}")

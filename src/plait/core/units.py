@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 
 from plait.core.errors import InputError
+from plait.core.shown import shown
 
 _SCALE = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -13,14 +16,14 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def parse_bytes(text: str, key: str) -> int:
     """`16GB`, `512MiB`, `1e9` as a number of bytes; `key` is where it was written."""
     match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    try:
-        number = float(match[1]) if match else None
-    except ValueError:
-        number = None
-    if match is None or number is None or (match[3] and not match[2]):
-        raise InputError(f"{key}: found {text!r}, expected a size such as 16GB, 512MiB or 1e9")
-    prefix = match[2].upper()
-    return int(number * (_BINARY[prefix] if match[3] else _SCALE[prefix]))
+    number = math.inf
+    if match is not None and (match[2] or not match[3]):
+        prefix = match[2].upper()
+        with contextlib.suppress(ValueError):  # 1.2.3
+            number = float(match[1]) * (_BINARY[prefix] if match[3] else _SCALE[prefix])
+    if not math.isfinite(number):
+        raise InputError(f"{key}: found {shown(text)}, expected a size such as 16GB, 512MiB or 1e9")
+    return int(number)
 
 
 def show_bytes(count: float) -> str:
@@ -33,7 +36,11 @@ def show_bytes(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """`340 µs`, `12.4 ms`, `3.2 s`, `4 min 05 s`, `2 h 10 min`, whichever reads best."""
+    """`0 s`, `340 µs`, `12.4 ms`, `3.2 s`, `4 min 05 s`, `2 h 10 min`, whichever reads best."""
+    if seconds == 0 or not math.isfinite(seconds):
+        return f"{seconds:g} s"
+    if seconds < 0:
+        return f"-{show_seconds(-seconds)}"
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.3g} µs"
     if seconds < 0.9995:
@@ -43,4 +50,16 @@ def show_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 60 * 10_000:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{seconds / 3600:.3g} h"
+
+
+def show_rate(per_s: float) -> str:
+    """`5,120` or `0.34`: how often something happens in a second."""
+    return f"{per_s:,.0f}" if per_s >= 9.95 or per_s == 0 else f"{per_s:.2g}"
+
+
+def count_of(number: int, one: str, many: str | None = None) -> str:
+    """`1 worker`, `2 workers`; `many` where it is not `one` with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

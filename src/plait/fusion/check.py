@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from plait.core.shown import shown
 from plait.fusion.errors import FusionError
 from plait.fusion.install import shared_names
 
@@ -22,6 +23,9 @@ def check_models(models: Sequence[nn.Module]) -> None:
     """Refuse models that differ in more than values, naming the first difference."""
     if not models:
         raise FusionError("fuse: found no models, expected one or more of the same shape")
+    for number, model in enumerate(models):
+        if not isinstance(model, nn.Module):
+            raise FusionError(f"fuse: found {shown(model)} as model {number}, expected a torch.nn.Module")
     first = models[0]
     for number, model in enumerate(models[1:], 1):
         _same("modules", _kinds(first), _kinds(model), number)

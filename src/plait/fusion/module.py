@@ -34,6 +34,21 @@ class Shared:
 
     tensor: Tensor
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor):
+            raise FusionError(
+                f"Shared: found a {type(self.tensor).__name__}, expected a tensor; wrap each tensor by "
+                f"itself, as in {{name: Shared(x) for name, x in batch.items()}}"
+            )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "a function")
+        raise FusionError(
+            f"{name}: found a Shared, which only a fused module can take; expected "
+            f"fused.map({name}, output, Shared(target))"
+        )
+
 
 def fuse(
     models: Sequence[nn.Module],
@@ -47,6 +62,14 @@ def fuse(
     the trials. `seeds` are the trials' random streams (0, 1, 2... where none are given), `ages` how many
     training forwards each has behind it. Submodules named in `unfused` run trial by trial; "" names them all.
     """
+    is_list = isinstance(models, Iterable) and not (
+        isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
+    )
+    if not is_list:
+        raise FusionError(
+            f"fuse: found a {type(models).__name__}, expected a list of models of the same shape, such as "
+            f"[make_model() for _ in range(4)]"
+        )
     models = list(models)
     check_models(models)
     count = len(models)

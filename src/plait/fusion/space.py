@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from plait.core.shown import shortened, shown
 from plait.fusion.errors import FusionError
 
+# Values of one key, and trials of a grid, at most.
+MOST_VALUES = 100_000
 _FORM = "key=v1,v2,... or key=log:low:high[:count], also with linear or int in place of log"
 _KINDS = ("log", "linear", "int")
 
@@ -52,11 +55,16 @@ def parse_dimension(text: str) -> Dimension:
     """The key of a hyperparameter, as in a job file, and what to try."""
     key, equals, values = text.partition("=")
     if not equals or not key or not values:
-        raise FusionError(f"--over: found {text!r}, expected {_FORM}")
+        raise FusionError(f"--over: found {shown(text)}, expected {_FORM}")
     kind, colon, rest = values.partition(":")
     if colon and kind in _KINDS:
         return _range(key, kind, rest, text)
-    return Dimension(key, tuple(_value(part) for part in _parts(values)))
+    parts = _parts(values)
+    if len(parts) > MOST_VALUES:
+        raise FusionError(
+            f"--over {shortened(key)}: found {len(parts):,} values, expected {MOST_VALUES:,} at most"
+        )
+    return Dimension(key, tuple(_value(part, key) for part in parts))
 
 
 def parse_over(text: str) -> tuple[str, list[Any]]:
@@ -64,28 +72,29 @@ def parse_over(text: str) -> tuple[str, list[Any]]:
     dimension = parse_dimension(text)
     if dimension.is_range:
         raise FusionError(
-            f"--over: found {text!r}, which has no end of values; add a count, as in "
-            f"{dimension.key}=log:1e-4:1e-1:16, or draw from it with --search random or asha"
+            f"--over: found {shown(text)}, which has no end of values; add a count, as in "
+            f"{shortened(dimension.key)}=log:1e-4:1e-1:16, or draw from it with --search random or asha"
         )
     return dimension.key, list(dimension.values)
 
 
 def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
+    found = f"--over: found {shown(text)}, expected"
     try:
         low, high, *more = (float(part) for part in rest.split(":"))
         (count,) = more or (None,)
     except ValueError:
-        raise FusionError(f"--over: found {text!r}, expected {_FORM}") from None
-    if not low < high or not math.isfinite(low + high) or (kind == "log" and low <= 0):
+        raise FusionError(f"{found} {_FORM}") from None
+    if not low < high or not math.isfinite(high - low) or (kind == "log" and low <= 0):
         limit = "0 < low < high" if kind == "log" else "low < high"
-        raise FusionError(f"--over: found {text!r}, expected {limit}")
-    if kind == "int" and (low != int(low) or high != int(high)):
-        raise FusionError(f"--over: found {text!r}, expected whole numbers after int:")
+        raise FusionError(f"{found} {limit}, and finite numbers")
+    if kind == "int" and not (low.is_integer() and high.is_integer() and max(-low, high) <= 2**53):
+        raise FusionError(f"{found} whole numbers after int:, 2**53 at most")
     dimension = Dimension(key, low=low, high=high, log=kind == "log", whole=kind == "int")
     if count is None:
         return dimension
-    if count != int(count) or count < 2:
-        raise FusionError(f"--over: found {text!r}, expected a count of 2 or more")
+    if not (count.is_integer() and 2 <= count <= MOST_VALUES):
+        raise FusionError(f"{found} a count of 2 to {MOST_VALUES:,}")
     inner = [dimension.at(i / (count - 1)) for i in range(1, int(count) - 1)]
     spaced = (int(low), *inner, int(high)) if kind == "int" else (low, *inner, high)
     return Dimension(key, tuple(dict.fromkeys(spaced)))
@@ -93,22 +102,23 @@ def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
 
 def _parts(text: str) -> list[str]:
     """`text` cut at commas that stand outside of brackets."""
-    parts, depth = [""], 0
-    for letter in text:
+    parts, start, depth = [], 0, 0
+    for place, letter in enumerate(text):
         depth += (letter in "[{") - (letter in "]}")
         if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
+            parts.append(text[start:place])
+            start = place + 1
+    return [*parts, text[start:]]
 
 
-def _value(text: str) -> Any:
+def _value(text: str, key: str) -> Any:
     """A number, true, false, null or a list where it reads as one, else the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         pass
+    except (ValueError, RecursionError):  # a number of too many digits, or too many brackets
+        raise FusionError(f"--over {shortened(key)}: found {shown(text)}, expected a value to try") from None
     try:
         return float(text)
     except ValueError:
@@ -120,7 +130,7 @@ def check_keys(dimensions: Sequence[Dimension]) -> None:
     keys = [dimension.key for dimension in dimensions]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise FusionError(f"--over: {twice} is given twice; give all its values at once")
+        raise FusionError(f"--over: {shortened(twice)} is given twice; give all its values at once")
 
 
 def grid(over: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -128,9 +138,19 @@ def grid(over: Sequence[str]) -> list[Mapping[str, Any]]:
     return combinations([Dimension(key, tuple(values)) for key, values in map(parse_over, over)])
 
 
+def count_combinations(dimensions: Sequence[Dimension]) -> int:
+    """How many combinations of listed values there are."""
+    return math.prod(len(dimension.values) for dimension in dimensions)
+
+
 def combinations(dimensions: Sequence[Dimension]) -> list[Mapping[str, Any]]:
     """Every combination of listed values, the last dimension changing fastest."""
     check_keys(dimensions)
+    if (count := count_combinations(dimensions)) > MOST_VALUES:
+        raise FusionError(
+            f"--over: found {count:,} combinations, expected {MOST_VALUES:,} at most; "
+            f"list fewer values, or draw some of them with --search random and --trials N"
+        )
     keys = [dimension.key for dimension in dimensions]
     return [dict(zip(keys, values)) for values in itertools.product(*(d.values for d in dimensions))]
 

@@ -11,8 +11,23 @@ from pathlib import Path
 from plait.core import artefact
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
+from plait.core.shown import listed, shortened, shown
 
 KIND, VERSION = "graph", 1
+# Of bytes and seconds: more than anyone has, and few enough to add up and divide without an overflow.
+MOST = 1e18
+_AMOUNTS = (
+    "forward_s",
+    "backward_s",
+    "output_bytes",
+    "parameter_bytes",
+    "buffer_bytes",
+    "activation_bytes",
+    "update_s",
+    "working_bytes",
+    "version_s",
+    "adding_bytes",
+)
 
 
 class GraphError(InputError):
@@ -87,7 +102,8 @@ class Graph:
         if len(self.order) < len(self.nodes):
             cycle = _find_cycle(self)
             raise GraphError(
-                f"the graph has a cycle: {' -> '.join(cycle)}; expected operations in an order of execution"
+                f"the graph has a cycle: {shortened(' -> '.join(cycle), 500)}; expected operations in an "
+                f"order of execution"
             )
 
     @cached_property
@@ -176,67 +192,63 @@ def _check_nodes(nodes: Iterable[Node]) -> None:
     seen: set[str] = set()
     for node in nodes:
         if node.id in seen:
-            raise GraphError(f"node {node.id!r} occurs twice; expected each id once")
+            raise GraphError(f"node {shown(node.id)} occurs twice; expected each id once")
         seen.add(node.id)
-        for field in (
-            "forward_s",
-            "backward_s",
-            "output_bytes",
-            "parameter_bytes",
-            "buffer_bytes",
-            "activation_bytes",
-            "update_s",
-            "working_bytes",
-            "version_s",
-            "adding_bytes",
-        ):
-            _check_amount(getattr(node, field), f"node {node.id!r}: {field}")
+        for field in _AMOUNTS:
+            if not 0 <= getattr(node, field) <= MOST:
+                raise _no_amount(getattr(node, field), f"node {shown(node.id)}: {field}")
 
 
 def _check_edges(edges: Iterable[Edge], nodes: dict[str, Node]) -> None:
     seen: set[tuple[str, str, str]] = set()
     tensor_bytes: dict[tuple[str, str], float] = {}
     for edge in edges:
-        name = f"edge {edge.source!r} -> {edge.target!r}"
         for end in (edge.source, edge.target):
             if end not in nodes:
-                raise GraphError(f"{name}: there is no node {end!r}{did_you_mean(end, nodes)}")
+                raise GraphError(f"{_name(edge)}: there is no node {shown(end)}{did_you_mean(end, nodes)}")
         if (edge.source, edge.target, edge.tensor) in seen:
-            raise GraphError(f"{name} occurs twice; expected each edge once")
+            raise GraphError(f"{_name(edge)} occurs twice; expected each edge once")
         seen.add((edge.source, edge.target, edge.tensor))
-        _check_amount(edge.bytes, f"{name}: bytes")
+        if not 0 <= edge.bytes <= MOST:
+            raise _no_amount(edge.bytes, f"{_name(edge)}: bytes")
         first = tensor_bytes.setdefault((edge.source, edge.tensor), edge.bytes)
         if first != edge.bytes:
             raise GraphError(
-                f"{name}: tensor {edge.tensor!r} has {edge.bytes:g} bytes here, {first:g} on another edge; "
-                f"expected one size, or another tensor name"
+                f"{_name(edge)}: tensor {shown(edge.tensor)} has {edge.bytes:g} bytes here, {first:g} on "
+                f"another edge; expected one size, or another tensor name"
             )
+
+
+def _name(edge: Edge) -> str:
+    return f"edge {shown(edge.source)} -> {shown(edge.target)}"
 
 
 def _check_ties(ties: Iterable[Tie], nodes: dict[str, Node]) -> None:
     for tie in ties:
-        _check_amount(tie.bytes, f"a parameter that {', '.join(tie.nodes)} share: bytes")
+        if not 0 <= tie.bytes <= MOST:
+            raise _no_amount(tie.bytes, f"a parameter that {listed(tie.nodes)} share: bytes")
         if len(set(tie.nodes)) < 2 or len(set(tie.nodes)) < len(tie.nodes):
             raise GraphError(
-                f"found a parameter shared by {list(tie.nodes)}; expected two nodes or more, each once"
+                f"found a parameter shared by {shown(tie.nodes)}; expected two nodes or more, each once"
             )
         for name in tie.nodes:
             if name not in nodes:
-                raise GraphError(f"a shared parameter: there is no node {name!r}{did_you_mean(name, nodes)}")
+                hint = did_you_mean(name, nodes)
+                raise GraphError(f"a shared parameter: there is no node {shown(name)}{hint}")
 
 
-def _check_amount(amount: float, name: str) -> None:
-    if not (math.isfinite(amount) and amount >= 0):
-        raise GraphError(f"{name}: found {amount!r}, expected a finite number that is not negative")
+def _no_amount(amount: float, name: str) -> GraphError:
+    return GraphError(f"{name}: found {amount!r}, expected a number from 0 to {MOST:g}")
 
 
 def _find_cycle(graph: Graph) -> list[str]:
     """The nodes of one cycle, first node repeated at the end."""
     stuck = {node.id for node in graph.nodes} - set(graph.order)
     current = next(node.id for node in graph.nodes if node.id in stuck)
-    path: list[str] = []
+    path: dict[str, None] = {}
     # Each node that is stuck has a predecessor that is stuck, so walking backward must close a cycle.
     while current not in path:
-        path.append(current)
+        path[current] = None
         current = next(p for p in graph.predecessors[current] if p in stuck)
-    return [current, *reversed(path[path.index(current) :])]
+    nodes = list(path)
+    return [current, *reversed(nodes[nodes.index(current) :])]

@@ -18,14 +18,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plait.core.files import write_atomic
+from plait.core.files import read_text, write_atomic
+from plait.core.shown import shown
 from plait.graph.graph import Edge, Graph, GraphError, Node
 
+# A graph of a hundred thousand layers.
+MOST_BYTES = 64_000_000
 _NODE = re.compile(
     r"(?P<id>\S+) -- (?P<description>.*) -- forward_compute_time=(?P<forward_ms>[^,]*), "
     r"backward_compute_time=(?P<backward_ms>[^,]*), activation_size=(?P<outputs>[^,]*), "
-    r"parameter_size=(?P<parameters>[^, ]*)(?: -- stage_id=(?P<stage>\d+))?"
+    r"parameter_size=(?P<parameters>[^, ]*)(?: -- stage_id=(?P<stage>[0-9]+))?"
 )
+_AMOUNT = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?")
 _EDGE = re.compile(r"\t(?P<source>\S+) -- (?P<target>\S+)")
 _NODE_FORM = (
     "'id -- description -- forward_compute_time=ms, backward_compute_time=ms, "
@@ -123,15 +127,7 @@ def from_graph(graph: Graph, stage_by_id: Mapping[str, int] | None = None) -> Do
 
 def read(path: Path) -> Document:
     """The document in the file `path`."""
-    try:
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
-        raise GraphError(f"{path}: no such file; expected a graph in PipeDream's text format") from None
-    except OSError as failure:
-        raise GraphError(f"{path}: cannot be read: {failure.strerror}") from None
-    except UnicodeDecodeError:
-        raise GraphError(f"{path}: not a text file; expected a graph in PipeDream's text format") from None
-    return parse(text, str(path))
+    return parse(read_text(path, "a graph in PipeDream's text format", MOST_BYTES, GraphError), str(path))
 
 
 def write(document: Document, path: Path) -> None:
@@ -150,14 +146,14 @@ def parse(text: str, name: str = "graph") -> Document:
         if line.startswith("\t"):
             edge = _parse_edge(line, where, records)
             if edge in edges:
-                raise GraphError(f"{where}: edge {line.strip()!r} stands on line {edges[edge]} already")
+                raise GraphError(f"{where}: edge {shown(line.strip())} stands on line {edges[edge]} already")
             edges[edge] = number
         elif edges:
             raise GraphError(f"{where}: found {_show(line)}, expected an edge (nodes come before edges)")
         else:
             record = _parse_node(line, where)
             if record.id in records:
-                raise GraphError(f"{where}: node {record.id!r} occurs twice; expected each id once")
+                raise GraphError(f"{where}: node {shown(record.id)} occurs twice; expected each id once")
             records[record.id] = record
     document = Document(tuple(records.values()), tuple(edges), ends_with_newline)
     _check_for_cycles(document, name)
@@ -177,10 +173,12 @@ def _parse_node(line: str, where: str) -> Record:
     }
     for field, numbers in amounts.items():
         for number in numbers:
-            if not re.fullmatch(r"\d+(\.\d*)?([eE][+-]?\d+)?", number):
+            if not _AMOUNT.fullmatch(number):
                 raise GraphError(
-                    f"{where}: {field}: found {number!r}, expected a number that is not negative"
+                    f"{where}: {field}: found {shown(number)}, expected a number that is not negative"
                 )
+    if record.stage is not None and len(record.stage) > 9:
+        raise GraphError(f"{where}: stage_id: found {shown(record.stage)}, expected a stage from 0 on")
     return record
 
 
@@ -191,7 +189,7 @@ def _parse_edge(line: str, where: str, records: Mapping[str, Record]) -> tuple[s
     for end in (match["source"], match["target"]):
         if end not in records:
             raise GraphError(
-                f"{where}: there is no node {end!r} above; expected the id of one of {len(records)}"
+                f"{where}: there is no node {shown(end)} above; expected the id of one of {len(records)}"
             )
     return match["source"], match["target"]
 
@@ -206,7 +204,7 @@ def _check_for_cycles(document: Document, name: str) -> None:
 def _show(line: str) -> str:
     if not line:
         return "an empty line"
-    return repr(line if len(line) <= 80 else line[:77] + "...")
+    return shown(line)
 
 
 def _number(value: float) -> str:

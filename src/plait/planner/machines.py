@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from plait.core.shown import shown
 from plait.graph.ideals import Floats
 from plait.planner.errors import PlanError
 
 if TYPE_CHECKING:  # planning needs no torch
     from plait.profiler.links import Link, Sum
+
+# Plans for so many take a minute.
+MOST_DEVICES = 1 << 14
+# Of bytes a second and of speeds: less would make times that nobody can add up.
+LEAST = 1e-9
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,11 @@ def machines(
     """`machines(4, 1e9)`, or `machines((4, 4), (10e9, 1.25e9))` with the innermost level first."""
     counts = (counts,) if isinstance(counts, int) else counts
     rates = (bytes_per_s,) if isinstance(bytes_per_s, (int, float)) else bytes_per_s
+    if not (_are(counts, int) and _are(rates, (int, float))):
+        raise PlanError(
+            f"found {shown(counts)} devices and {shown(rates)} bytes/s, expected numbers: machines(4, 1e9), "
+            f"or machines((4, 4), (10e9, 1.25e9)) with the devices of a host first"
+        )
     if len(counts) != len(rates):
         raise PlanError(
             f"found {len(counts)} levels of devices ({'x'.join(map(str, counts))}) and {len(rates)} "
@@ -116,6 +127,10 @@ def machines(
         )
     levels = tuple(Level(count, float(rate)) for count, rate in zip(counts, rates))
     return Machines(levels, memory_bytes, devices, latency_s)
+
+
+def _are(values: Any, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(values, (tuple, list)) and all(isinstance(value, kinds) for value in values)
 
 
 def measured_machines(
@@ -162,20 +177,24 @@ def _check(value: Machines) -> None:
         raise PlanError("found no level of devices; expected at least one, such as 4 devices at 1e9 bytes/s")
     for number, level in enumerate(value.levels, 1):
         if level.count < 1:
-            raise PlanError(f"level {number}: found {level.count} devices, expected at least 1")
-        if not (level.bytes_per_s > 0 and math.isfinite(level.bytes_per_s)):
+            raise PlanError(f"level {number}: found {shown(level.count)} devices, expected at least 1")
+        if not LEAST <= level.bytes_per_s < math.inf:
             raise PlanError(
                 f"level {number}: found a bandwidth of {level.bytes_per_s:g} bytes/s, expected more than 0"
             )
-        if not ((level.sum_bytes_per_s or 1.0) > 0 and level.sum_latency_s >= 0):
+        sums = 1.0 if level.sum_bytes_per_s is None else level.sum_bytes_per_s
+        if not (LEAST <= sums < math.inf and 0 <= level.sum_latency_s < math.inf):
             raise PlanError(
                 f"level {number}: found sums at {level.sum_bytes_per_s} bytes/s with a latency of "
                 f"{level.sum_latency_s:g} s, expected more than 0 and 0 or more"
             )
+    if value.count > MOST_DEVICES:
+        raise PlanError(f"found {shown(value.count)} devices, expected {MOST_DEVICES:,} at most")
     if value.memory_bytes is not None and not value.memory_bytes > 0:
         raise PlanError(f"found a memory of {value.memory_bytes:g} bytes per device, expected more than 0")
-    if not (value.latency_s >= 0 and math.isfinite(value.latency_s)):
-        raise PlanError(f"found a latency of {value.latency_s:g} s, expected 0 or more")
+    for name, seconds in (("a latency", value.latency_s), ("an overhead", value.overhead_s)):
+        if not (seconds >= 0 and math.isfinite(seconds)):
+            raise PlanError(f"found {name} of {seconds:g} s, expected 0 or more")
     _check_devices(value)
 
 
@@ -186,7 +205,7 @@ def _check_devices(value: Machines) -> None:
             f"{'x'.join(str(level.count) for level in value.levels)}; expected one each"
         )
     for index, device in enumerate(value.devices):
-        if not (device.speed > 0 and math.isfinite(device.speed)):
+        if not LEAST <= device.speed <= 1 / LEAST:
             raise PlanError(f"device {index}: found speed {device.speed:g}, expected more than 0")
         if device.memory_bytes is not None and not device.memory_bytes > 0:
             raise PlanError(

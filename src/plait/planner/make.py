@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
+from plait.core.shown import shown
 from plait.core.units import show_bytes
 from plait.graph.contraction import contracted_ideals
 from plait.graph.graph import Graph
@@ -18,6 +19,7 @@ from plait.planner.errors import PlanError
 from plait.planner.machines import Machines
 from plait.planner.memory import MemorySettings, stage_memory
 from plait.planner.mixed import Placed, kinds_of, solve_mixed
+from plait.planner.plan_checks import MOST_MICROBATCHES
 from plait.planner.solver import Block, Limits, Ranges, level_problem, ranges_of, solve
 
 # How many ideals are tried at once: all pairs of them for one level, all triples for inner levels.
@@ -103,12 +105,14 @@ def check(graph: Graph, machines: Machines, settings: Settings) -> None:
         raise PlanError("the graph is empty; expected at least one operation")
     if not graph.compute_s() > 0:
         raise PlanError(f"none of the {len(graph.nodes)} operations takes any time; profile the model first")
-    if settings.microbatches is not None and settings.microbatches < 1:
-        raise PlanError(f"found {settings.microbatches} microbatches, expected at least 1")
+    if settings.microbatches is not None and not 1 <= settings.microbatches <= MOST_MICROBATCHES:
+        raise PlanError(
+            f"found {shown(settings.microbatches)} microbatches, expected 1 to {MOST_MICROBATCHES:,}"
+        )
     units = machines.levels[-1].count
     if not 1 <= settings.pipelines <= units:
         raise PlanError(
-            f"found {settings.pipelines} pipelines side by side for {units} "
+            f"found {shown(settings.pipelines)} pipelines side by side for {units} "
             f"{'devices' if len(machines.levels) == 1 else 'hosts'}; expected 1 to {units}"
         )
     if settings.microbatches is not None and settings.microbatches < settings.pipelines:

@@ -10,9 +10,11 @@ from typing import Any
 
 from plait.core import artefact
 from plait.planner.depth import Schedule
+from plait.planner.errors import PlanError
 from plait.planner.machines import Machines
 from plait.planner.memory import Held
 from plait.planner.operations import Layout, Operations
+from plait.planner.plan_checks import check_plan
 from plait.planner.schedules import operations
 
 KIND, VERSION = "plan", 1
@@ -152,8 +154,13 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan saved at `path`."""
-    return artefact.load(Plan, path, KIND, VERSION)
+    """The plan saved at `path`; one that no workers could run is refused."""
+    try:
+        plan = artefact.load(Plan, path, KIND, VERSION)
+        check_plan(plan)
+    except PlanError as failure:
+        raise PlanError(f"{path}: {failure}") from None
+    return plan
 
 
 def summary(plan: Plan) -> Mapping[str, Any]:

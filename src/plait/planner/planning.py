@@ -6,7 +6,9 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
+from plait.core.shown import shown
 from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, trivial_ideals
 from plait.planner.depth import Schedule, in_flight
@@ -39,8 +41,15 @@ from plait.planner.schedules import operations
 from plait.planner.ties import find_tied, update_together
 
 
-def make_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
-    """The best plan for `graph` on `machines`, with what it should cost and why it was chosen."""
+class HasGraph(Protocol):
+    """A profile: its graph counts what a worker of the first stage does besides its layers."""
+
+    def loaded_graph(self) -> Graph: ...
+
+
+def make_plan(graph: Graph | HasGraph, machines: Machines, settings: Settings | None = None) -> Plan:
+    """The best plan for `graph` or a profile on `machines`, with what it should cost and why it won."""
+    graph = _graph_of(graph, machines)
     settings = _settled(settings or Settings(), machines)
     graph = planning_graph(graph)
     partition = make_partition(graph, machines, settings)
@@ -49,13 +58,27 @@ def make_plan(graph: Graph, machines: Machines, settings: Settings | None = None
     return _finish(graph, machines, settings, partition)
 
 
-def fastest_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
+def _graph_of(graph: Graph | HasGraph, machines: Machines) -> Graph:
+    """The graph to plan, which may come in a profile; refuses other things in the words of the Python API."""
+    if not isinstance(machines, Machines):
+        raise PlanError(f"plan: found {shown(machines)} as machines, expected plait.machines(4, 1e9)")
+    if isinstance(graph, Graph):
+        return graph
+    if hasattr(graph, "loaded_graph"):
+        return graph.loaded_graph()
+    raise PlanError(
+        f"plan: found {shown(graph)}, expected a profile or its graph, as plait.profile(model, inputs) makes"
+    )
+
+
+def fastest_plan(graph: Graph | HasGraph, machines: Machines, settings: Settings | None = None) -> Plan:
     """The plan whose replayed step is the shortest: the best cut, one replica a stage, or one stage for all.
 
     The best cut has the lowest bottleneck, which knows nothing of pipelines that fill and drain, nor of
     replicas that wait for each other; and stash cannot run it if stages with other numbers of replicas
     share weights.
     """
+    graph = _graph_of(graph, machines)
     settings = settings or Settings()
     best = make_plan(graph, machines, settings)
     if settings.straight or settings.pipelines > 1 or settings.schedule is Schedule.INTERLEAVED:
@@ -72,7 +95,9 @@ def fastest_plan(graph: Graph, machines: Machines, settings: Settings | None = N
     if runs and _replayed_s(found) > 0.99 * _replayed_s(best):
         return best
     why = why_not_best_cut(best, found) if runs else why_not_run(best)
-    return replace(found, why=f"{found.why} {why}")
+    # Nobody asked for one replica a stage: it is just what came out best.
+    words = reasons(found, planning_graph(graph), _limits(machines, settings))
+    return replace(found, why=f"{words} {why}")
 
 
 def faster_plan(first: Plan, second: Plan) -> Plan:
@@ -151,7 +176,16 @@ def _finish(graph: Graph, machines: Machines, settings: Settings, partition: Par
         idle_share=prediction.idle_share,
         speedup_over=speedups,
     )
-    return replace(plan, why=reasons(plan, graph))
+    return replace(plan, why=reasons(plan, graph, _limits(machines, settings)))
+
+
+def _limits(machines: Machines, settings: Settings) -> list[str]:
+    """What a person asked for that may stand in the way of a faster plan, in words."""
+    limits = ["the memory"] if math.isfinite(machines.smallest_memory_bytes) else []
+    shaped = settings.schedule in (Schedule.INTERLEAVED, Schedule.NONE)
+    if settings.straight or settings.pipelines > 1 or shaped:
+        limits.append("the shape of plan")
+    return limits
 
 
 def _bare(stages: tuple[Stage, ...], machines: Machines, settings: Settings, partition: Partition) -> Plan:

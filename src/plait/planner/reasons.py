@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from plait.core.units import show_bytes, show_seconds
+from collections.abc import Sequence
+
+from plait.core.units import count_of, show_bytes, show_seconds
 from plait.graph.graph import Graph
+from plait.planner.depth import Schedule
 from plait.planner.plan import Plan, Stage
 from plait.planner.predict import data_parallel_s
 
 
-def reasons(plan: Plan, graph: Graph) -> str:
-    """Why this plan won: what sets its pace, and what the plain ways would pay."""
+def reasons(plan: Plan, graph: Graph, limits: Sequence[str] = ()) -> str:
+    """Why this plan won: what sets its pace, and what the plain ways would pay.
+
+    `limits` are what was asked for that faster plans may not fit, in words.
+    """
     parts = [_pace(plan), _against_data_parallel(plan, graph), _against_model_parallel(plan)]
-    if min(plan.speedup_over.single, plan.speedup_over.data_parallel) < 1 - 1e-9:
-        parts.append("What would be faster does not fit the memory or the shape of plan that was asked for.")
+    if limits and min(plan.speedup_over.single, plan.speedup_over.data_parallel) < 1 - 1e-9:
+        parts.append(f"What would be faster does not fit {' or '.join(limits)} that was asked for.")
     if not plan.exact and plan.lower_bound_s > 0:
         parts.append(_how_near(plan))
     unused = plan.machines.count - plan.devices_used
@@ -44,7 +50,7 @@ def why_not_run(best: Plan) -> str:
 
 def why_faster(chosen: Plan, other: Plan) -> str:
     """Why `chosen` was taken, and not `other`, which cuts the same batch in another way."""
-    pieces = _count(other.microbatches, "microbatch", "microbatches")
+    pieces = count_of(other.microbatches, "microbatch", "microbatches")
     return (
         f"The same batch as {pieces} under schedule {other.schedule.value} (replicas {_replicas(other)}) "
         f"would take {show_seconds(other.step_s)} a step, this plan takes {show_seconds(chosen.step_s)}."
@@ -63,15 +69,29 @@ def _pace(plan: Plan) -> str:
     held = [(number, stage) for number, stage in enumerate(plan.stages) if device in stage.devices]
     names = " and ".join(str(number) for number, _ in held)
     sets = "Stage {} sets" if len(held) == 1 else "Stages {} on one device set"
-    update = sum(stage.update_s / stage.replicas for _, stage in held)
-    doing = "agree on gradients and update" if any(s.replicas > 1 for _, s in held) else "update the weights"
-    sync = f", {show_seconds(update)} of it to {doing}" if update > 0.01 * busiest else ""
+    beside = busiest - sum(_compute_s(plan, stage) for _, stage in held)
+    doing = _beside_compute(plan, [stage for _, stage in held])
+    sync = f", {show_seconds(beside)} of it to {doing}" if beside > 0.01 * busiest else ""
     text = f"{sets.format(names)} the pace at {show_seconds(busiest)} a microbatch{sync}."
     if busiest > plan.bottleneck_s * 1.001:
         # PipeDream's count spreads a replicated host's synchronisation evenly over its devices.
         shared = show_seconds(plan.bottleneck_s)
         text += f" (Shared evenly by the devices of each host, it would be {shared}.)"
     return text
+
+
+def _compute_s(plan: Plan, stage: Stage) -> float:
+    """Seconds a microbatch that a stage computes, shared by its replicas."""
+    slowest = min(plan.machines.device(device).speed for device in stage.devices)
+    return stage.compute_s / slowest / stage.replicas
+
+
+def _beside_compute(plan: Plan, stages: Sequence[Stage]) -> str:
+    """What the cost of these stages counts for every microbatch besides what they compute."""
+    if plan.schedule is not Schedule.STASH:
+        return "agree on gradients"
+    agrees = any(stage.replicas > 1 for stage in stages)
+    return "agree on gradients and update" if agrees else "update the weights"
 
 
 def _device_s(plan: Plan, device: int) -> float:
@@ -127,9 +147,9 @@ def describe_plan(plan: Plan) -> str:
 
 def _head(plan: Plan) -> str:
     return (
-        f"{_count(len(plan.stages), 'stage')} on {_count(plan.devices_used, 'device')}"
+        f"{count_of(len(plan.stages), 'stage')} on {count_of(plan.devices_used, 'device')}"
         f"{f' in {plan.pipelines} pipelines' if plan.pipelines > 1 else ''}, schedule {plan.schedule.value}, "
-        f"{_count(plan.microbatches, 'microbatch', 'microbatches')} a step"
+        f"{count_of(plan.microbatches, 'microbatch', 'microbatches')} a step"
     )
 
 
@@ -165,7 +185,3 @@ def _ranges(devices: tuple[int, ...]) -> str:
         else:
             runs.append([device])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core import artefact
-from plait.core.errors import InputError
-from plait.graph.graph import Edge, Graph, Node, Tie
+from plait.core.errors import ArtefactError, InputError
+from plait.core.shown import shown
+from plait.graph.graph import MOST, Edge, Graph, GraphError, Node, Tie
 from plait.profiler.links import Link, Sum
 from plait.profiler.memory import Weights, weigh
 from plait.profiler.timing import Clock, LayeredModel, Loss, StepTimes, Timed, time_layers, time_whole
@@ -90,13 +92,42 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile saved at `path`."""
-    return artefact.load(Profile, path, KIND, VERSION)
+    """The profile saved at `path`; one with numbers that nobody can have measured is refused."""
+    try:
+        profile = artefact.load(Profile, path, KIND, VERSION)
+    except GraphError as failure:
+        raise GraphError(f"{path}: {failure}") from None
+    _check(profile, path)
+    return profile
+
+
+def _check(profile: Profile, path: Path) -> None:
+    def expect(holds: bool, name: str, found: Any, expected: str) -> None:
+        if not holds:
+            raise ArtefactError(f"{path}: {name}: found {shown(found)}, expected {expected}")
+
+    expect(bool(profile.graph.nodes), "graph.nodes", [], "at least one layer")
+    for name in ("batch", "threads", "repeats"):
+        expect(1 <= getattr(profile, name) < 1 << 53, name, getattr(profile, name), "at least 1")
+    expect(0 < profile.step.seconds <= MOST, "step.seconds", profile.step.seconds, "more than 0")
+    for spread in profile.spreads:
+        seconds = (spread.forward_s, spread.backward_s)
+        expect(0 <= min(seconds) <= max(seconds) <= MOST, "spreads", seconds, "seconds, 0 or more")
+    for name in ("loading_s", "overhead_s"):
+        expect(0 <= getattr(profile, name) <= MOST, name, getattr(profile, name), "seconds, 0 or more")
+    for number, link in enumerate(profile.links):
+        ends = (link.source, link.target)
+        expect(min(ends) >= 0 and max(ends) < 1 << 20, f"links[{number}]", ends, "two workers, from 0 on")
+    speeds = [(f"links[{i}]", link.bytes_per_s, link.latency_s) for i, link in enumerate(profile.links)]
+    speeds += [(f"sums[{i}]", each.bytes_per_s, each.latency_s) for i, each in enumerate(profile.sums)]
+    for where, bytes_per_s, latency_s in speeds:
+        expect(1e-9 <= bytes_per_s <= MOST, f"{where}.bytes_per_s", bytes_per_s, "more than 0")
+        expect(0 <= latency_s <= MOST, f"{where}.latency_s", latency_s, "seconds, 0 or more")
 
 
 def profile_model(
     model: nn.Module,
-    inputs: Inputs,
+    inputs: Inputs | Tensor,
     loss: Loss | None = None,
     *,
     device: torch.device | str | None = None,
@@ -108,14 +139,17 @@ def profile_model(
 ) -> Profile:
     """Times and bytes of each layer of `model`, in the mode it is in, for the batch that `inputs` holds.
 
-    `loss` takes what the model returns and gives a scalar; without one, the model's own `loss` or the mean
-    of its outputs serves. The model runs on `device` (where it is when None) and is left as it was: buffers,
+    `inputs` are the arguments of the model's forward: a tuple, a dict for keywords, or one tensor. `loss`
+    takes what the model returns and gives a scalar; without one, the model's own `loss` or the mean of its
+    outputs serves. The model runs on `device` (where it is when None) and is left as it was: buffers,
     gradients, device and random state. Steps by layers and whole steps take turns, so that a change of the
     machine's speed meets both; they go on for `least_s` seconds at least, so that a short one does not count
     for all.
     """
     if warmup < 0 or repeats < 1:
         raise InputError(f"found {warmup} warm-up steps and {repeats} repeats; expected at least 0 and 1")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"profile: found {shown(model)} as the model, expected a torch.nn.Module")
     total, done = 1 + warmup + repeats, 0
 
     def progress() -> None:
@@ -124,11 +158,12 @@ def profile_model(
         if on_progress is not None:
             on_progress(done, total)
 
-    inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
+    arguments = _arguments(inputs)
+    loss = _scalar_loss(loss) if loss is not None else default_loss
     with _at_home(model, device) as place:
-        inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), inputs)
-        traced = trace(model, inputs)
-        session = _Session(traced, inputs, loss or default_loss, place)
+        arguments = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), arguments)
+        traced = trace(model, arguments)
+        session = _Session(traced, arguments, loss, place)
         if place.type == "cuda":
             session.measure()  # what libraries set aside once would count for the layer that asks first
         weights = weigh(traced, session.layered, session.tensors, session.loss, place)
@@ -139,6 +174,45 @@ def profile_model(
             steps.append(session.measure())
             progress()
     return _profile(traced, session, weights, steps[warmup:], name or type(model).__name__)
+
+
+def _arguments(inputs: Inputs | Tensor) -> Inputs:
+    if isinstance(inputs, Tensor):
+        return (inputs,)
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        return tuple(inputs)
+    raise InputError(
+        f"profile: found {shown(inputs)} as inputs, expected a tensor, or a tuple or dict of the model's "
+        f"arguments"
+    )
+
+
+def _scalar_loss(loss: Loss) -> Loss:
+    """`loss`, which must take the model's output alone and give one number."""
+    expected = "expected a function of the model's output alone, such as lambda output: loss(output, target)"
+    name = getattr(loss, "__name__", type(loss).__name__)
+    if not callable(loss):
+        raise InputError(f"profile: found {shown(loss)} as the loss, {expected}")
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):  # some builtins have no signature to check against
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(None)
+    except TypeError as failure:
+        raise InputError(f"profile: the loss {name} cannot be called: {failure}; {expected}") from None
+
+    def checked(output: Any) -> Tensor:
+        found = loss(output)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else shown(found)
+            raise InputError(f"profile: the loss {name} gave {shape}, expected one number, such as its mean")
+        return found
+
+    return checked
 
 
 def default_loss(output: Any) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 from plait.core import events as core_events
 from plait.core.files import write_atomic
+from plait.core.units import count_of, show_rate
 from plait.runtime import events
 
 # Curves that stand out by colour; the rest is grey.
@@ -165,8 +166,8 @@ def page(title: str, result: Mapping[str, Any], picture: bytes) -> str:
     )
     summary = (
         f"{result['step']} of {result['steps']} trials ({result['search']}), compared by {result['metric']}; "
-        f"{result['seconds']:.1f} s, {result['trial_steps_per_s']:,.0f} trial steps/s on {result['workers']} "
-        f"worker(s). Best first; click a column to sort by it."
+        f"{result['seconds']:.1f} s, {show_rate(result['trial_steps_per_s'])} trial steps/s on "
+        f"{count_of(result['workers'], 'worker')}. Best first; click a column to sort by it."
     )
     return _PAGE.format(
         title=html.escape(title),

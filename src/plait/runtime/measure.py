@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
+from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
 from plait.runtime import build
@@ -21,7 +21,9 @@ def measure_run(folder: RunFolder, best: bool = False) -> dict[str, Any]:
     """The step and metrics of a run's newest, or best, checkpoint, computed in this process."""
     if not folder.settings.exists():
         raise InputError(f"{folder.path}: no settings.json in it: the run never started, nothing to measure")
-    settings = decode(TrainSettings, json.loads(folder.settings.read_text()), str(folder.settings))
+    settings = decode(TrainSettings, read_json(folder.settings, "settings"), str(folder.settings))
+    if settings.data.batch_size < 1 or (settings.evaluate.batch_size or 1) < 1:
+        raise InputError(f"{folder.settings}: found a batch of no samples; the file is damaged")
     state = _best(folder) if best else _newest(folder)
     parts = build.build(settings, build.choose_device(settings.device, 0))
     if parts.test_set is None:
@@ -42,9 +44,12 @@ def _newest(folder: RunFolder) -> checkpoints.Checkpoint:
 
 
 def _best(folder: RunFolder) -> checkpoints.Checkpoint:
-    best = _newest(folder).progress["best"]
+    best = _newest(folder).progress.get("best")
     if best is None:
         raise CheckpointError(
             f"{folder.path}: it kept no best checkpoint; set checkpoint.keep_best in the job"
         )
-    return checkpoints.load(folder.checkpoints / f"step-{best['step']:09d}")
+    step = best.get("step") if isinstance(best, dict) else None
+    if not isinstance(step, int):
+        raise CheckpointError(f"{folder.path}: its newest checkpoint tells of no best one; it is damaged")
+    return checkpoints.load(folder.checkpoints / f"step-{step:09d}")

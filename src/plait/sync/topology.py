@@ -6,12 +6,14 @@ from every rank to the root; along the second, the result travels back. Several 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
+from plait.core.shown import listed, shortened, shown
 
 NATIVE = "native"
 
@@ -133,18 +135,24 @@ ROOTED = ("star", "tree", "binary-tree", "binary-tree-star")
 
 def make_topology(name: str, hosts: Hosts) -> Topology:
     """The topology of that name over the ranks whose hosts are given; `star:2` has its root at rank 2."""
+    kind, root = check_name(name, len(hosts))
+    return Topology(name, TOPOLOGIES[kind](hosts, root))
+
+
+def check_name(name: str, size: int) -> tuple[str, int]:
+    """The kind and the root of the topology of that name over `size` ranks; refuses what is none."""
     kind, colon, place = name.partition(":")
     if kind not in TOPOLOGIES:
         hint = did_you_mean(kind, TOPOLOGIES)
-        raise TopologyError(f"parallel.topology: found {name!r}, expected a topology{hint}")
+        raise TopologyError(f"parallel.topology: found {shown(name)}, expected a topology{hint}")
     if not colon:
-        return Topology(name, TOPOLOGIES[kind](hosts, 0))
-    if kind not in ROOTED or not place.isdecimal() or int(place) >= len(hosts):
+        return kind, 0
+    if kind not in ROOTED or not re.fullmatch("[0-9]{1,9}", place) or int(place) >= size:
         raise TopologyError(
-            f"parallel.topology: found {name!r}, expected a root from 0 to {len(hosts) - 1} after one of "
+            f"parallel.topology: found {shown(name)}, expected a root from 0 to {size - 1} after one of "
             f"{', '.join(ROOTED)}"
         )
-    return Topology(name, TOPOLOGIES[kind](hosts, int(place)))
+    return kind, int(place)
 
 
 def from_graphs(graphs: Any, size: int, where: str) -> Topology:
@@ -154,16 +162,18 @@ def from_graphs(graphs: Any, size: int, where: str) -> Topology:
     rank to rank. Without `broadcast`, the result goes back the way the sums came.
     """
     if not isinstance(graphs, Sequence) or isinstance(graphs, str) or not graphs:
-        raise TopologyError(f"{where}: found {graphs!r}, expected a list of graphs, each with reduce")
+        raise TopologyError(f"{where}: found {shown(graphs)}, expected a list of graphs, each with reduce")
     return Topology(where, tuple(_route(graph, size, f"{where}[{i}]") for i, graph in enumerate(graphs)))
 
 
 def _route(graph: Any, size: int, where: str) -> Route:
     if not isinstance(graph, Mapping) or "reduce" not in graph:
-        raise TopologyError(f"{where}: found {graph!r}, expected reduce and broadcast, lists of edges")
+        raise TopologyError(f"{where}: found {shown(graph)}, expected reduce and broadcast, lists of edges")
     for key in graph:
         if key not in ("reduce", "broadcast"):
-            raise TopologyError(f"{where}: unknown key {key!r}{did_you_mean(key, ('reduce', 'broadcast'))}")
+            raise TopologyError(
+                f"{where}: unknown key {shown(key)}{did_you_mean(key, ('reduce', 'broadcast'))}"
+            )
     there = _edges(graph["reduce"], f"{where}.reduce")
     back = [(b, a) for a, b in there]
     if "broadcast" in graph:
@@ -184,7 +194,7 @@ def _edges(found: Any, where: str) -> list[tuple[int, int]]:
     for pair in pairs:
         fine = isinstance(pair, Sequence) and len(pair) == 2 and all(type(rank) is int for rank in pair)
         if not fine:
-            raise TopologyError(f"{where}: found {pair!r}, expected edges [from, to] between ranks")
+            raise TopologyError(f"{where}: found {shown(pair)}, expected edges [from, to] between ranks")
     return [(pair[0], pair[1]) for pair in pairs]
 
 
@@ -199,9 +209,8 @@ def _parents(edges: Edges, size: int, where: str, verb: str) -> tuple[int, ...]:
             raise TopologyError(
                 f"{where}: rank {child} {verb} ranks {above[child]} and {parent}, expected one of them"
             )
-    for rank in range(size):
-        if cycle := _cycle_from(rank, above):
-            raise TopologyError(f"{where}: a cycle, {' - '.join(map(str, cycle))}, expected a tree")
+    if cycle := _cycle(above):
+        raise TopologyError(f"{where}: a cycle, {shortened(' - '.join(map(str, cycle)))}, expected a tree")
     missing = sorted(set(range(size)) - {rank for edge in edges for rank in edge})
     if missing and size > 1:
         raise TopologyError(f"{where}: missing {_ranks(missing)}; every rank from 0 to {size - 1} takes part")
@@ -211,17 +220,23 @@ def _parents(edges: Edges, size: int, where: str, verb: str) -> tuple[int, ...]:
     return tuple(above.get(rank, rank) for rank in range(size))
 
 
-def _cycle_from(rank: int, above: Mapping[int, int]) -> list[int] | None:
-    path = [rank]
-    while path[-1] in above:
-        path.append(above[path[-1]])
-        if path[-1] in path[:-1]:
-            return path[path.index(path[-1]) :]
+def _cycle(above: Mapping[int, int]) -> list[int] | None:
+    """A cycle on the way up from some rank, its first rank repeated at the end; None where there is none."""
+    ends: set[int] = set()
+    for rank in sorted(above):
+        path: dict[int, None] = {}
+        while rank in above and rank not in ends:
+            if rank in path:
+                ranks = list(path)
+                return [*ranks[ranks.index(rank) :], rank]
+            path[rank] = None
+            rank = above[rank]
+        ends.update(path)
     return None
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, 100)}"
 
 
 def _there_and_back(parents: tuple[int, ...]) -> Route:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.errors import FusionError
 from plait.fusion.fallback import descend, find_rule, loop, vmap_rule
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.registry import (
@@ -72,6 +73,7 @@ def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
     defaults = {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
     given = arguments_of(names, defaults, args, kwargs)
     logits, target = given["input"], given["target"]
+    _check_targets("cross_entropy", logits, target)
     if target.is_floating_point() or given.get("size_average") is not None or given.get("reduce") is not None:
         rows = trials_of(logits, target).rows
         return (
@@ -87,6 +89,24 @@ def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
     options = {name: given[name] for name in ("weight", "ignore_index", "reduction")}
     smoothing = given["label_smoothing"]
     return wrap(_negative_log(log_chance, unwrap(target, trials), smoothing=smoothing, **options), trials)
+
+
+def _check_targets(name: str, outputs: Tensor, targets: Tensor) -> None:
+    """Refuse targets that are not one for each row of outputs: too few would count as all of them."""
+    outputs_shape, found_shape = tuple(outputs.shape), tuple(targets.shape)
+    # Class numbers have the shape of the outputs without their classes, which are the second axis if any.
+    numbers_shape = (*outputs_shape[: min(1, len(outputs_shape) - 1)], *outputs_shape[2:])
+    are_numbers = not targets.is_floating_point()
+    takes_chances = name == "cross_entropy"
+    if found_shape == numbers_shape and are_numbers:
+        return
+    if found_shape != outputs_shape or are_numbers or not takes_chances:
+        kind = "class numbers" if are_numbers else "chances"
+        other = f" or chances of shape {outputs_shape}" if takes_chances else ""
+        raise FusionError(
+            f"{name}: found outputs of shape {outputs_shape} and {kind} of shape {found_shape} in each "
+            f"trial, expected whole class numbers of shape {numbers_shape}{other}"
+        )
 
 
 def _without_padding(target: Any, ignored: int, trials: Trials) -> Any:
@@ -113,6 +133,7 @@ def nll_loss(function: Function, args: Arguments, kwargs: Options) -> Any:
     names = "input target weight size_average ignore_index reduce reduction"
     defaults = {"weight": None, "ignore_index": -100, "reduction": "mean"}
     given = arguments_of(names, defaults, args, kwargs)
+    _check_targets("nll_loss", given["input"], given["target"])
     trials = trials_of(given["input"], given["target"])
     options = {name: given[name] for name in defaults}
     log_chance, target = unwrap(given["input"], trials), unwrap(given["target"], trials)

@@ -171,7 +171,7 @@ class Office:
             "steps": total,
             "trials": book.search.total,
             "ended": book.ended,
-            "trial_steps_per_s": round(rate, 1),
+            "trial_steps_per_s": round(rate, 3),
             "rows": [self._row(row, steps) for row in self._shown()],
         }
         return {**found, "left_s": round((total - done) / rate, 1)} if rate > 0 else found

@@ -1,0 +1,107 @@
+"""A run's status and failure files, read and checked: a crash or a full disk may have left them damaged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from plait.cluster.hosts import LOCAL
+from plait.core.artefact import read_json
+from plait.core.errors import ArtefactError
+from plait.core.shown import shortened, shown
+from plait.runtime.folder import RunFolder
+
+# How the messages begin with which runs fail; what follows is a log's place, or what an agent printed.
+_WORKER_FAILED = re.compile(r"worker \d+ on \S+ failed: ")
+_AGENT_FAILED = re.compile(r"the agent on .* ended with status ")
+_MOST_BYTES = 1_000_000
+
+
+def read_status(folder: RunFolder) -> dict[str, Any]:
+    """The run's status file, with what is true of it now: is the supervisor there, is each worker."""
+    found = read_json(folder.status, "status")
+    _check(found, folder)
+    running = holder_of(folder) is not None
+    if not running and found["state"] in ("starting", "running", "stopping"):
+        found["state"] = "died"
+    for worker in found["workers"]:
+        # A worker's end on another host ends the run within moments, so there the run itself is the sign.
+        worker["alive"] = running and (worker["host"] != LOCAL or _is_alive(worker["pid"]))
+    return found
+
+
+def holder_of(folder: RunFolder) -> tuple[str, int] | None:
+    """The host and process that run the run in `folder` now; no process, 0, where its lock does not tell."""
+    try:
+        return folder.holder()
+    except (ValueError, TypeError, AttributeError, OverflowError):
+        return "", 0
+
+
+def _check(found: Mapping[str, Any], folder: RunFolder) -> None:
+    """Refuse a status that was not written by a run, naming the first thing that is wrong."""
+
+    def expect(holds: bool, content: Mapping[str, Any], key: str, expected: str) -> None:
+        if not holds:
+            what = f"found {shown(content[key])}" if key in content else "missing"
+            raise ArtefactError(
+                f"{folder.status}: {key}: {what}, expected {expected}; the file is damaged, "
+                f"so see {folder.logs} and {folder.events().parent} for how far the run came"
+            )
+
+    expect(isinstance(found.get("state"), str), found, "state", "text")
+    expect(_is_number(found.get("updated")), found, "updated", "seconds")
+    expect(isinstance(found.get("progress"), dict), found, "progress", "an object")
+    expect(isinstance(found.get("workers"), list), found, "workers", "a list")
+    progress = found["progress"]
+    for key in ("step", "steps"):
+        expect(not progress or _is_whole(progress.get(key)), progress, key, "a whole number")
+    for key in ("samples_per_s", "left_s"):
+        expect(_is_number(progress.get(key, 0.0)), progress, key, "a number")
+    for key in ("loss", "test_accuracy"):
+        value = progress.get(key)
+        expect(value is None or _is_number(value, finite=False), progress, key, "a number or null")
+    for worker in found["workers"]:
+        expect(isinstance(worker, dict), found, "workers", "an object for each worker")
+        for key in ("rank", "pid"):
+            expect(_is_whole(worker.get(key)), worker, key, "a whole number")
+        expect(isinstance(worker.get("host"), str), worker, "host", "text")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _is_number(value: Any, finite: bool = True) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value) or not finite
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except (psutil.NoSuchProcess, ValueError, OverflowError):  # a number that no process can have
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def read_cause(folder: RunFolder) -> str | None:
+    """The line of the run's failure file that says why it failed; None where there is no such file."""
+    try:
+        with folder.failure.open("rb") as file:
+            text = file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+    lines = [line for line in text.splitlines() if line.strip()]
+    failed = [line for line in lines if _WORKER_FAILED.match(line)]
+    gone = [line for line in lines if _AGENT_FAILED.match(line)]
+    others = [line for line in lines if not line.startswith("its log: ")]
+    # A worker's traceback, which may be long, stands before the message about it.
+    chosen = failed[-1:] or gone[:1] or others[-1:]
+    return shortened(chosen[0].strip(), 500) if chosen else None

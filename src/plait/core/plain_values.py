@@ -1,0 +1,78 @@
+"""Values that a job file can hold: text, numbers, true, false, null, and lists and mappings of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.core.errors import JobError
+from plait.core.shown import shortened, shown
+from plait.core.yaml_text import MOST_LEVELS, MOST_VALUES
+
+MOST_DIGITS = 100
+
+
+def plain_copy(value: Any, path: str = "") -> Any:
+    """A copy of `value` as plain values; `path` is where in a job it stands, for messages.
+
+    Tuples become lists and paths text. Anything else is refused, and so are values that are part of
+    themselves or of which there are very many.
+    """
+    return _Copy().of(value, path, 0)
+
+
+class _Copy:
+    """One copy, which counts the values that it has made."""
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def of(self, value: Any, path: str, level: int) -> Any:
+        where = path or "the job"
+        self._made += 1
+        if level > MOST_LEVELS or self._made > MOST_VALUES:
+            raise JobError(
+                f"{where}: found too many values; expected {MOST_LEVELS} levels and {MOST_VALUES:,} at most"
+            )
+        if isinstance(value, Mapping):
+            return {
+                _key(key, where): self.of(each, f"{path}.{shortened(str(key))}".lstrip("."), level + 1)
+                for key, each in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.of(each, f"{path}[{i}]", level + 1) for i, each in enumerate(value)]
+        return _scalar(value, where)
+
+
+def _scalar(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (str, Path)):
+        return _text(str(value), where)
+    if isinstance(value, int):
+        if abs(value) >= 10**MOST_DIGITS:
+            raise JobError(f"{where}: found {shown(value)}, expected {MOST_DIGITS} at most")
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    raise JobError(
+        f"{where}: found {shown(value)}, expected text, a number, true, false, null, or a list or mapping "
+        f"of them"
+    )
+
+
+def _key(key: Any, where: str) -> Any:
+    if isinstance(key, int) and not isinstance(key, bool):
+        return key
+    if not isinstance(key, str):
+        raise JobError(f"{where}: found the key {shown(key)}, expected text")
+    return _text(key, where)
+
+
+def _text(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise JobError(f"{where}: found {shown(text)}, which is no text in Unicode") from None
+    return text

@@ -1,0 +1,74 @@
+"""Values in messages: whatever was found, in few letters."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+# Longer messages are cut: nobody reads on.
+LONGEST_MESSAGE = 2000
+
+
+class _Short(reprlib.Repr):
+    """`repr` of the first few items of the first few levels, so that no value takes long to show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 6
+        self.maxstring = self.maxother = self.maxlong = 70
+
+    def repr_int(self, value: int, level: int) -> str:
+        if abs(value) >= 10**70:
+            return f"a whole number of {int(value.bit_length() * math.log10(2)) + 1} digits"
+        return repr(value)
+
+
+_short = _Short()
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """`repr(value)` on one line, cut to about `most` letters."""
+    return _cut(" ".join(_short.repr(value).split("\n")), most)
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """`text` itself, its middle left out where it is longer than `most` letters."""
+    return _cut(text, most)
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    tail = most // 4
+    return f"{text[: most - tail - 3]}...{text[-tail:]}"
+
+
+def listed(names: Iterable[object], most: int = 300) -> str:
+    """`a, b, c`, or as many of them as `most` letters hold, and how many there are besides."""
+    words = [shortened(str(name)) for name in names]
+    count = 0
+    length = 0
+    for word in words:
+        length += len(word) + 2
+        if length > most and count:
+            break
+        count += 1
+    rest = len(words) - count
+    return ", ".join(words[:count]) + (f" and {rest:,} more" if rest else "")
+
+
+def one_message(mistakes: Iterable[str], count: int) -> str:
+    """The mistakes, `count` of them, one a line: as many as a message holds, and no more are looked at."""
+    lines: list[str] = []
+    length = 0
+    for mistake in mistakes:
+        line = shortened(mistake, LONGEST_MESSAGE)
+        length += len(line) + 1
+        if lines and length > LONGEST_MESSAGE - 40:
+            lines.append(f"and {count - len(lines):,} more mistakes")
+            break
+        lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""Mistakes in a job file in our words: path, found, expected, nearest valid name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from plait.core.names import did_you_mean, nearest
+from plait.core.shown import one_message, shortened, shown
+
+# What keys with a form of their own look like.
+FORMS = {
+    "name": "letters, digits, '.', '_' and '-', as in a folder's name",
+    "cluster.shell": "a command with {host} in it, such as 'ssh {host}'",
+}
+# How much a key must be like one that is missing to be taken for it. Where further keys are options of a
+# kind, it must be clear.
+_ALIKE, _CLEARLY_ALIKE = 0.5, 0.7
+# Options that most optimizers have.
+_OF_OPTIMIZERS = ("lr", "momentum", "weight_decay", "betas", "eps")
+# Of a section with more keys than people write, so many are looked at.
+_MOST_KEYS = 100
+
+Location = tuple[Any, ...]
+
+
+def explain(job: type[BaseModel], failure: ValidationError) -> str:
+    """All that is wrong with a job, one mistake a line, as many as a message holds."""
+    errors = failure.errors(include_url=False)
+    misspelt = _misspelt(job, errors)
+    told = set(misspelt.values())
+    errors = [error for error in errors if error["loc"] not in told]
+    return one_message((_explain(job, error, misspelt) for error in errors), len(errors))
+
+
+def _misspelt(job: type[BaseModel], errors: Sequence[Any]) -> dict[Location, Location]:
+    """Required keys that are missing, each with the key that was written in its place."""
+    found: dict[Location, Location] = {}
+    missing: dict[Location, tuple[list[str], Mapping[Any, Any]]] = {}
+    for error in errors:
+        if error["type"] == "missing" and isinstance(error["input"], Mapping):
+            names, _ = missing.setdefault(error["loc"][:-1], ([], error["input"]))
+            names.append(error["loc"][-1])
+    for parent, (names, content) in missing.items():
+        section = _section_at(job, parent)
+        known = set(section.model_fields) if section else set()
+        is_open = section is not None and section.model_config.get("extra") == "allow"
+        for key in list(content)[:_MOST_KEYS]:
+            close = nearest(key, [*known, *names], _CLEARLY_ALIKE if is_open else _ALIKE)
+            if key not in known and close in names and (*parent, close) not in found:
+                found[(*parent, close)] = (*parent, key)
+    return found
+
+
+def _explain(job: type[BaseModel], error: Any, misspelt: Mapping[Location, Location]) -> str:
+    location = error["loc"]
+    path, kind, found = _path(location), error["type"], error["input"]
+    if kind == "missing" and location in misspelt:
+        return f"{_path(misspelt[location])}: unknown key; did you mean {location[-1]!r}?"
+    if kind == "extra_forbidden":
+        return f"{path}: unknown key{_hint(job, location)}"
+    if kind == "missing":
+        return f"{path}: missing; expected {_expected_at(job, location)}"
+    if kind == "invalid_key":
+        return f"{path}: found a key that is no text"
+    if kind == "literal_error":
+        valid = re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
+        hint = did_you_mean(found, valid)
+        return f"{path}: found {shown(found)}, expected {' or '.join(valid)}{hint if 'mean' in hint else ''}"
+    if kind == "string_pattern_mismatch":
+        return f"{path}: found {shown(found)}, expected {FORMS[path]}"
+    words = error["msg"].removeprefix("Input should be ").removeprefix("String should have ")
+    return f"{path}: found {shown(found)}, expected {words}"
+
+
+def _hint(job: type[BaseModel], location: Location) -> str:
+    """What an unknown key may have meant: one beside it or, of the job itself, one of a section's."""
+    section = _section_at(job, location[:-1])
+    beside = list(section.model_fields) if section else []
+    if section is job and nearest(location[-1], beside) is None:
+        inside = {name: f"optimizer.{name}" for name in _OF_OPTIMIZERS}
+        for part in job.model_fields:
+            below = _section_at(job, (part,))
+            inside = {**{name: f"{part}.{name}" for name in (below.model_fields if below else ())}, **inside}
+        close = nearest(location[-1], inside, cutoff=0.9)
+        if close is not None:
+            return f"; did you mean {inside[close]!r}?"
+    return did_you_mean(location[-1], beside)
+
+
+def _path(location: Location) -> str:
+    return ".".join(shortened(str(part)) for part in location)
+
+
+def _section_at(job: type[BaseModel], location: Location) -> type[BaseModel] | None:
+    section = job
+    for part in location:
+        field = section.model_fields.get(part)
+        kinds = [k for k in _kinds(field.annotation) if issubclass(k, BaseModel)] if field else []
+        if not kinds:
+            return None
+        section = kinds[0]
+    return section
+
+
+def _kinds(annotation: Any) -> list[type]:
+    arguments = getattr(annotation, "__args__", None)
+    kinds = list(arguments) if arguments else [annotation]
+    return [kind for kind in kinds if isinstance(kind, type)]
+
+
+def _expected_at(job: type[BaseModel], location: Location) -> str:
+    section = _section_at(job, location[:-1])
+    field = section.model_fields.get(location[-1]) if section else None
+    kinds = _kinds(field.annotation) if field is not None else []
+    if not kinds:
+        return "a value"
+    if issubclass(kinds[0], BaseModel):
+        return f"a section with {', '.join(n for n, f in kinds[0].model_fields.items() if f.is_required())}"
+    name = kinds[0].__name__
+    return {"int": "a whole number", "str": "text", "float": "a number"}.get(name, name)

@@ -1,0 +1,80 @@
+"""Whether a plan that was read from a file can be run: somebody may have changed it by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from plait.core.shown import listed, shown
+from plait.graph.graph import MOST
+from plait.planner.errors import PlanError
+
+if TYPE_CHECKING:
+    from plait.planner.plan import Plan, Stage
+
+# A step of so many is replayed in seconds.
+MOST_MICROBATCHES = 1 << 16
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse stages without layers, devices that are not there, and numbers that nothing can have."""
+    if not plan.stages:
+        raise PlanError("found no stages, expected at least one")
+    _check_counts(plan)
+    _check_amounts(plan, "")
+    _check_amounts(plan.speedup_over, "speedup_over.")
+    for number, stage in enumerate(plan.stages):
+        where = f"stages[{number}]"
+        _check_amounts(stage, f"{where}.")
+        _check_amounts(stage.tied, f"{where}.tied.")
+        _check_stage(stage, plan, where)
+    _check_layers(plan)
+
+
+def _check_counts(plan: Plan) -> None:
+    _expect(plan.microbatches, "microbatches", 1, MOST_MICROBATCHES)
+    _expect(plan.pipelines, "pipelines", 1, plan.microbatches)
+    if plan.depths and len(plan.depths) != len(plan.stages):
+        raise PlanError(
+            f"depths: found {len(plan.depths)}, expected one for each of {len(plan.stages)} stages"
+        )
+    for depth in plan.depths:
+        _expect(depth, "depths", 1, MOST_MICROBATCHES)
+
+
+def _check_stage(stage: Stage, plan: Plan, where: str) -> None:
+    if not stage.layers:
+        raise PlanError(f"{where}.layers: found none, expected at least one")
+    for device in stage.devices:
+        _expect(device, f"{where}.devices", 0, plan.machines.count - 1)
+    if len(set(stage.devices)) < len(stage.devices):
+        raise PlanError(f"{where}.devices: found {shown(stage.devices)}, expected each device once")
+    _expect(stage.replicas, f"{where}.replicas", len(stage.devices), len(stage.devices))
+    if not stage.devices or len(stage.devices) % plan.pipelines:
+        raise PlanError(
+            f"{where}.devices: found {len(stage.devices)}, expected as many for each of "
+            f"{plan.pipelines} pipelines, and at least one"
+        )
+    _expect(stage.in_flight, f"{where}.in_flight", 1, MOST_MICROBATCHES)
+
+
+def _check_layers(plan: Plan) -> None:
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    if len(set(layers)) < len(layers):
+        twice = [layer for layer, count in Counter(layers).items() if count > 1]
+        raise PlanError(f"stages: found {listed(twice)} more than once, expected each layer in one stage")
+
+
+def _check_amounts(value: Any, where: str) -> None:
+    """Refuse seconds, bytes and shares that are negative or not finite."""
+    for field in dataclasses.fields(value):
+        found = getattr(value, field.name)
+        if isinstance(found, float) and not -1e-6 <= found <= MOST:
+            raise PlanError(f"{where}{field.name}: found {found:g}, expected a number from 0 to {MOST:g}")
+
+
+def _expect(found: int, where: str, low: int, high: int) -> None:
+    if not low <= found <= high:
+        expected = str(low) if low == high else f"{low} to {high}"
+        raise PlanError(f"{where}: found {shown(found)}, expected {expected}")

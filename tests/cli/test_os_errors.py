@@ -1,0 +1,63 @@
+"""What the system refuses ends a verb with one message."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from plait.cli import app
+from plait.cli.os_errors import os_errors_as_messages
+from plait.core.errors import InputError, PlaitError
+from support.graphs import PROFILES
+
+JOB = "name: t\nmodel: plait.workloads.mlp:mlp_tiny\ndata: {kind: digits, batch_size: 8}\nsteps: 1\n"
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "{job}", "--set", "run_dir=/proc/nope"],
+        ["train", "{job}", "--set", f"run_dir={LONG}"],
+        ["train", "{job}", "--run", f"{LONG}/x"],
+        ["sweep", "{job}", "--over", "optimizer.lr=0.1,0.2", "--set", "run_dir=/proc/nope"],
+        ["status", LONG],
+        ["stop", LONG],
+        ["evaluate", LONG],
+        ["plan", "{graph}", "--bandwidth", "1e9", "-o", "/proc/nope/x.plan.json"],
+        ["plan", "{graph}", "--bandwidth", "1e9", "-o", "{folder}/x.json", "--timeline", "/proc/nope/x.png"],
+    ],
+    ids=lambda words: " ".join(words[:1] + words[-1:])[:60],
+)
+def test_a_path_that_cannot_be_used_is_bad_input(words: list[str], tmp_path: Path):
+    (tmp_path / "job.yaml").write_text(JOB)
+    names = {"job": tmp_path / "job.yaml", "graph": PROFILES / "alexnet.txt", "folder": tmp_path}
+    done = CliRunner().invoke(app, [word.format(**names) for word in words])
+    assert isinstance(done.exception, InputError), done.exception
+    assert 0 < len(str(done.exception)) < 700
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "x"),
+            PlaitError,
+            "x: No space left on device; make room",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "runs"), InputError, "runs: Read-only file system"),
+        (OSError(errno.EACCES, "Permission denied", "a", None, "b"), InputError, "a to b: Permission denied"),
+        (OSError("odd"), PlaitError, "OSError: odd"),
+        (TimeoutError(), PlaitError, "TimeoutError: "),
+    ],
+)
+def test_a_failure_of_the_system_becomes_one_message(failure: OSError, kind: type[PlaitError], message: str):
+    with pytest.raises(PlaitError) as caught, os_errors_as_messages():
+        raise failure
+    assert type(caught.value) is kind
+    assert message in str(caught.value)
+    with pytest.raises(BrokenPipeError), os_errors_as_messages():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")

@@ -1,0 +1,146 @@
+"""`plait status` and `stop` on runs that failed, whose files are damaged, or that belong to others."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from plait.cli import app
+from plait.core.errors import InputError, PlaitError
+from plait.runtime.folder import RunFolder
+
+GOOD: dict[str, Any] = {
+    "state": "running",
+    "pid": 4,
+    "started": 1.7e9,
+    "updated": 1.7e9,
+    "workers": [{"rank": 0, "host": "localhost", "pid": 4000000}],
+    "progress": {"step": 3, "steps": 20, "loss": 0.5, "samples_per_s": 0.34, "left_s": 0.0},
+}
+
+
+def plait(*words: str) -> str:
+    done = CliRunner().invoke(app, list(words))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.status.write_text(json.dumps(GOOD))
+    return folder
+
+
+def test_a_run_that_nobody_holds_has_died_and_its_numbers_read_well(run: RunFolder):
+    shown = plait("status", str(run.path))
+    assert f"{run.path}: died, last word" in shown
+    assert "step 3/20  loss 0.5  0.34 samples/s  0 s left" in shown
+    assert "worker 0 on localhost: pid 4000000, ended" in shown
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        (
+            "Traceback (most recent call last):\n  File x\nValueError: no\n"
+            "worker 1 on localhost failed: ValueError: no\nits log: runs/x/logs/rank1.err\n",
+            "worker 1 on localhost failed: ValueError: no",
+        ),
+        (
+            "the agent on w0 ended with status 255; it printed:\nssh: connect to host w0\nNo route to host\n",
+            "the agent on w0 ended with status 255; it printed:",
+        ),
+        ("stopped at once, at a second request\n", "stopped at once, at a second request"),
+        ("", None),
+        ("\xff\x00\n", "ÿ"),
+    ],
+)
+def test_a_failed_run_tells_its_cause(run: RunFolder, failure: str, cause: str | None):
+    run.status.write_text(json.dumps({**GOOD, "state": "failed"}))
+    run.failure.write_text(failure)
+    shown = plait("status", str(run.path))
+    assert ("it ended with: " in shown) == (cause is not None)
+    assert cause is None or f"it ended with: {cause}" in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"state": None}, "state: found None, expected text"),
+        ({"updated": "now"}, "updated: found 'now', expected seconds"),
+        ({"updated": float("nan")}, "updated: found nan, expected seconds"),
+        ({"progress": ".."}, "progress: found '..', expected an object"),
+        ({"progress": {"step": 3}}, "steps: missing, expected a whole number"),
+        ({"progress": {"step": "3", "steps": 4}}, "step: found '3', expected a whole number"),
+        ({"progress": {"step": 3, "steps": 4, "left_s": [1]}}, "left_s: found [1], expected a number"),
+        ({"progress": {"step": 3, "steps": 4, "loss": "x"}}, "loss: found 'x', expected a number or null"),
+        ({"workers": 3}, "workers: found 3, expected a list"),
+        ({"workers": [3]}, "workers: found [3], expected an object for each worker"),
+        ({"workers": [{"rank": 0, "host": "localhost"}]}, "pid: missing, expected a whole number"),
+        ({"workers": [{"rank": 0, "host": None, "pid": 3}]}, "host: found None, expected text"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--no-json", "--json"])
+def test_a_damaged_status_is_answered_in_words(run: RunFolder, change: dict[str, Any], words: str, flag: str):
+    run.status.write_text(json.dumps({**GOOD, **change}))
+    with pytest.raises(InputError) as caught:
+        plait("status", str(run.path), *([flag] if flag == "--json" else []))
+    assert str(caught.value).startswith(f"{run.status}: {words}; the file is damaged")
+
+
+@pytest.mark.parametrize("text", ['{"state": "running"}', "{", "[]", "[" * 100_000, "\0"])
+def test_what_is_no_status_at_all_is_refused(run: RunFolder, text: str):
+    run.status.write_text(text)
+    with pytest.raises(InputError, match="status"):
+        plait("status", str(run.path))
+    with pytest.raises(InputError, match=r"not running \(its status file is damaged\); nothing to stop"):
+        plait("stop", str(run.path))
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e300"])
+def test_only_a_time_to_wait_is_taken_for_one(run: RunFolder, timeout: str):
+    with pytest.raises(InputError, match="--timeout: found .*, expected seconds"):
+        plait("stop", str(run.path), f"--timeout={timeout}")
+
+
+def test_a_run_of_another_user_is_not_stopped(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    with run.lock(), pytest.raises(InputError, match="belongs to another user"):
+        plait("stop", str(run.path))
+
+
+def test_a_run_that_ended_meanwhile_is_stopped(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    lock = run.lock()
+
+    def end(pid: int, number: int) -> None:
+        lock.close()
+        raise ProcessLookupError(3, "No such process")
+
+    monkeypatch.setattr(os, "kill", end)
+    assert f"{run.path}: died at step 3" in plait("stop", str(run.path))
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"host": "%h", "pid": -1}', '{"host": "%h"}', "[]"])
+def test_a_lock_that_names_no_process_signals_nobody(
+    run: RunFolder, text: str, monkeypatch: pytest.MonkeyPatch
+):
+    told: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: told.append(pid))
+    with run.lock():
+        (run.path / ".lock").write_text(text.replace("%h", socket.gethostname()))
+        with pytest.raises(PlaitError):
+            plait("stop", str(run.path))
+        assert f"{run.path}: running" in plait("status", str(run.path))
+    assert told == []
