@@ -36,7 +36,8 @@ def test_a_path_that_cannot_be_used_is_bad_input(words: list[str], tmp_path: Pat
     (tmp_path / "job.yaml").write_text(JOB)
     names = {"job": tmp_path / "job.yaml", "graph": PROFILES / "alexnet.txt", "folder": tmp_path}
     done = CliRunner().invoke(app, [word.format(**names) for word in words])
-    assert isinstance(done.exception, InputError), done.exception
+    assert isinstance(done.exception, PlaitError), done.exception
+    assert done.exception.exit_status == 2
     assert 0 < len(str(done.exception)) < 700
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -122,7 +123,8 @@ def test_a_run_of_another_user_is_not_stopped(run: RunFolder, monkeypatch: pytes
 
 
 def test_a_run_that_ended_meanwhile_is_stopped(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
-    lock = run.lock()
+    lock = contextlib.ExitStack()
+    lock.enter_context(run.lock())
 
     def end(pid: int, number: int) -> None:
         lock.close()

@@ -14,6 +14,7 @@ import typer
 
 from plait.cli.bench import bench
 from plait.cli.demo import demo
+from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.planning import plan, profile
 from plait.cli.runs import evaluate, status, stop
 from plait.cli.sweep import sweep
@@ -50,7 +51,8 @@ def main() -> None:
     # A user's own modules are looked for in the folder they stand in, as the workers do.
     sys.path.insert(0, os.getcwd())
     try:
-        app()
+        with os_errors_as_messages():
+            app()
     except PlaitError as failure:
         if story := getattr(failure, "traceback", ""):
             print(story.rstrip(), file=sys.stderr)
@@ -59,9 +61,6 @@ def main() -> None:
         # Whoever read our output has enough of it; nothing more can be told.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as failure:
-        where = f"{failure.filename}: " if failure.filename else ""
-        _end(f"{where}{failure.strerror or failure}", 1)
     finally:
         remove_empty_cache()
 

@@ -6,21 +6,8 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from plait.core.errors import InputError, PlaitError
+from plait.core.errors import NAMED_WRONGLY, InputError, PlaitError
 from plait.core.shown import shortened
-
-# The path that was named cannot be used, whatever the run would do.
-_NAMED_WRONGLY = (
-    errno.EACCES,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-)
 
 
 @contextlib.contextmanager
@@ -38,7 +25,7 @@ def _told(failure: OSError) -> PlaitError:
     paths = [shortened(str(path), 200) for path in (failure.filename, failure.filename2) if path is not None]
     reason = failure.strerror or f"{type(failure).__name__}: {shortened(str(failure), 300)}"
     told = f"{' to '.join(paths)}: {reason}" if paths else reason
-    if failure.errno in _NAMED_WRONGLY:
+    if failure.errno in NAMED_WRONGLY:
         return InputError(f"{told}; name another place")
     if failure.errno in (errno.ENOSPC, errno.EDQUOT):
         told += "; make room, then go on with --resume"

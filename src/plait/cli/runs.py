@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.status_file import holder_of, read_cause, read_status
+from plait.cli.status_file import read_cause, read_status
 from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
 from plait.core.units import show_seconds
@@ -69,7 +69,7 @@ def stop(
         folder = find_run(run, run_dir)
         _ask_to_stop(folder)
         end = time.monotonic() + timeout
-        while holder_of(folder) is not None:
+        while folder.holder() is not None:
             if time.monotonic() > end:
                 raise PlaitError(
                     f"{folder.path}: still running after {timeout:.0f} s; stop it again to end it at once"
@@ -87,7 +87,7 @@ def stop(
 
 def _ask_to_stop(folder: RunFolder) -> None:
     """Ask the supervisor of a run, which must be running here, to end it."""
-    holder = holder_of(folder)
+    holder = folder.holder()
     if holder is None:
         raise InputError(f"{folder.path}: not running ({_state(folder)}); nothing to stop")
     host, pid = holder

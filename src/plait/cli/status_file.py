@@ -17,7 +17,7 @@ from plait.runtime.folder import RunFolder
 
 # How the messages begin with which runs fail; what follows is a log's place, or what an agent printed.
 _WORKER_FAILED = re.compile(r"worker \d+ on \S+ failed: ")
-_AGENT_FAILED = re.compile(r"the agent on .* ended with status ")
+_AGENT_FAILED = re.compile(r"the agent on .* (ended|is still there|has shown no sign of life)")
 _MOST_BYTES = 1_000_000
 
 
@@ -25,21 +25,13 @@ def read_status(folder: RunFolder) -> dict[str, Any]:
     """The run's status file, with what is true of it now: is the supervisor there, is each worker."""
     found = read_json(folder.status, "status")
     _check(found, folder)
-    running = holder_of(folder) is not None
+    running = folder.holder() is not None
     if not running and found["state"] in ("starting", "running", "stopping"):
         found["state"] = "died"
     for worker in found["workers"]:
         # A worker's end on another host ends the run within moments, so there the run itself is the sign.
         worker["alive"] = running and (worker["host"] != LOCAL or _is_alive(worker["pid"]))
     return found
-
-
-def holder_of(folder: RunFolder) -> tuple[str, int] | None:
-    """The host and process that run the run in `folder` now; no process, 0, where its lock does not tell."""
-    try:
-        return folder.holder()
-    except (ValueError, TypeError, AttributeError, OverflowError):
-        return "", 0
 
 
 def _check(found: Mapping[str, Any], folder: RunFolder) -> None:

@@ -42,11 +42,27 @@ class LaunchError(PlaitError):
     """The workers could not be started, or ended before the job did."""
 
 
+# The path that was named cannot be used, whatever a run would do.
+NAMED_WRONGLY = (
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
+
+
 class DiskError(PlaitError):
     """A file could not be written: the disk is full, or its folder may not be written to."""
 
     def __init__(self, path: Path, reason: OSError) -> None:
         self.errno = reason.errno
+        if reason.errno in NAMED_WRONGLY:
+            self.exit_status = InputError.exit_status
         remedy = _REMEDY.get(reason.errno or 0, "")
         super().__init__(f"{path}: cannot be written: {reason.strerror or reason}{remedy}")
 
@@ -54,8 +70,7 @@ class DiskError(PlaitError):
 _REMEDY = {
     errno.ENOSPC: "; free some space and go on with --resume",
     errno.EDQUOT: "; free some of your quota and go on with --resume",
-    errno.EROFS: "; set run_dir to a folder that can be written to",
-    errno.EACCES: "; set run_dir to a folder that you may write to",
+    **dict.fromkeys(NAMED_WRONGLY, "; name another place"),
 }
 
 

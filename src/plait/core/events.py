@@ -7,18 +7,27 @@ declare the events they record. docs/events.md is the schema in words.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
+import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, ClassVar
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError
+from plait.core.files import writing
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
+
+# Lines that wait for a disk that takes none.
+MOST_KEPT = 100_000
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,29 +57,49 @@ class Recorded:
 class EventLog:
     """Appends the events of one worker to a file.
 
-    Lines are buffered and reach the file at `flush_s` intervals and on close. Opening a file that a killed
-    run left behind first drops the half line at its end.
+    Lines are kept and reach the file at `flush_s` intervals and on close, whole or not at all. A disk that
+    takes none ends no run: the newest lines are kept until it does, with one warning. Opening a file that
+    a killed run left behind first drops the half line at its end.
     """
 
     def __init__(self, path: Path, rank: int, flush_s: float = 1.0) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_half_line(path)
-        self._file: TextIOWrapper = path.open("a", buffering=1 << 16)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_half_line(path)
+            self._file = path.open("ab", buffering=0)
+        self._path = path
         self._rank = rank
         self._flush_s = flush_s
         self._flushed = time.monotonic()
+        self._kept: deque[bytes] = deque(maxlen=MOST_KEPT)
+        self._has_warned = False
 
     def record(self, event: Event) -> None:
         line = {"t": round(time.time(), 6), "rank": self._rank, "kind": event.kind(), **encode(event)}
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._kept.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         if time.monotonic() - self._flushed >= self._flush_s:
             self.flush()
 
     def flush(self) -> None:
-        self._file.flush()
         self._flushed = time.monotonic()
+        if not self._kept:
+            return
+        lines = b"".join(self._kept)
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(lines)
+            if written < len(lines):  # the disk is full
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._kept.clear()
+        except OSError as failure:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("%s: events cannot be written: %s", self._path, failure.strerror)
 
     def close(self) -> None:
+        self.flush()
         self._file.close()
 
 

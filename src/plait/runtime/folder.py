@@ -62,12 +62,14 @@ class RunFolder:
             with self._lock.open() as file:
                 if not locks.is_held(file):
                     return None
-                found = json.loads(file.read() or "{}")
-        except (FileNotFoundError, ValueError):
+                found = json.loads(file.read())
+                host, pid, since = str(found["host"]), int(found["pid"]), found["since"]
+        except FileNotFoundError:
             return None
-        host, pid = str(found.get("host", "")), int(found.get("pid", 0))
+        except (ValueError, TypeError, KeyError, OverflowError):
+            return "", 0
         # A supervisor that has just begun may not have written its own number yet.
-        is_old = host == socket.gethostname() and _born(pid) != found.get("since")
+        is_old = host == socket.gethostname() and _born(pid) != since
         return host, 0 if is_old else pid
 
     def is_trained(self) -> bool:
@@ -95,7 +97,7 @@ class RunFolder:
 
 def _born(pid: int) -> float | None:
     """When the process with that number started; None where there is none."""
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         return psutil.Process(pid).create_time()
     return None
 
