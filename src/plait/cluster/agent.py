@@ -25,11 +25,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.fork_server import ForkServer
+from plait.cluster.fork_server import ForkServer, ServerGoneError
 from plait.cluster.host_links import watch_hosts
 from plait.cluster.hosts import address_of, interface_of
 from plait.cluster.lines import LineBuffer
 from plait.cluster.store import StoreServer
+from plait.cluster.verdict import describe_status
 from plait.core.errors import InputError
 
 BEAT_S = 5.0
@@ -57,9 +58,9 @@ def main() -> None:
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # Some builds of oneDNN leave a map of their code for profilers in /tmp, one for each process.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
-    Agent(order, supervisor).run()
+    status = Agent(order, supervisor).run()
     # The store's thread is still there; it ends with the process.
-    os._exit(0)
+    os._exit(status)
 
 
 def _cores() -> set[int]:
@@ -238,8 +239,8 @@ class Agent:
         self._store: StoreServer | None = None
         self._address = ""
 
-    def run(self) -> None:
-        """Serve until the supervisor closes its end or the fork server is gone."""
+    def run(self) -> int:
+        """Serve until the supervisor closes its end or the fork server is gone; the exit status."""
         self._selector.register(self._supervisor, selectors.EVENT_READ, self._hear_supervisor)
         self._selector.register(self._server, selectors.EVENT_READ, self._hear_server)
         try:
@@ -252,7 +253,11 @@ class Agent:
             while True:
                 self._turn()
         except EOFError:
-            pass
+            return 0
+        except ServerGoneError:
+            how = describe_status(self._server.process.wait())
+            self._supervisor.send(line=f"the process that workers are forked from has {how}")
+            return 1
         finally:
             for worker in self._workers:
                 worker.kill()

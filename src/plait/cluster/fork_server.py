@@ -40,6 +40,10 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+class ServerGoneError(Exception):
+    """The server has ended, and with it all that were forked from it."""
+
+
 class ForkServer:
     """The agent's side: starts the server, forks workers from it and hears how they end."""
 
@@ -68,11 +72,14 @@ class ForkServer:
     def receive(self) -> list[dict[str, Any]]:
         """What the server told: `{"started": pid}` in the order of requests, `{"ended": pid, "status": s}`.
 
-        EOFError where the server has ended. Called when the socket is readable.
+        ServerGoneError where the server has ended. Called when the socket is readable.
         """
-        data = self._socket.recv(1 << 16)
+        try:
+            data = self._socket.recv(1 << 16)
+        except ConnectionError:
+            data = b""
         if not data:
-            raise EOFError
+            raise ServerGoneError
         self._received += data
         return _frames(self._received)
 

@@ -29,6 +29,7 @@ from plait.cluster.collectives import broadcast_named, broadcast_value
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, DiskError
 from plait.core.files import sync_folder, write_atomic, writing
+from plait.core.shown import shown
 from plait.stages.linear import laid_out_as
 
 VERSION = 2
@@ -255,7 +256,7 @@ def _read_state(path: Path) -> _State:
     if not isinstance(state, dict) or state.pop("plait", None) != "checkpoint":
         raise CheckpointError(f"{path}/{STATE}: not a checkpoint of Plait's")
     if (version := state.pop("version", None)) not in READ_VERSIONS:
-        raise CheckpointError(f"{path}: version {version!r}, this Plait reads version {VERSION}")
+        raise CheckpointError(f"{path}: version {shown(version)}, this Plait reads version {VERSION}")
     checksum = state.pop("crc32", None)
     if version == VERSION and checksum != _checksum_of({"plait": "checkpoint", "version": version, **state}):
         raise CheckpointError(f"{path}/{STATE}: its checksum is wrong; it is damaged")
