@@ -155,24 +155,29 @@ class _Server:
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
+        tied, tie = os.pipe()
         pid = os.fork()
         if pid == 0:
             selector.close()
-            self._become(server, json.loads(bytes(content)), descriptors)
-        for descriptor in descriptors:
+            os.close(tied)
+            self._become(server, tie, json.loads(bytes(content)), descriptors)
+        os.close(tie)
+        # Told of only once it ends with this process, whatever is done to it from then on.
+        os.read(tied, 1)
+        for descriptor in (tied, *descriptors):
             os.close(descriptor)
         _send(self._link, {"started": pid})
 
-    def _become(self, server: int, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
-        """Be the new process: never returns."""
+    def _become(self, server: int, tie: int, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+        """Be the new process: never returns. `tie` is closed once it ends with its server."""
         status = 1
         try:
             die_with_parent(server)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._link.close()
-            os.close(self._woken)
-            os.close(self._wake)
+            for descriptor in (self._woken, self._wake, tie):
+                os.close(descriptor)
             for target, descriptor in enumerate(descriptors[:2], 1):
                 os.dup2(descriptor, target)
                 os.close(descriptor)
