@@ -55,6 +55,7 @@ class Data(OpenSection):
     shuffle: bool = True
     last_batch: Literal["keep", "drop"] = "keep"
     loaders: int = Field(default=0, ge=0)
+    collate_fn: str | None = None
 
 
 class Optimizer(OpenSection):
@@ -260,6 +261,7 @@ class Job(Section):
                 self.data.shuffle,
                 self.data.last_batch,
                 self.data.loaders,
+                self.data.collate_fn,
             ),
             loss=self.loss,
             loss_args=self.loss_args,
