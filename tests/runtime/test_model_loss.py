@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plait.core.errors import DataError, JobError
@@ -20,7 +19,7 @@ from plait.runtime.settings import DataSettings, ModelSettings, OptimizerSetting
 from plait.workloads.losses import model_loss
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of, trial_alone
-from support.training import digits_job, largest_difference, pipeline_rank, saved_weights, train_here
+from support.training import digits_job, largest_difference, saved_weights, train_each, train_here
 from support.world import run_ranks
 
 SAMPLES, STEPS = 24, 6
@@ -93,18 +92,6 @@ def plain_loop(settings: TrainSettings) -> tuple[dict[str, torch.Tensor], float]
     return model.state_dict(), model_loss(found, None).item()
 
 
-def in_many_ways(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, Any]:
-    """Several jobs in one world, which takes longer to start than they do."""
-    found = {}
-    for name, settings in jobs.items():
-        if settings.pipeline is not None:
-            found[name] = pipeline_rank(rank, settings, folder / name)
-        else:
-            found[name] = train_here(settings, folder / name)[0]
-        dist.barrier()
-    return found
-
-
 @pytest.mark.parametrize("model", ["bert", "gpt2"])
 def test_a_model_of_transformers_trains_by_its_own_loss_as_in_a_plain_loop(
     model: str, tmp_path: Path
@@ -125,7 +112,7 @@ def test_two_workers_and_stages_take_the_same_steps_by_the_models_own_loss(tmp_p
         # With one microbatch in flight no weights are old: stash is the plain loop.
         "stash": cut_in_two(own_job("tuple"), Schedule.STASH, 1, depths={0: 1, 1: 1}),
     }
-    result = run_ranks(2, in_many_ways, jobs, tmp_path, deadline_s=100)[0]
+    result = run_ranks(2, train_each, jobs, tmp_path)[0]
     for name, settings in jobs.items():
         weights, loss = plain_loop(settings)
         assert largest_difference(saved_weights(tmp_path / name), weights) < 1e-6, name

@@ -7,7 +7,7 @@ from collections import UserDict
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from plait.planner.depth import Schedule
 from plait.runtime import build
 from plait.runtime.evaluate import in_order
 from plait.runtime.loading import cut, load
+from plait.runtime.open_pipeline import trace_parts
+from plait.runtime.profiling import profile_job
 from plait.runtime.samples import DataSource
 from plait.runtime.sampling import Position, batches
 from plait.runtime.settings import (
@@ -30,13 +32,13 @@ from plait.runtime.settings import (
     TrainSettings,
 )
 from support.plans import cut_in_two
+from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import (
     digits_job,
     largest_difference,
-    pipeline_rank,
     saved_weights,
+    train_each,
     train_here,
-    train_rank,
 )
 from support.world import run_ranks
 
@@ -172,25 +174,13 @@ def text_job(**changes: Any) -> TrainSettings:
     )
 
 
-def test_texts_of_unlike_length_train_with_a_collate_function_on_any_number_of_workers(
-    tmp_path: Path,
-) -> None:
+def test_texts_of_unlike_length_train_with_a_collate_function(tmp_path: Path) -> None:
     one, weights = train_here(text_job(), tmp_path / "one")
     own = replace(text_job(), data=DataSettings("test_samples:Texts", 10, {"own": True}, loaders=2))
     for number, job in enumerate((own, text_job(loaders=2))):
         result, same = train_here(job, tmp_path / str(number))
         assert largest_difference(weights, same) == 0.0
         assert result["test"] == one["test"]
-    for result, others in run_ranks(2, train_rank, text_job(loaders=1), tmp_path / "two"):
-        assert largest_difference(weights, others) < 1e-12
-        assert result["test"]["loss"] == pytest.approx(one["test"]["loss"], abs=1e-12)
-
-
-def test_texts_of_unlike_length_train_in_a_pipeline(tmp_path: Path) -> None:
-    _, weights = train_here(text_job(), tmp_path / "one")
-    job = cut_in_two(replace(text_job(), accumulate=1), Schedule.FLUSH, microbatches=2)
-    run_ranks(2, pipeline_rank, job, tmp_path / "two")
-    assert largest_difference(weights, saved_weights(tmp_path / "two")) < 1e-12
 
 
 def test_a_part_of_a_set_is_collated_as_the_whole() -> None:
@@ -261,8 +251,8 @@ def pairs_job(form: str, **changes: Any) -> TrainSettings:
     return digits_job(**{**values, **changes})
 
 
-def plain_loop(form: str) -> tuple[dict[str, torch.Tensor], float]:
-    """The weights of a loop as anyone would write it, and the loss on the test split."""
+def plain_loop(form: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss on the test split and the weights of a loop as anyone would write it."""
     parts = build.build(pairs_job(form), torch.device("cpu"))
     model, train, test = TwoInputs().double(), Pairs("train", "tuple"), Pairs("test", "tuple")
     model.load_state_dict(parts.model.state_dict())
@@ -275,7 +265,7 @@ def plain_loop(form: str) -> tuple[dict[str, torch.Tensor], float]:
         optimizer.step()
     a, b = test.numbers.double().unbind(1)
     loss = nn.functional.cross_entropy(model(a, b), torch.arange(40) % 3)
-    return model.state_dict(), loss.item()
+    return loss.item(), model.state_dict()
 
 
 def build_order(steps: int) -> list[list[int]]:
@@ -285,31 +275,10 @@ def build_order(steps: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("form", ["tuple", "list", "dict", "user dict"])
 def test_several_inputs_in_any_form_train_as_in_a_plain_loop(form: str, tmp_path: Path) -> None:
-    weights, loss = plain_loop(form)
+    loss, weights = plain_loop(form)
     result, found = train_here(pairs_job(form), tmp_path)
     assert largest_difference(found, weights) < 1e-12
     assert result["test"]["loss"] == pytest.approx(loss, abs=1e-12)
-
-
-@pytest.mark.parametrize(("form", "schedule"), [("tuple", Schedule.FLUSH), ("dict", Schedule.GPIPE)])
-def test_several_inputs_train_in_a_pipeline_as_in_a_plain_loop(
-    form: str, schedule: Schedule, tmp_path: Path
-) -> None:
-    weights, loss = plain_loop(form)
-    job = cut_in_two(pairs_job(form), schedule, microbatches=2)
-    result = run_ranks(2, pipeline_rank, job, tmp_path)[0]
-    assert largest_difference(saved_weights(tmp_path), weights) < 1e-12
-    assert result["test"]["loss"] == pytest.approx(loss, abs=1e-12)
-
-
-def test_several_inputs_as_a_tuple_train_on_two_workers_and_under_stash(tmp_path: Path) -> None:
-    weights, _ = plain_loop("tuple")
-    for _, found in run_ranks(2, train_rank, pairs_job("tuple"), tmp_path / "two"):
-        assert largest_difference(found, weights) < 1e-12
-    # With one microbatch in flight no weights are old: stash is the plain loop.
-    job = cut_in_two(pairs_job("tuple"), Schedule.STASH, microbatches=1, depths={0: 1, 1: 1})
-    run_ranks(2, pipeline_rank, job, tmp_path / "stash")
-    assert largest_difference(saved_weights(tmp_path / "stash"), weights) < 1e-12
 
 
 def test_cutting_a_batch_keeps_what_belongs_to_each_sample_together() -> None:
@@ -333,3 +302,143 @@ def test_a_set_that_gives_whole_batches_has_a_name_of_its_own_for_it() -> None:
     x, y = source.batch(0, [5, 2], seed=0)
     assert torch.equal(x[1], source.dataset[2][0])
     assert y.tolist() == [source.dataset[5][1], source.dataset[2][1]]
+
+
+class Mistaken:
+    """A set with one mistake of the kind that people make."""
+
+    def __init__(self, split: str, mistake: str) -> None:
+        if split == "test" and mistake == "no split 'test'":
+            raise KeyError(split)
+        self.mistake = mistake
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = torch.zeros(4), index % 3
+        samples = {
+            "no target": (x, None),
+            "text": (x, "cat"),
+            "fractions": (x, float(y)),
+            "double": (x.double().numpy(), y),
+        }
+        return samples[self.mistake]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "words"),
+    [
+        ("no target", DataError, "a sample's target is None, expected .*loss: model"),
+        ("text", JobError, "cross-entropy found a (tuple|list) of 4 str as the target"),
+        ("fractions", JobError, r"cross-entropy found a float64 tensor of shape \(4,\).* are integers"),
+        ("double", DataError, r"the inputs are float64, the model's weights float32.*astype.*same dtype"),
+    ],
+)
+def test_common_mistakes_in_a_data_set_are_told_in_a_sentence(
+    mistake: str, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    job = digits_job(
+        model=ModelSettings("torch.nn:Linear", {"in_features": 4, "out_features": 3}),
+        data=DataSettings("test_samples:Mistaken", 4, {"mistake": mistake}),
+        precision="float32",
+    )
+    with pytest.raises(error, match=words):
+        train_here(job, tmp_path)
+    if mistake == "double":
+        with pytest.raises(error, match=words):
+            profile_job(job, 4, repeats=1)
+
+
+def only_training(split: str) -> Any:
+    return Numbers() if split == "train" else None
+
+
+def test_a_set_without_a_test_split_trains_and_is_not_evaluated(tmp_path: Path) -> None:
+    job = digits_job(
+        model=ModelSettings("torch.nn:Linear", {"in_features": 1, "out_features": 1}),
+        data=DataSettings("test_samples:only_training", 4),
+        loss="torch.nn:L1Loss",
+        steps=3,
+    )
+    assert train_here(job, tmp_path)[0]["test"] == {}
+    with pytest.raises(JobError, match=r"evaluate\.every_steps: found 2, but .* has no test split"):
+        train_here(replace(job, evaluate=EvaluateSettings(every_steps=2)), tmp_path)
+
+
+def test_a_set_that_fails_for_the_test_split_is_told_what_to_return(tmp_path: Path) -> None:
+    with pytest.raises(KeyError) as caught:
+        build.data.build("test_samples:Mistaken", "test", mistake="no split 'test'")
+    assert caught.value.__notes__ == [
+        "data.kind: test_samples:Mistaken failed for the split 'test'; return None where there is none"
+    ]
+
+
+class Named(NamedTuple):
+    label: Any
+    name: Any
+    scale: Any
+
+
+class NamedTargets(Pairs):
+    """Targets that hold text and a number besides a tensor."""
+
+    def collate_fn(self, samples: list[Any]) -> Any:
+        inputs, target = super().collate_fn([(s[0], s[1]) for s in samples])
+        return inputs, Named(target, [f"image {int(t)}" for t in target], 2.0)
+
+
+def named_loss(output: torch.Tensor, target: Named) -> torch.Tensor:
+    assert target.name == [f"image {int(label)}" for label in target.label]
+    return target.scale * nn.functional.cross_entropy(output, target.label)
+
+
+class Opaque(Pairs):
+    def collate_fn(self, samples: list[Any]) -> Any:
+        return super().collate_fn(samples)[0], object()
+
+
+def test_two_workers_and_stages_take_inputs_and_targets_in_every_form(tmp_path: Path) -> None:
+    named = pairs_job("tuple", loss="test_samples:named_loss")
+    named = replace(named, data=DataSettings("test_samples:NamedTargets", 8, {"form": "tuple"}))
+    text = replace(text_job(), accumulate=1)
+    # With one microbatch in flight no weights are old: stash is the plain loop.
+    at_once: dict[str, Any] = {"microbatches": 1, "depths": {0: 1, 1: 1}}
+    jobs = {
+        "two": pairs_job("tuple"),
+        "flush": cut_in_two(pairs_job("tuple"), Schedule.FLUSH, 2),
+        "gpipe": cut_in_two(pairs_job("dict"), Schedule.GPIPE, 2),
+        "stash": cut_in_two(pairs_job("tuple"), Schedule.STASH, **at_once),
+        "named": cut_in_two(named, Schedule.FLUSH, 2),
+        "text": text_job(loaders=1),
+        "text in stages": cut_in_two(text, Schedule.FLUSH, 2),
+    }
+    results = run_ranks(2, train_each, jobs, tmp_path)[0]
+    expected = {
+        "named": loss_and_weights(named, tmp_path / "named alone"),
+        "text": loss_and_weights(text, tmp_path / "text alone"),
+    }
+    for name in jobs:
+        loss, weights = expected.get(name.split()[0]) or plain_loop("tuple")
+        assert largest_difference(saved_weights(tmp_path / name), weights) < 1e-12, name
+        assert results[name]["test"]["loss"] == pytest.approx(loss, abs=1e-12), name
+
+
+def loss_and_weights(job: TrainSettings, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    result, weights = train_here(job, folder)
+    return result["test"]["loss"], weights
+
+
+def test_a_target_that_cannot_be_sent_is_refused_before_a_pipeline_runs() -> None:
+    job = pairs_job("tuple", data=DataSettings("test_samples:Opaque", 8, {"form": "tuple"}))
+    parts = build.build(job, torch.device("cpu"))
+    with pytest.raises(DataError, match="the target holds a object, which the workers of a pipeline cannot"):
+        trace_parts(job, parts)
+
+
+def test_fused_trials_take_several_inputs_and_class_weights(tmp_path: Path) -> None:
+    job = pairs_job("tuple", steps=5, loss_args={"weight": [1.0, 3.0, 0.5]})
+    sweep = sweep_of("optimizer.lr=0.1,0.2", job=job)
+    for trial in sweep_here(sweep, tmp_path / "sweep")["trials"]:
+        alone, _ = trial_alone(sweep, trial["values"], tmp_path / str(trial["trial"]))
+        assert trial["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from plait.core.errors import DataError, JobError
 from plait.planner.depth import Schedule
 from plait.runtime import build, events
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.build import data
 from plait.runtime.folder import RunFolder
 from plait.runtime.profiling import profile_job
 from plait.runtime.settings import (
@@ -38,6 +38,7 @@ from support.training import (
     largest_difference,
     pipeline_rank,
     saved_weights,
+    train_each,
     train_here,
     train_rank,
 )
@@ -46,11 +47,19 @@ from support.world import WorldError, run_ranks
 SAMPLES = 70
 
 
-class Digits(IterableDataset[Any]):
-    """The first digits, one after the other; each may be shifted at random."""
+@functools.cache
+def images(split: str) -> list[Any]:
+    """Images and their classes."""
+    generator = torch.Generator().manual_seed(len(split))
+    pixels = torch.randn(SAMPLES + 10, 1, 8, 8, generator=generator)
+    return list(zip(pixels, (pixels.sum((1, 2, 3)) > 0).long()))
+
+
+class Images(IterableDataset[Any]):
+    """Images, one after the other; each may be changed at random."""
 
     def __init__(self, split: str, noise: float = 0.0, note: str = "") -> None:
-        self.digits = data.build("digits", split)
+        self.images = images(split)
         self.noise = noise
         self.note = note
 
@@ -62,30 +71,30 @@ class Digits(IterableDataset[Any]):
         if self.note:
             with open(self.note, "a") as file:
                 file.write(f"{os.getpid()} {index}\n")
-        image, label = self.digits[index]
+        image, label = self.images[index]
         return image + self.noise * torch.rand(()), label
 
 
-class Sized(Digits):
+class Sized(Images):
     def __len__(self) -> int:
         return SAMPLES
 
 
-class Liar(Digits):
+class Liar(Images):
     """A stream that is shorter than it says."""
 
     def __len__(self) -> int:
         return SAMPLES + 20
 
 
-class Endless(Digits):
+class Endless(Images):
     def __iter__(self) -> Iterator[Any]:
         for index in count():
             yield self.sample(index % SAMPLES)
 
 
-class Stateful(Digits):
-    """Says where it is, and goes on from there; each epoch begins one digit further."""
+class Stateful(Images):
+    """Says where it is, and goes on from there; each epoch begins one image further."""
 
     def __init__(self, split: str, note: str = "", tuples: bool = False) -> None:
         super().__init__(split, note=note)
@@ -108,7 +117,7 @@ class Stateful(Digits):
         self.begun, self.next = state["at"]
 
 
-class Epochs(Digits):
+class Epochs(Images):
     """Each epoch begins where `set_epoch` says."""
 
     epoch = 0
@@ -122,42 +131,42 @@ class Epochs(Digits):
 
 
 class InOrder:
-    """The same digits as a map-style set."""
+    """The same images as a map-style set."""
 
     def __init__(self, split: str, shift: int = 0) -> None:
-        self.digits = data.build("digits", split)
+        self.images = images(split)
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        return self.digits[index]
+        return self.images[index]
 
 
 def divided(split: str) -> Iterator[Any]:
     """A stream that divides itself among the workers, as many do elsewhere."""
-    digits = data.build("digits", split)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return _Every(digits, rank, size)
+    return _Every(images(split), rank, size)
 
 
 class _Every:
-    def __init__(self, digits: Any, rank: int, size: int) -> None:
-        self.digits, self.rank, self.size = digits, rank, size
+    def __init__(self, images: Any, rank: int, size: int) -> None:
+        self.images, self.rank, self.size = images, rank, size
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.digits[index] for index in range(self.rank, SAMPLES, self.size))
+        return (self.images[index] for index in range(self.rank, SAMPLES, self.size))
 
 
 def endless(split: str) -> Any:
-    return Endless(split) if split == "train" else Digits(split)
+    """A stream without an end; the test split has one."""
+    return Endless(split) if split == "train" else Images(split)
 
 
 def once(split: str) -> Iterator[Any]:
-    return iter(Digits(split))
+    return iter(Images(split))
 
 
-def job(kind: str = "Digits", loaders: int = 0, last_batch: Any = "keep", **changes: Any) -> TrainSettings:
+def job(kind: str = "Images", loaders: int = 0, last_batch: Any = "keep", **changes: Any) -> TrainSettings:
     options = changes.pop("options", {})
     values: dict[str, Any] = {
         "data": DataSettings(
@@ -191,19 +200,23 @@ def test_a_stream_trains_as_a_set_in_the_same_order(last_batch: str, tmp_path: P
     assert {event.samples for event in run_events(tmp_path / "stream", events.Evaluated)} == {SAMPLES}
 
 
-@pytest.mark.parametrize("loaders", [0, 1])
-def test_the_samples_of_a_step_do_not_depend_on_workers_or_loaders(loaders: int, tmp_path: Path) -> None:
-    noisy: dict[str, Any] = {"options": {"noise": 1.0}}
-    one, weights = train_here(job(**noisy), tmp_path / "one")
-    for result, found in run_ranks(3, train_rank, job(loaders=loaders, **noisy), tmp_path / "three"):
-        assert largest_difference(weights, found) < 1e-12
-        assert result["test"]["loss"] == pytest.approx(one["test"]["loss"], abs=1e-12)
-        assert result["step"] == 10
+def train_with_and_without_loaders(rank: int, folder: Path) -> list[Any]:
+    jobs = [job(loaders=loaders, options={"noise": 1.0}) for loaders in (0, 1)]
+    return [train_rank(rank, settings, folder / str(number)) for number, settings in enumerate(jobs)]
+
+
+def test_the_samples_of_a_step_do_not_depend_on_workers_or_loaders(tmp_path: Path) -> None:
+    one, weights = train_here(job(options={"noise": 1.0}), tmp_path / "one")
+    for runs in run_ranks(3, train_with_and_without_loaders, tmp_path):
+        for result, found in runs:
+            assert largest_difference(weights, found) < 1e-12
+            assert result["test"]["loss"] == pytest.approx(one["test"]["loss"], abs=1e-12)
+            assert result["step"] == 10
 
 
 def test_steps_end_a_run_over_a_stream_and_epochs_follow_one_another(tmp_path: Path) -> None:
     _, weights = train_here(job("InOrder", steps=12, epochs=None), tmp_path / "set")
-    for kind, loaders in (("Digits", 0), ("Sized", 1)):
+    for kind, loaders in (("Images", 0), ("Sized", 1)):
         result, found = train_here(job(kind, loaders, steps=12, epochs=None), tmp_path / kind)
         assert largest_difference(weights, found) == 0.0
         assert (result["step"], result["steps"]) == (12, 12)
@@ -225,19 +238,21 @@ def test_progress_of_a_run_whose_end_nobody_knows_shows_steps_without_a_total() 
     )
 
 
-@pytest.mark.parametrize("cut", [3, 5, 7])
-@pytest.mark.parametrize("kind", ["Epochs", "Stateful"])
+@pytest.mark.parametrize(
+    ("kind", "cut", "loaders"), [("Epochs", 3, 0), ("Epochs", 5, 0), ("Stateful", 5, 0), ("Stateful", 7, 1)]
+)
 def test_a_resumed_run_goes_on_where_the_stream_was(
-    kind: str, cut: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, cut: int, loaders: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After three and seven steps within an epoch, after five where one has just ended."""
     _, weights = train_here(job(kind), tmp_path / "whole")
     note = tmp_path / "note"
-    short = job(kind, steps=cut, epochs=None, options={"note": str(note)})
+    short = job(kind, loaders, steps=cut, epochs=None, options={"note": str(note)})
     train_here(short, tmp_path / "cut")
     note.write_text("")
     with caplog.at_level(logging.WARNING):
-        result, found = train_here(job(kind, options={"note": str(note)}), tmp_path / "cut", resume=True)
+        resumed = job(kind, loaders, options={"note": str(note)})
+        result, found = train_here(resumed, tmp_path / "cut", resume=True)
     assert largest_difference(weights, found) == 0.0
     assert result["step"] == 10
     skipped = 0 if kind == "Stateful" else cut % 5 * 16
@@ -273,10 +288,10 @@ def test_a_stream_that_cannot_begin_anew_is_told_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("Digits", {"sync": SyncSettings("partial-reduce")}, "sync: found 'partial-reduce', but .* stream"),
-        ("Digits", {"sync": SyncSettings("local-sgd")}, "use sync: all-reduce, or a map-style data set"),
-        ("Digits", {"loaders": 2}, "data.loaders: found 2, but .* is a stream.*use loaders: 1 or 0"),
-        ("Digits", {"lr_schedule": LrScheduleSettings("cosine")}, "lr_schedule.kind: found 'cosine', but"),
+        ("Images", {"sync": SyncSettings("partial-reduce")}, "sync: found 'partial-reduce', but .* stream"),
+        ("Images", {"sync": SyncSettings("local-sgd")}, "use sync: all-reduce, or a map-style data set"),
+        ("Images", {"loaders": 2}, "data.loaders: found 2, but .* is a stream.*use loaders: 1 or 0"),
+        ("Images", {"lr_schedule": LrScheduleSettings("cosine")}, "lr_schedule.kind: found 'cosine', but"),
         ("once", {"loaders": 2}, "data.loaders: found 2, but .* is a stream"),
         ("once", {"sync": SyncSettings("auto")}, "sync: found 'auto', but .* is a stream"),
     ],
@@ -285,32 +300,26 @@ def test_what_needs_samples_by_index_or_a_known_length_is_refused(
     kind: str, changes: Any, words: str
 ) -> None:
     settings = job(kind, **changes)
-    known_before_start = kind == "Digits" and "lr_schedule" not in changes
+    known_before_start = kind == "Images" and "lr_schedule" not in changes
     with pytest.raises(JobError, match=words):
         build.check(settings) if known_before_start else build.build(settings, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("kind", ["Digits", "once"])
+@pytest.mark.parametrize("kind", ["Images", "once"])
 def test_a_sweep_refuses_a_stream(kind: str, tmp_path: Path) -> None:
     sweep = sweep_of("optimizer.lr=0.1,0.2", job=job(kind, steps=3, epochs=None))
     with pytest.raises(JobError, match="is a stream, and the trials of a sweep read samples by index"):
         sweep_here(sweep, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "loaders", "length"),
-    [("Sized", 1, {"epochs": 2}), ("Endless", 0, {"steps": 6, "epochs": None})],
-)
-def test_a_pipeline_trains_on_a_stream_and_evaluates_on_one(
-    kind: str, loaders: int, length: Any, tmp_path: Path
-) -> None:
-    # The test split must end.
-    settings = job("endless" if kind == "Endless" else kind, loaders, **length)
-    result, weights = train_here(settings, tmp_path / "one")
-    piped = cut_in_two(settings, Schedule.FLUSH, microbatches=2)
-    found = run_ranks(2, pipeline_rank, piped, tmp_path / "two")[0]
-    assert largest_difference(weights, saved_weights(tmp_path / "two")) < 1e-12
-    assert found["test"]["loss"] == pytest.approx(result["test"]["loss"], abs=1e-12)
+def test_a_pipeline_trains_on_a_stream_and_evaluates_on_one(tmp_path: Path) -> None:
+    jobs = {"sized": job("Sized", loaders=1), "endless": job("endless", steps=6, epochs=None)}
+    piped = {name: cut_in_two(one, Schedule.FLUSH, microbatches=2) for name, one in jobs.items()}
+    found = run_ranks(2, train_each, piped, tmp_path)[0]
+    for name, settings in jobs.items():
+        result, weights = train_here(settings, tmp_path / f"{name} alone")
+        assert largest_difference(weights, saved_weights(tmp_path / name)) < 1e-12
+        assert found[name]["test"]["loss"] == pytest.approx(result["test"]["loss"], abs=1e-12)
 
 
 def test_a_pipeline_wants_to_know_where_epochs_end(tmp_path: Path) -> None:

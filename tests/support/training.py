@@ -157,6 +157,17 @@ def pipeline_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool
     return PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size).run(resume)
 
 
+def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, dict[str, Any]]:
+    """The results of several jobs, one after the other, each in a folder of its name: worlds start slowly."""
+    found = {}
+    for name, settings in jobs.items():
+        run = pipeline_rank if settings.pipeline is not None else train_rank
+        answer: Any = run(rank, settings, folder / name)
+        found[name] = answer if isinstance(answer, dict) else answer[0]
+        dist.barrier()
+    return found
+
+
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a run's newest checkpoint."""
     return checkpoints.load(checkpoints.list_checkpoints(RunFolder(folder).checkpoints)[0]).model

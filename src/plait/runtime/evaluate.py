@@ -125,13 +125,9 @@ def sums_of(parts: Parts, output: Any, target: Any, count: int) -> Tensor:
 
 def forward(model: torch.nn.Module, inputs: Any) -> Any:
     """The model's output; several inputs come as a tuple or list, named ones as a dict."""
-    try:
-        arguments = as_arguments(inputs)
+    arguments = as_arguments(inputs)
+    with telling_of_types(model, inputs):
         return model(**arguments) if isinstance(arguments, dict) else model(*arguments)
-    except RuntimeError as failure:
-        if words := unlike_types(model, inputs, failure):
-            raise DataError(words) from failure
-        raise
 
 
 def as_arguments(inputs: Any) -> Arguments:
@@ -141,8 +137,18 @@ def as_arguments(inputs: Any) -> Arguments:
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
-def unlike_types(model: torch.nn.Module, inputs: Any, failure: Exception) -> str:
-    """What to say of a forward that failed because inputs are float64, as numpy's are, but not weights."""
+@contextlib.contextmanager
+def telling_of_types(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
+    """Say in words where a forward fails because inputs are float64, as numpy's are, and weights are not."""
+    try:
+        yield
+    except Exception as failure:
+        if words := _unlike_types(model, inputs, failure):
+            raise DataError(words) from failure
+        raise
+
+
+def _unlike_types(model: torch.nn.Module, inputs: Any, failure: Exception) -> str:
     if "double" not in str(failure).lower():
         return ""
     doubles = any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in tree_leaves(inputs))

@@ -22,7 +22,7 @@ from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.traced import TracedModel
 from plait.runtime import build
-from plait.runtime.evaluate import as_arguments
+from plait.runtime.evaluate import as_arguments, telling_of_types
 from plait.runtime.launch import Placement
 from plait.runtime.loading import to_device
 from plait.runtime.optim import build_optimizer
@@ -71,16 +71,17 @@ def _profile_sizes(
     try:
         for size in batch_sizes:
             model, inputs, target = _example(settings, size, device)
-            found = profile_model(
-                model,
-                inputs,
-                _loss_of(settings, target),
-                device=device,
-                repeats=repeats,
-                least_s=least_s,
-                name=settings.model.factory,
-                on_progress=on_progress,
-            )
+            with telling_of_types(model, inputs):
+                found = profile_model(
+                    model,
+                    inputs,
+                    _loss_of(settings, target),
+                    device=device,
+                    repeats=repeats,
+                    least_s=least_s,
+                    name=settings.model.factory,
+                    on_progress=on_progress,
+                )
             profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
         if device.type == "cpu":
             # Weights of a stage lie as its products want them, which updates feel.

@@ -12,18 +12,14 @@ from torch.utils import _pytree as pytree
 from plait.core.errors import DataError
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime.evaluate import Arguments, unlike_types
+from plait.runtime.evaluate import Arguments, telling_of_types
 from plait.workloads.losses import describe
 
 
 def trace_inputs(model: torch.nn.Module, inputs: Arguments) -> TracedModel:
     """The model as layers; where inputs of another type than the weights made it fail, it says so."""
-    try:
+    with telling_of_types(model, inputs):
         return trace(model, inputs)
-    except Exception as failure:
-        if words := unlike_types(model, inputs, failure):
-            raise DataError(words) from failure
-        raise
 
 
 def check_target(target: Any) -> None:
