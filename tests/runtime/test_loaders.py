@@ -159,7 +159,10 @@ def test_what_a_sample_raises_in_a_loader_reaches_the_user_as_it_was(
     assert told.count(words) == 1
     assert "DataLoader worker process" not in told
     # A message of ours says all; of the user's own error the line that raised it is shown, once.
-    assert told.count("in __getitem__\n    raise") == (0 if failure == "data" else 1)
+    shown = 0 if failure == "data" else 1
+    assert told.count("in __getitem__\n    raise") == shown
+    assert told.count("In a loader process:\n  File") == shown
+    assert "in _sample" not in told
 
 
 class Signals:

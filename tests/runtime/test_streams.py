@@ -256,7 +256,7 @@ def test_a_resumed_run_goes_on_where_the_stream_was(
     assert largest_difference(weights, found) == 0.0
     assert result["step"] == 10
     skipped = 0 if kind == "Stateful" else cut % 5 * 16
-    warned = [r.message for r in caplog.records if "read again and passed over" in r.message]
+    warned = [r.message for r in caplog.records if "are read again and skipped" in r.message]
     assert len(warned) == (1 if skipped else 0)
     # What is left of two epochs, and an evaluation at the end; one more where the fifth step was to come.
     left = 2 * SAMPLES - 16 * cut if cut < 5 else SAMPLES - 16 * (cut - 5)
@@ -269,7 +269,9 @@ def test_a_state_that_a_checkpoint_cannot_hold_is_told_and_done_without(
     settings = job("Stateful", steps=3, epochs=None, options={"tuples": True})
     with caplog.at_level(logging.WARNING):
         train_here(settings, tmp_path)
-    assert sum("state_dict holds what a checkpoint cannot keep" in r.message for r in caplog.records) == 1
+    assert (
+        sum("state_dict holds values that a checkpoint cannot keep" in r.message for r in caplog.records) == 1
+    )
     newest = checkpoints.load(checkpoints.list_checkpoints(tmp_path / "checkpoints")[0])
     assert newest.progress["position"] == {"epoch": 0, "sample": 48, "stream": None}
 

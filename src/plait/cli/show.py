@@ -80,7 +80,7 @@ class RunDisplay:
 
 def describe(progress: Mapping[str, Any]) -> str:
     """`step 40/120  loss 0.41  accuracy 93.1%  5120 samples/s  2.1 s left`"""
-    # A stream that does not say how long it is has no number of steps.
+    # Of a stream of unknown length there is no number of steps.
     total = "" if progress["steps"] is None else f"/{progress['steps']}"
     parts = [f"step {progress['step']}{total}"]
     if "loss" in progress:

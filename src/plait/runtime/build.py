@@ -143,11 +143,11 @@ def check_stream(settings: TrainSettings, source: DataSource | None = None) -> N
         )
     if source is None or settings.epochs is None or source.length is not None:
         return
-    unknown = f"but {kind} is a stream without __len__, so nobody knows how many steps there are"
+    unknown = f"but {kind} is a stream without __len__, so the number of steps is unknown"
     if settings.pipeline is not None:
         raise JobError(
-            f"epochs: found {settings.epochs}, {unknown}, and the stages of a pipeline must; give steps "
-            f"instead, or the data set a __len__"
+            f"epochs: found {settings.epochs}, {unknown}, which the stages of a pipeline need; give "
+            f"steps instead, or the data set a __len__"
         )
     if settings.lr_schedule.kind not in ("constant", "step"):
         raise JobError(

@@ -17,12 +17,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +33,9 @@ from plait.core.errors import PlaitError
 from plait.runtime import transport
 from plait.runtime.samples import DataSource
 
-# Batches that each loader makes before they are asked for.
+# How many batches each loader prepares in advance.
 AHEAD = 2
-# How long a loader has to end by itself.
+# How long a loader may take to exit after its socket was closed.
 END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
@@ -71,7 +73,7 @@ class LoaderPool:
     def __init__(self, count: int, make: Callable[[Any], Any]) -> None:
         self._sockets: list[socket.socket] = []
         self._processes: list[BaseProcess] = []
-        # Tasks without an answer so far, by the order of loaders that they went to.
+        # The loaders whose answers are outstanding, in the order of the tasks.
         self._waiting: list[int] = []
         for _ in range(count):
             self._start(make)
@@ -80,13 +82,13 @@ class LoaderPool:
     def _start(self, make: Callable[[Any], Any]) -> None:
         ours, theirs = socket.socketpair()
         _open_sockets.add(ours)
-        # The kernel tells of the end of the thread that forked, which may end before its process.
+        # The kernel signals the end of the forking thread, so only the main thread can stand for the process.
         tied = threading.current_thread() is threading.main_thread()
         process = multiprocessing.get_context("fork").Process(
             target=_loader_main, args=(theirs, os.getpid(), tied, make), daemon=True
         )
         with warnings.catch_warnings():
-            # Loaders use none of the threads that a fork leaves behind.
+            # Forking with threads is safe here: a loader uses none of the worker's threads or locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
@@ -94,14 +96,15 @@ class LoaderPool:
         self._processes.append(process)
 
     def run(self, tasks: Iterable[Any], pin: bool = False) -> Iterator[Any]:
-        """The answers to `tasks`, in order; tasks are drawn a few ahead of their answers."""
-        while self._waiting:  # of a use that ended early
+        """The answers to `tasks`, in order; at most AHEAD tasks a loader are taken before their answers."""
+        while self._waiting:  # left by a use that ended early
             self._answer(pin=False)
-        for number, task in enumerate(tasks):
-            if len(self._waiting) == AHEAD * len(self._sockets):
-                yield _checked(self._answer(pin))
-            self._ask(number % len(self._sockets), task)
-        while self._waiting:
+        loaders, numbered = len(self._sockets), enumerate(tasks)
+        while True:
+            for number, task in itertools.islice(numbered, AHEAD * loaders - len(self._waiting)):
+                self._ask(number % loaders, task)
+            if not self._waiting:
+                return
             yield _checked(self._answer(pin))
 
     def _ask(self, loader: int, task: Any) -> None:
@@ -132,13 +135,14 @@ _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _end(owner: int, sockets: list[socket.socket], processes: list[BaseProcess]) -> None:
-    """End loaders that nobody can use any more; in a process that inherited the pool there are none."""
+    """End the loaders of a pool that is gone; a forked copy of the pool has none to end."""
     if os.getpid() != owner:
         return
     for each in sockets:
         each.close()
+    deadline = time.monotonic() + END_S
     for process in processes:
-        process.join(END_S)
+        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
@@ -146,17 +150,17 @@ def _end(owner: int, sockets: list[socket.socket], processes: list[BaseProcess])
 
 def _loader_main(conn: socket.socket, parent: int, tied: bool, make: Callable[[Any], Any]) -> None:
     """Be a loader: answer tasks until the worker closes its end, or ends."""
-    # Ctrl-C reaches the whole terminal; the worker decides what it means.
+    # Ctrl-C reaches every process of the terminal; the worker handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if tied and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have ended before the kernel was asked to tell.
+    # The worker may have ended before prctl was called.
     if os.getppid() != parent:
         return
     for other in list(_open_sockets):
         other.close()
-    # Threads of the worker's pools are not here.
+    # The threads of the worker's pools do not exist after a fork.
     torch.set_num_threads(1)
     try:
         while True:
@@ -170,7 +174,7 @@ def _answer(conn: socket.socket, make: Callable[[Any], Any], task: Any) -> None:
     try:
         transport.send(conn, make(task))
     except Exception as failure:
-        # Nothing was sent: what fails by itself is the making, or the pickling before the first byte.
+        # Nothing was sent yet: either the batch could not be made or it could not be pickled.
         transport.send(conn, _Raised.of(failure))
 
 
@@ -178,7 +182,7 @@ class _Batches:
     """Makes batches by their keys."""
 
     def __init__(self, source: DataSource) -> None:
-        # Without the source's loaders, of which this is a part: nothing should keep itself alive.
+        # A copy without the idle loaders: a reference cycle would keep the processes alive.
         self._source = copy.copy(source)
         self._source.idle_loaders = {}
 
@@ -189,7 +193,7 @@ class _Batches:
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception on its way to the worker, and where it was raised."""
+    """An exception raised in a loader, and the frames of its traceback."""
 
     pickled: bytes
     frames: str
@@ -235,7 +239,10 @@ class _Remade:
 
 
 def _frames(failure: Exception) -> str:
-    """The frames of a traceback, after those of what caused it."""
+    """The frames of a traceback below our own, after those of what caused it."""
     before = failure.__cause__ or (None if failure.__suppress_context__ else failure.__context__)
-    first = "".join(traceback.format_exception(before)) + "\n" if before is not None else ""
-    return first + "".join(traceback.format_tb(failure.__traceback__))
+    cause = "".join(traceback.format_exception(before)) + "\n" if before is not None else ""
+    frames = traceback.extract_tb(failure.__traceback__)
+    here = str(Path(__file__).parent)
+    theirs = list(itertools.dropwhile(lambda frame: frame.filename.startswith(here), frames))
+    return cause + "".join(traceback.format_list(theirs or frames))

@@ -40,7 +40,7 @@ class Recorder:
         self._started = self._mark = self._reported = time.perf_counter()
         self._loss: torch.Tensor | float = 0.0
         self._steps = self._samples = self._all_samples = 0
-        # None where nobody knows before the end.
+        # None where the number of steps is unknown.
         self._total: int | None = 0
         self._last: tuple[int, int, float, float | None] = (0, 0, 0.0, None)
         self._rate = 0.0
@@ -49,7 +49,7 @@ class Recorder:
         self._diverged = False
 
     def set_steps(self, steps: int) -> None:
-        """Note that the run has so many steps in all, which was not known before."""
+        """Set the number of steps of a run for which it was unknown."""
         self._total = steps
         self._progress["steps"] = steps
         self._report(force=True)

@@ -33,7 +33,7 @@ class DataSource:
     def __init__(self, dataset: Any, collate_fn: Collate | None = None, model_loss: bool = False) -> None:
         self.dataset = dataset
         self.is_stream = is_stream(dataset)
-        # Pools of loader processes that nobody uses now, by how many processes they have.
+        # Idle pools of loader processes, by their number of processes.
         self.idle_loaders: dict[int, list[Any]] = {}
         self._at_once = collate_fn is None and hasattr(dataset, "collated_batch")
         self._collate_fn = collate_fn or own_collate_fn(dataset)
@@ -44,12 +44,12 @@ class DataSource:
     def __len__(self) -> int:
         length = self.length
         if length is None:
-            raise TypeError("the stream has no __len__, and nobody has read it to its end yet")
+            raise TypeError("the stream has no __len__ and was not read to its end yet")
         return length
 
     @property
     def length(self) -> int | None:
-        """The samples of an epoch; None for a stream that does not say and was never read to its end."""
+        """The samples of an epoch; None for a stream without `__len__` that was not read to its end yet."""
         if not self.is_stream:
             return len(self.dataset)
         try:
@@ -62,7 +62,7 @@ class DataSource:
         self._counted = samples
 
     def count(self, seed: int) -> int:
-        """The samples of an epoch; a stream that does not say is read to its end once."""
+        """The samples of an epoch; a stream without `__len__` is read to its end once."""
         if self.length is None:
             self.note_length(sum(1 for _ in read_epoch(self.dataset, seed, 0)))
         return len(self)
@@ -132,7 +132,7 @@ def own_collate_fn(dataset: Any) -> Collate | None:
 
 
 def _by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    # In one order, whatever that of a sample: the stages of a pipeline tell inputs apart by their place.
+    # Sorted, because the stages of a pipeline match inputs by position.
     return {name: arguments[name] for name in sorted(arguments)}
 
 
@@ -195,9 +195,10 @@ def _same(before: tuple[Tensor, Any, Any], after: tuple[Tensor, Any, Any]) -> bo
 
 
 def read_epoch(dataset: Any, seed: int, epoch: int, begin: int = 0, state: Any = None) -> Iterator[Any]:
-    """The samples of a stream's epoch from number `begin` on: by its `state` there, or by reading past them.
+    """The samples of a stream's epoch from number `begin` on; without the `state` there, by skipping.
 
-    Each is read from a seed of its own, so a stream that draws at random gives every worker the same.
+    Random generators are seeded before each sample, so a stream that draws from them gives every worker the
+    same samples.
     """
     seed_all(mix(seed, epoch))
     if hasattr(dataset, "set_epoch"):
@@ -229,7 +230,7 @@ def _first(dataset: Any, count: int, seed: int) -> list[Any]:
 
 
 class StreamReader:
-    """Reads samples of a stream by their numbers, which rise within an epoch; others are passed over."""
+    """Reads samples of a stream by number, in increasing order within an epoch, and skips the others."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -245,10 +246,10 @@ class StreamReader:
             if epoch != self._epoch or number < self._next:
                 self._samples = read_epoch(self._dataset, self._seed, epoch)
                 self._epoch, self._next = epoch, 0
-            found.append(self._pass_to(number))
+            found.append(self._skip_to(number))
         return found
 
-    def _pass_to(self, number: int) -> Any:
+    def _skip_to(self, number: int) -> Any:
         while True:
             try:
                 sample = next(self._samples)

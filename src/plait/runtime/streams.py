@@ -1,4 +1,4 @@
-"""Batches of a stream, whose samples come in its own order and whose end nobody knows before it is there.
+"""Batches of a stream: samples come in the stream's own order, and its length may be unknown.
 
 Every worker reads the whole stream and takes its share of each batch, so the samples of a step do not depend
 on the number of workers.
@@ -26,7 +26,7 @@ from plait.runtime.sampling import Position, share
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """Which batches are read from a stream: from `start` on, for so many epochs in all or without end."""
+    """Which batches to read from a stream: from `start` to the end of epoch `epochs`, or without end."""
 
     start: Position
     batch_size: int
@@ -52,7 +52,7 @@ def stream_batches(
     if loaders == 0:
         yield from batches
         return
-    # Apart from the batch, whose tensors are pinned where a GPU wants them.
+    # A None item would end the stream, so a content, which may be None, travels in a pair.
     for content, rest in load_stream(((b.content, replace(b, content=None)) for b in batches), pin):
         yield replace(rest, content=content)
 
@@ -75,13 +75,13 @@ def _shares(source: DataSource, order: StreamOrder, rank: int, world_size: int) 
     read = next(batches, None)
     checksum = _checksum(read.samples) if read is not None else 0
     while read is not None:
-        # One ahead: whoever gets a batch has to know whether the epoch or the run ends with it.
+        # Read one batch ahead: the caller must know whether the epoch or the run ends with this one.
         following = next(batches, None)
         own = list(share(read.samples, rank, world_size))
         content = source.collated(own)
         last, after = following is None, read.after
         if (following is None or following.epoch > read.epoch) and after.stream is None:
-            # A state finds the end of the epoch again; without one the epoch need not be read up to it.
+            # Resume at the next epoch. With a state, a resumed run finds the end of this one by itself.
             after = Position(read.epoch + 1)
         yield Batch(content, len(own), len(read.samples), read.epoch, after, last, checksum)
         read = following
@@ -95,7 +95,7 @@ def _batches(dataset: Any, order: StreamOrder) -> Iterator[_Read]:
         for read in _epoch_batches(dataset, order, epoch, begin, state):
             is_empty = False
             yield read
-        # Of the first epoch there may be nothing left.
+        # A resumed epoch may have no samples left.
         if is_empty and not begin:
             raise DataError(_empty(order, epoch))
         epoch, begin, state = epoch + 1, 0, None
@@ -119,12 +119,12 @@ def _epoch_batches(dataset: Any, order: StreamOrder, epoch: int, begin: int, sta
             yield _Read(samples, epoch, Position(epoch, number, _state_of(dataset)))
             samples = []
     if samples and order.keep_last:
-        # The stream has come to its end to give these, so its state is that of a new beginning.
+        # The stream has ended before these are returned, so its state is that of the next epoch's start.
         yield _Read(samples, epoch, Position(epoch + 1, 0, _state_of(dataset)))
 
 
 def _state_of(dataset: Any) -> Any:
-    """Where the stream is, if it says so in values that a checkpoint holds as they are."""
+    """The stream's state, or None where it has none that JSON can hold unchanged."""
     if not has_state(dataset):
         return None
     state = dataset.state_dict()
@@ -136,12 +136,12 @@ def _state_of(dataset: Any) -> Any:
 
 
 def has_state(dataset: Any) -> bool:
-    """Whether the stream can say where it is, and go on from there."""
+    """Whether the stream can save its position and continue from it."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def _checksum(samples: list[Any]) -> int:
-    """A number that equal samples share; of what is neither a tensor nor a plain value it knows nothing."""
+    """A checksum of the tensors, arrays, numbers and text in `samples`; other objects do not count."""
     found = 0
     for leaf in pytree.tree_leaves(samples):
         if isinstance(leaf, torch.Tensor):

@@ -23,7 +23,7 @@ def trace_inputs(model: torch.nn.Module, inputs: Arguments) -> TracedModel:
 
 
 def check_target(target: Any) -> None:
-    """Refuse targets that workers cannot send each other; named tuples are made known on the way."""
+    """Refuse targets that cannot be sent between workers; registers the named tuples among them."""
     _register_named_tuples(target)
     leaves, spec = pytree.tree_flatten(target)
     strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, str, int, float, bool, type(None)))]

@@ -64,6 +64,8 @@ class Trainer:
         self._agree_on_start()
         # Counted from the position: the batch size may have changed since the steps before were taken.
         self.begin(total_steps(self.settings, self.parts.train_set.length, self.step, self.position))
+        if self.parts.train_set.is_stream:
+            self._warn_of_skipping()
         keep_what_was_built()
         reason = self.train()
         self.recorder.log_rest()
@@ -107,7 +109,7 @@ class Trainer:
         return "finished"
 
     def _steps_left(self) -> int | None:
-        """How many steps are to come; None where a run over epochs of a stream ends when that does."""
+        """How many steps are left; None for a run over epochs of a stream, which ends with the stream."""
         if self.parts.train_set.is_stream and self.settings.epochs is not None:
             return None
         return max(self.steps - self.step, 0)
@@ -146,15 +148,18 @@ class Trainer:
             pin=parts.device.type == "cuda",
         )
 
+    def _warn_of_skipping(self) -> None:
+        if self.position.sample and (self.position.stream is None or self.settings.pipeline is not None):
+            self.recorder.warn(
+                f"no state of the stream to continue from: {self.position.sample:,} samples of epoch "
+                f"{self.position.epoch} are read again and skipped, which is exact if it gives the same "
+                f"samples as before"
+            )
+
     def _stream(self) -> Iterator[loading.Batch]:
         """This worker's shares of the batches of a stream, from the run's position on."""
         settings, data, parts = self.settings, self.settings.data, self.parts
         source, worker = parts.train_set, self.worker
-        if self.position.sample and self.position.stream is None:
-            self.recorder.warn(
-                f"the stream keeps no state: {self.position.sample:,} samples of epoch {self.position.epoch} "
-                f"are read again and passed over, which is exact if it gives the same samples as before"
-            )
         order = StreamOrder(
             self.position, data.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
         )
@@ -165,9 +170,9 @@ class Trainer:
                 check_same_stream(batch)
             if number == 0 and has_state(source.dataset) and batch.after.stream is None:
                 self.recorder.warn(
-                    "the stream's state_dict holds what a checkpoint cannot keep as it is (expected numbers, "
-                    "text, None, lists, and dicts with text as keys); a resumed run will read from the "
-                    "beginning of the epoch and pass over what was used"
+                    "the stream's state_dict holds values that a checkpoint cannot keep (expected numbers, "
+                    "text, None, lists, and dicts with text as keys); a resumed run will skip the samples "
+                    "that were used"
                 )
             yield batch
 

@@ -1,8 +1,8 @@
-"""Values between a loader process and its worker: a message over a socket, a large one in a file of memory.
+"""Messages between a loader process and its worker, over a socket.
 
-Torch would give every tensor a name in /dev/shm, which stays there when a process is killed at the wrong
-moment, and hand each over through a server of its own. Here all of a message lies in one file that never had
-a name, and its descriptor goes with the message.
+Torch's own queues create a named segment in /dev/shm for every tensor, which stays there if the process is
+killed before it unlinks the name. Here a large message is one memfd, which has no name, and its descriptor is
+sent with the message.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# How many bytes the message has, how many of them say what it is, and whether they are in a file.
+# The bytes of the message, how many of them are the pickle, and whether they are in a memfd.
 _HEAD = struct.Struct("<qq?")
 _ALIGNMENT = 64
-# Two messages of this size wait in a socket without anyone reading.
+# Several messages of this size fit into a socket's buffer, so sending them never blocks.
 _INLINE_BYTES = 1 << 14
 
 
@@ -57,13 +57,15 @@ def receive(from_: socket.socket, pin: bool = False) -> Any:
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
         _fill(from_, _view(memory))
         return _put_together(memory, memory.numpy(), pickled_size, pin)
+    if not files:
+        raise RuntimeError("no descriptor is left to receive a batch with; raise the limit (ulimit -n)")
     (file,) = files
     try:
         if pin:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             _read(file, _view(memory))
             return _put_together(memory, memory.numpy(), pickled_size, pin)
-        # All pages at once: a fault for each would take longer than the copy.
+        # Map all pages at once: a page fault for each would take longer than the copy.
         mapped = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return _put_together(None, mapped, pickled_size, pin)
     finally:
@@ -71,7 +73,7 @@ def receive(from_: socket.socket, pin: bool = False) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but plain tensors, which it puts aside."""
+    """Pickles a value and collects its plain tensors separately."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -93,7 +95,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts tensors back that lie in `buffer` or, where that is its memory, are views of `memory`."""
+    """Rebuilds tensors as views of `memory` or, without it, on top of `buffer`."""
 
     def __init__(self, file: io.BytesIO, offset: int, memory: Tensor | None, buffer: Any) -> None:
         super().__init__(file)
@@ -102,7 +104,7 @@ class _Unpickler(pickle.Unpickler):
         self._buffer = buffer
 
     def persistent_load(self, pid: Any) -> Tensor:
-        # They come in the order in which they were put aside, which is that of their places.
+        # Tensors are loaded in the order in which they were collected, which is that of their offsets.
         _, name, shape = pid
         dtype: torch.dtype = getattr(torch, name)
         count = torch.Size(shape).numel()
@@ -123,7 +125,7 @@ def _taken_apart(value: Any) -> tuple[memoryview, list[Tensor]]:
 
 
 def _put_together(memory: Tensor | None, buffer: Any, pickled_size: int, pin: bool) -> Any:
-    # Tensors that train as they are must not share autograd's count of writes; those to be copied may.
+    # Views share autograd's version counter: fine for tensors that are copied to a GPU, not for others.
     shared = memory if pin else None
     return _Unpickler(io.BytesIO(memoryview(buffer)[:pickled_size]), pickled_size, shared, buffer).load()
 
