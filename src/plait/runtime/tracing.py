@@ -45,8 +45,11 @@ def _register_named_tuples(target: Any) -> None:
     """Let torch write down and read back what the target's named tuples are."""
     if isinstance(target, tuple) and hasattr(target, "_fields"):
         kind = type(target)
-        with contextlib.suppress(ValueError):  # known already
-            pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+        # Not every version of torch has it; a second registration is a ValueError.
+        register = getattr(pytree, "_register_namedtuple", None)
+        with contextlib.suppress(ValueError):
+            if register is not None:
+                register(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
     if isinstance(target, (tuple, list)):
         for part in target:
             _register_named_tuples(part)
