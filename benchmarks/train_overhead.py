@@ -87,7 +87,7 @@ class Plain:
         if world_size > 1:
             self.model = DistributedDataParallel(parts.model)
         self.loss, self.optimizer = parts.loss, parts.optimizer
-        self.data = parts.train_set
+        self.data = parts.train_set.dataset
         self.batch, self.rank, self.world_size = settings.data.batch_size, rank, world_size
 
     def run(self, steps: int) -> float:
@@ -99,7 +99,7 @@ class Plain:
             for begin in range(0, len(order) - self.batch + 1, self.batch):
                 chosen = order[begin + self.rank * share : begin + (self.rank + 1) * share]
                 self.optimizer.zero_grad(set_to_none=True)
-                x, y = self.data.__getitems__(chosen.tolist())
+                x, y = self.data.collated_batch(chosen.tolist())
                 self.loss(self.model(x), y).backward()
                 self.optimizer.step()
                 done += 1

@@ -84,6 +84,7 @@ class Data(OpenSection):
     shuffle: bool = True
     last_batch: Literal["keep", "drop"] = "keep"
     loaders: int = Field(default=0, ge=0, le=1024)
+    collate_fn: Text | None = None
 
 
 class Optimizer(OpenSection):
@@ -294,6 +295,7 @@ class Job(Section):
                 self.data.shuffle,
                 self.data.last_batch,
                 self.data.loaders,
+                self.data.collate_fn,
             ),
             loss=self.loss,
             loss_args=self.loss_args,

@@ -44,6 +44,10 @@ def text(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 MODELS: dict[str, Any] = {
     "bert-classifier": (lambda: bert("BertForSequenceClassification"), text),
+    "bert-with-loss": (
+        lambda: bert("BertForSequenceClassification"),
+        lambda batch, length: {"input_ids": tokens(batch, length, 99), "labels": torch.arange(batch) % 2},
+    ),
     "bert-masked": (lambda: bert("BertForMaskedLM"), text),
     "gpt2": (gpt2, lambda batch, length: (tokens(batch, length, 99),)),
     "vit": (vit, lambda batch, _: (torch.randn(batch, 3, 16, 16),)),

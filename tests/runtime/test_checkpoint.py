@@ -258,7 +258,7 @@ def test_the_batch_size_may_change_on_resume_and_epochs_still_end_where_they_end
     changed = dataclasses.replace(job, data=DataSettings("digits", size))
     train_here(changed, tmp_path / "run", resume=True)
     newest = checkpoints.load(checkpoints.list_checkpoints(tmp_path / "run" / "checkpoints")[0])
-    assert newest.progress["position"] == {"epoch": 3, "sample": 0}
+    assert newest.progress["position"] == {"epoch": 3, "sample": 0, "stream": None}
     log = [r.event for r in core_events.read(tmp_path / "run" / "events" / "rank0.jsonl")]
     assert sum(e.samples for e in log if isinstance(e, events.Step)) == 3 * 1442
 

@@ -59,7 +59,7 @@ def test_one_worker_takes_the_steps_of_a_plain_loop(tmp_path: Path):
     parts = build.build(job, torch.device("cpu"))
     order = batches(Position(), len(parts.train_set), 64, seed=0, shuffle=True, keep_last=True)
     for _, batch in zip(range(30), order):
-        x, y = to_device(parts.train_set.__getitems__(list(batch.samples)), parts.device, torch.float64)
+        x, y = to_device(parts.train_set.batch(0, batch.samples, 0), parts.device, torch.float64)
         parts.optimizer.zero_grad()
         torch.nn.functional.cross_entropy(parts.model(x), y).backward()
         parts.optimizer.step()

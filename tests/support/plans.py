@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from plait.core.codec import encode
@@ -23,7 +24,20 @@ def planned(
 
 def placed(layout: Layout, schedule: Schedule, microbatches: int = 4, **changes: Any) -> TrainSettings:
     """The same with the workers of each stage as `layout` has them."""
-    settings = digits_job(steps=20, **changes)
+    return in_stages(digits_job(steps=20, **changes), layout, schedule, microbatches)
+
+
+def cut_in_two(
+    settings: TrainSettings, schedule: Schedule, microbatches: int, **options: Any
+) -> TrainSettings:
+    """`settings` in two stages on two workers; `options` are those of a pipeline."""
+    return in_stages(settings, straight_layout((1, 1)), schedule, microbatches, **options)
+
+
+def in_stages(
+    settings: TrainSettings, layout: Layout, schedule: Schedule, microbatches: int, **options: Any
+) -> TrainSettings:
+    """`settings` with a plan that cuts its layers evenly over the stages of `layout`."""
     ids = [layer.id for layer in trace_job(settings).layers]
     places = [len(ids) * i // len(layout.stages) for i in range(len(layout.stages) + 1)]
     stages = []
@@ -34,4 +48,4 @@ def placed(layout: Layout, schedule: Schedule, microbatches: int = 4, **changes:
         0.0, 0.0, 0.0, False, 0.0, 0.0,
         Speedups(1.0, 1.0, 1.0), 1.0, False, "",
     )  # fmt: skip
-    return digits_job(steps=20, pipeline=PipelineSettings(encode(plan)), **changes)
+    return replace(settings, pipeline=PipelineSettings(encode(plan), **options))

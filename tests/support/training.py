@@ -14,7 +14,9 @@ from torch import nn
 
 from plait.cluster.rendezvous import Rendezvous
 from plait.runtime import build
+from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
+from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.runtime.settings import (
     CheckpointSettings,
     DataSettings,
@@ -156,6 +158,31 @@ def train_rank(
     """As `train_here`, for `run_ranks`: weights as nested lists, which any process can read."""
     result, weights = train_here(settings, folder, resume, stop_file)
     return result, {name: value.tolist() for name, value in weights.items()}
+
+
+def pipeline_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> dict[str, Any]:
+    """The result of a pipelined run on this rank of a world, whose workers are on one host."""
+    torch.set_num_threads(1)
+    size = dist.get_world_size()
+    parts = build.build(settings, torch.device("cpu"))
+    worker: Any = TestWorker(rank, size)
+    return PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size).run(resume)
+
+
+def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, dict[str, Any]]:
+    """The results of several jobs, one after the other, each in a folder of its name: worlds start slowly."""
+    found = {}
+    for name, settings in jobs.items():
+        run = pipeline_rank if settings.pipeline is not None else train_rank
+        answer: Any = run(rank, settings, folder / name)
+        found[name] = answer if isinstance(answer, dict) else answer[0]
+        dist.barrier()
+    return found
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a run's newest checkpoint."""
+    return checkpoints.load(checkpoints.list_checkpoints(RunFolder(folder).checkpoints)[0]).model
 
 
 def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:

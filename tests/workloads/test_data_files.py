@@ -57,7 +57,7 @@ def test_cifar10_is_read_from_its_five_files_in_order(tmp_path):
         assert label == number
         assert image[1, 0, 0].item() == pytest.approx(((10 * number + 1) / 255 - 0.4822) / 0.2435, abs=1e-5)
         assert image[2, 31, 31].item() == pytest.approx(((10 * number + 2) / 255 - 0.4465) / 0.2616, abs=1e-5)
-    inputs, labels = train.__getitems__([10_000, 0])
+    inputs, labels = train.collated_batch([10_000, 0])
     assert torch.equal(inputs, torch.stack([train[10_000][0], train[0][0]]))
     assert labels.tolist() == [2, 1]
     test = build("cifar", "test", path=str(tmp_path))
@@ -78,7 +78,7 @@ def test_augmented_cifar_is_moved_and_flipped_as_torchs_seed_says_and_only_for_t
         file.write(b"\x01" + pixels)
     plain = build("cifar", "train", path=tmp_path)[0][0]
     augmented = build("cifar", "train", path=tmp_path, augment=True)
-    assert not hasattr(augmented, "__getitems__")
+    assert not hasattr(augmented, "collated_batch")
     padded = torch.nn.functional.pad(plain, (4, 4, 4, 4))
     crops = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     flipped = [crop.flip(-1) for crop in crops]
@@ -92,7 +92,7 @@ def test_augmented_cifar_is_moved_and_flipped_as_torchs_seed_says_and_only_for_t
     assert found[0] == found[-1]
     assert len(set(found)) > 6
     assert min(found) < 81 <= max(found)
-    assert hasattr(build("cifar", "test", path=tmp_path, augment=True), "__getitems__")
+    assert hasattr(build("cifar", "test", path=tmp_path, augment=True), "collated_batch")
 
 
 def test_a_broken_cifar_file_names_itself_and_the_size_it_should_have(tmp_path):
@@ -123,7 +123,7 @@ def test_fashion_mnist_is_read_from_idx_files_gzipped_or_plain(tmp_path, zipped)
     assert label == 2
     torch.testing.assert_close(image, torch.full((1, 2, 3), (102 / 255 - 0.2860) / 0.3530))
     assert train[0][0].max() < test[0][0].min()
-    inputs, labels = test.__getitems__([2, 0])
+    inputs, labels = test.collated_batch([2, 0])
     assert torch.equal(inputs[0], image)
     assert labels.tolist() == [2, 0]
 
@@ -181,7 +181,7 @@ def test_words_are_numbered_by_frequency_in_the_training_part_alone(tmp_path):
     ]
     assert [x.tolist() for x, _ in test] == [[number["a"], 0], [0, 0]]
     assert test[1][1].tolist() == [0, number["<eos>"]]
-    inputs, targets = train.__getitems__([2, 0])
+    inputs, targets = train.collated_batch([2, 0])
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.tolist() == [tokens[4:6], tokens[0:2]]
     assert targets.tolist() == [tokens[5:7], tokens[1:3]]

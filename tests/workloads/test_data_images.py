@@ -81,7 +81,7 @@ def test_training_images_vary_as_torchs_seed_says_and_test_images_never(tmp_path
     assert torch.equal(draw(train, 0), draw(train, 0))
     assert not torch.equal(draw(train, 0), draw(train, 1))
     assert torch.equal(draw(test, 0), draw(test, 1))
-    assert not hasattr(train, "__getitems__")
+    assert not hasattr(train, "collated_batch")
 
 
 def test_half_of_the_training_images_are_flipped(tmp_path):

@@ -94,7 +94,7 @@ def test_a_users_own_set_is_built_from_its_name():
         ("test_data_kinds:Squares", {"cuont": 2}, "did you mean 'count'"),
         ("test_data_kinds:Square", {}, "did you mean 'Squares'"),
         ("test_data_kinds:Squares", {"count": 0}, "empty data set"),
-        ("test_data_kinds:no_data_set", {}, "returned a int, expected a map-style data set"),
+        ("test_data_kinds:no_data_set", {}, "returned a int for .train., expected a map-style data set"),
         ("math:pi", {}, "expected a function or class"),
     ],
 )
@@ -117,7 +117,7 @@ def test_digits_are_split_without_overlap_and_hold_every_image_of_scikit_learn()
     train, test = build("digits", "train"), build("digits", "test")
     assert (len(train), len(test)) == (1442, 355)
     assert (train.classes, train.input_shape) == (10, (1, 8, 8))
-    ours = torch.cat([train.__getitems__(list(range(1442)))[0], test.__getitems__(list(range(355)))[0]])
+    ours = torch.cat([train.collated_batch(list(range(1442)))[0], test.collated_batch(list(range(355)))[0]])
     theirs = (torch.from_numpy(load_digits().images).float() / 16 - 0.3053) / 0.3760
     as_rows = [
         sorted(map(tuple, images.reshape(-1, 64).mul(16).round().tolist())) for images in (ours, theirs)
@@ -147,7 +147,7 @@ def test_a_batch_read_at_once_equals_its_samples_stacked():
         build("synthetic", "train", shape=[4], vocabulary=9, samples=50),
     ):
         chosen = [7, 3, 41, 3]
-        inputs, targets = dataset.__getitems__(chosen)
+        inputs, targets = dataset.collated_batch(chosen)
         assert torch.equal(inputs, torch.stack([dataset[i][0] for i in chosen]))
         assert torch.equal(targets, torch.stack([dataset[i][1] for i in chosen]))
 

@@ -43,8 +43,9 @@ def test_a_misspelt_loss_is_answered_with_the_nearest():
 
 
 def test_a_loss_may_be_any_importable_function_or_class():
-    assert build_loss("torch.nn.functional:l1_loss") is nn.functional.l1_loss
-    assert isinstance(build_loss("torch.nn:L1Loss"), nn.L1Loss)
+    output, target = torch.randn(4, 5), torch.randn(4, 5)
+    for kind in ("torch.nn.functional:l1_loss", "torch.nn:L1Loss"):
+        assert torch.equal(build_loss(kind)(output, target), nn.functional.l1_loss(output, target))
 
 
 def test_something_that_is_no_function_is_refused_as_a_loss():
@@ -68,3 +69,98 @@ def test_accuracy_counts_samples_and_tokens():
     logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
     assert accuracy(logits, torch.tensor([1, 1, 1])) == (2, 3)
     assert accuracy(logits.expand(2, 3, 2), torch.tensor([[1, 0, 1], [0, 1, 0]])) == (3, 6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_weighs_classes_as_torch_does(smoothing):
+    output, target = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, 0])
+    weight = [1, 2.5, 0.5]
+    loss = build_loss("cross-entropy", {"weight": weight, "label_smoothing": smoothing})
+    expected = F.cross_entropy(output, target, weight=torch.tensor(weight), label_smoothing=smoothing)
+    assert torch.equal(loss(output, target), expected)
+    # In another precision too, with the same loss.
+    assert loss(output.double(), target).dtype is torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss(output.bfloat16(), target).isfinite()
+
+
+@pytest.mark.parametrize("weight", ["heavy", [], [1.0, "two"], 3.0, [True, False]])
+def test_class_weights_that_are_no_numbers_are_refused(weight):
+    with pytest.raises(JobError, match=r"loss_args\.weight: found .* expected a list with a number"):
+        build_loss("cross-entropy", {"weight": weight})
+
+
+def test_class_weights_for_another_number_of_classes_are_refused():
+    loss = build_loss("cross-entropy", {"weight": [1.0, 2.0]})
+    with pytest.raises(JobError, match="found 2 numbers, but the model has 3 classes; expected one for each"):
+        loss(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (["cat", "dog"], r"found a list of 2 str as the target, expected a tensor with the number"),
+        (None, "found None as the target"),
+        (torch.tensor([0.0, 1.0]), r"a float32 tensor of shape \(2,\) as the target, expected class numbers"),
+        (torch.tensor([True, False]), "a bool tensor .* expected class numbers"),
+    ],
+)
+def test_targets_that_are_no_class_numbers_are_told_what_is_expected(target, words):
+    with pytest.raises(JobError, match=words):
+        build_loss("cross-entropy")(torch.randn(2, 3), target)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int32])
+def test_class_numbers_of_any_integer_type_serve(kind):
+    output, target = torch.randn(3, 4), torch.tensor([3, 0, 1])
+    loss = build_loss("cross-entropy")
+    assert torch.equal(loss(output, target.to(kind)), loss(output, target))
+
+
+def test_mse_takes_targets_in_float64_as_numpy_and_python_give_them():
+    output = torch.randn(3, requires_grad=True)
+    target = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    build_loss("mse")(output, target).backward()
+    torch.testing.assert_close(output.grad, 2 / 3 * (output.detach() - target.float()))
+    with pytest.raises(JobError, match="mse found a list of 3 float as the target"):
+        build_loss("mse")(output, [1.0, 2.0, 3.0])
+
+
+def vector(output, target):
+    return (output - target).square().sum(-1)
+
+
+def number(output, target):
+    return vector(output, target).mean().item()
+
+
+def one(output, target):
+    return vector(output, target).mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("vector", r"a float32 tensor of shape \(4,\)"), ("number", "returned a float, expected one number")],
+)
+def test_a_loss_that_is_not_one_number_is_told_to_be_a_mean(kind, words):
+    with pytest.raises(JobError, match=f"loss: test_losses:{kind} .*{words}"):
+        build_loss(f"test_losses:{kind}")(torch.zeros(4, 2), torch.ones(4, 2))
+
+
+def test_a_loss_with_one_element_is_a_number():
+    assert build_loss("test_losses:one")(torch.zeros(4, 2), torch.ones(4, 2)).shape == ()
+
+
+def test_what_a_loss_of_ones_own_raises_says_what_it_was_called_with():
+    with pytest.raises(TypeError) as caught:
+        build_loss("test_losses:vector")(torch.zeros(2, 3), ["cat", "dog"])
+    (note,) = caught.value.__notes__
+    assert note == (
+        "loss: test_losses:vector was called with a float32 tensor of shape (2, 3) as the output and a list "
+        "of 2 str as the target"
+    )
+
+
+def test_an_output_with_a_loss_of_its_own_is_told_of_it():
+    with pytest.raises(JobError, match="returned a dict, expected a tensor; .* use loss: model"):
+        build_loss("cross-entropy")({"loss": torch.tensor(1.0)}, torch.tensor([0]))

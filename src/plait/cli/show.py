@@ -80,7 +80,9 @@ class RunDisplay:
 
 def describe(progress: Mapping[str, Any]) -> str:
     """`step 40/120  loss 0.41  accuracy 93.1%  5120 samples/s  2.1 s left`"""
-    parts = [f"step {progress['step']}/{progress['steps']}"]
+    # Of a stream of unknown length there is no number of steps.
+    total = "" if progress["steps"] is None else f"/{progress['steps']}"
+    parts = [f"step {progress['step']}{total}"]
     if "loss" in progress:
         parts.append(f"loss {show_metric('loss', progress['loss'])}")
     if "test_accuracy" in progress:
@@ -101,7 +103,8 @@ def show_metric(name: str, value: float | None) -> str:
 def result_table(result: Mapping[str, Any]) -> Table:
     """What a run came to, as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("steps", f"{result['step']} of {result['steps']}")
+    total = "" if result["steps"] is None else f" of {result['steps']}"
+    table.add_row("steps", f"{result['step']}{total}")
     if result["train_loss"] is not None or result["step"] > 0:
         table.add_row("training loss", show_metric("loss", result["train_loss"]))
     for name, value in result["test"].items():

@@ -58,7 +58,7 @@ def _batches(steps: int, device: torch.device) -> list[tuple[torch.Tensor, torch
     found = []
     for step in range(steps):
         begin = step * BATCH % (len(order) - BATCH)
-        x, y = train_set.__getitems__(order[begin : begin + BATCH])
+        x, y = train_set.collated_batch(order[begin : begin + BATCH])
         found.append((x.to(device, torch.float64), y.to(device)))
     return found
 

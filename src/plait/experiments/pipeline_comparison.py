@@ -50,7 +50,6 @@ from plait.profiler.traced import TracedModel
 from plait.runtime import build
 from plait.runtime.agreement import find_stages, make_agreements, replica_groups
 from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
-from plait.runtime.loading import SeededSamples
 from plait.runtime.optim import build_optimizer
 from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_here
@@ -176,9 +175,9 @@ class _World:
         self.settings = settings
         self.model = build.build_model(settings.model, 0)
         self.loss = build_loss(settings.loss)
-        data = SeededSamples(build.build_data(settings.data, "train"), 0)
+        data = build.build_train_data(settings)
         groups = [range(i * minibatch, (i + 1) * minibatch) for i in range(PIECES)]
-        self.content = [data.__getitems__([(0, i) for i in group]) for group in groups]
+        self.content = [data.batch(0, group, 0) for group in groups]
         (self.profile,) = profile_here(worker, settings, (minibatch,))
         # All workers come to the same number: the profile is their mean.
         self.steps = min(MOST, max(LEAST, round(STRETCH_S / self.profile.graph.compute_s())))

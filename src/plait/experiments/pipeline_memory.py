@@ -52,7 +52,7 @@ from plait.profiler.trace import trace
 from plait.runtime import build
 from plait.runtime.arrangement import arrange, one_batch, stream
 from plait.runtime.launch import Placement
-from plait.runtime.loading import SeededSamples, to_device
+from plait.runtime.loading import to_device
 from plait.runtime.optim import build_optimizer
 from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_together
@@ -195,8 +195,8 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     plan = decode(Plan, order["plan"], "plan")
     device = build.choose_device(settings.device, worker.local_rank)
     use_libraries(device)
-    data = SeededSamples(build.build_data(settings.data, "train"), 0)
-    content = data.__getitems__([(0, i) for i in range(order["microbatch"])])
+    data = build.build_train_data(settings)
+    content = data.batch(0, range(order["microbatch"]), 0)
     x, y = to_device(content, device, None)
     arrangement = arrange(plan)
     model = build.build_model(settings.model, 0).to(device)

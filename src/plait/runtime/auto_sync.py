@@ -56,7 +56,7 @@ def _first_share(worker: Worker, settings: TrainSettings, parts: Parts) -> loadi
     order = epoch_order(settings.seed, 0, len(parts.train_set), data.shuffle)
     batches = loading.load(
         parts.train_set,
-        iter([GlobalBatch(0, order[: data.batch_size], Position())]),
+        iter([GlobalBatch(0, tuple(order[: data.batch_size]), Position())]),
         seed=settings.seed,
         rank=worker.rank,
         world_size=worker.world_size,

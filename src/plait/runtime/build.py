@@ -11,18 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from plait.cluster.worker import Worker
-from plait.core.errors import JobError
+from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.runtime.evaluate import Metric, find_metric
 from plait.runtime.optim import build_optimizer, check_lr_schedule
+from plait.runtime.samples import Collate, DataSource
 from plait.runtime.sampling import Position, mix, steps_per_epoch
 from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
 from plait.workloads import data
-from plait.workloads.losses import Loss, build_loss
+from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
 
+# More than any run takes.
+UNKNOWN_STEPS = 1 << 62
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# The training and the test split.
+DataPair = tuple[DataSource, DataSource | None]
 
 
 @dataclass(frozen=True)
@@ -36,8 +44,8 @@ class Parts:
     optimizer: torch.optim.Optimizer
     base_lrs: tuple[float, ...]
     scaler: torch.amp.GradScaler
-    train_set: Any
-    test_set: Any
+    train_set: DataSource
+    test_set: DataSource | None
     device: torch.device
     dtype: torch.dtype | None
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -46,7 +54,9 @@ class Parts:
 def check(settings: TrainSettings) -> None:
     """Refuse settings that name what does not exist or takes other arguments; builds and reads nothing."""
     find_model(settings.model)
-    data.check(settings.data.kind, settings.data.options)
+    if makes_stream(settings.data):
+        check_stream(settings)
+    find_collate_fn(settings.data)
     build_loss(settings.loss, settings.loss_args)
     metric = find_metric(settings.evaluate.metric, settings.loss)
     known = ["loss", metric[0]] if metric is not None else ["loss"]
@@ -84,9 +94,80 @@ def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
     return model
 
 
-def build_data(settings: DataSettings, split: data.Split) -> Any:
-    """The data set's `train` or `test` split."""
-    return data.build(settings.kind, split, **settings.options)
+def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:
+    """The data set's `train` or `test` split; None where there is no test split."""
+    dataset = data.build(settings.data.kind, split, **settings.data.options)
+    if dataset is None:
+        return None
+    return DataSource(dataset, find_collate_fn(settings.data), model_loss=settings.loss == MODEL_LOSS)
+
+
+def build_train_data(settings: TrainSettings) -> DataSource:
+    """The data set's training split."""
+    source = build_data(settings, "train")
+    assert source is not None
+    return source
+
+
+def find_collate_fn(settings: DataSettings) -> Collate | None:
+    """The function that the job names to make batches of lists of samples."""
+    if settings.collate_fn is None:
+        return None
+    found: Collate = resolve(settings.collate_fn, "data.collate_fn", DataError)
+    if not callable(found):
+        raise DataError(
+            f"data.collate_fn: {settings.collate_fn} is {found!r}, expected a function that takes a list of "
+            f"samples and returns a batch"
+        )
+    return found
+
+
+def makes_stream(settings: DataSettings) -> bool:
+    """Whether the job names a class of streams; of a function only what it returns can tell."""
+    factory: Any = data.check(settings.kind, settings.options)[0]
+    return isinstance(factory, type) and issubclass(factory, IterableDataset)
+
+
+def check_stream(settings: TrainSettings, source: DataSource | None = None) -> None:
+    """Refuse what a stream of samples cannot do; `source` is the stream, once there is one."""
+    kind = settings.data.kind
+    if settings.sync.kind != "all-reduce":
+        raise JobError(
+            f"parallel.sync: found {settings.sync.kind!r}, but {kind} is a stream, and workers that claim "
+            f"shares of batches need samples by index; use sync: all-reduce, or a map-style data set"
+        )
+    if settings.data.loaders > 1:
+        raise JobError(
+            f"data.loaders: found {settings.data.loaders}, but {kind} is a stream, which several loader "
+            f"processes would each read from its beginning; use loaders: 1 or 0"
+        )
+    if source is None or settings.epochs is None or source.length is not None:
+        return
+    unknown = f"but {kind} is a stream without __len__, so the number of steps is unknown"
+    if settings.pipeline is not None:
+        raise JobError(
+            f"epochs: found {settings.epochs}, {unknown}, which the stages of a pipeline need; give "
+            f"steps instead, or the data set a __len__"
+        )
+    if settings.lr_schedule.kind not in ("constant", "step"):
+        raise JobError(
+            f"lr_schedule.kind: found {settings.lr_schedule.kind!r}, {unknown}; give steps instead of "
+            f"epochs, or the data set a __len__"
+        )
+
+
+def check_test_split(settings: TrainSettings) -> None:
+    """Refuse what needs a test split where the data has none."""
+    for key, wanted in (
+        ("evaluate.every_steps", settings.evaluate.every_steps),
+        ("checkpoint.keep_best", settings.checkpoint.keep_best),
+        ("early_stop.patience", settings.early_stop and settings.early_stop.patience),
+    ):
+        if wanted is not None:
+            raise JobError(
+                f"{key}: found {wanted}, but {settings.data.kind} has no test split (it returned None for "
+                f"'test'); leave the key out, or return a data set to evaluate on"
+            )
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -113,10 +194,14 @@ def agree_on_backend(worker: Worker, wanted: str) -> str:
     return wanted if len(wishes) == 1 else "gloo"
 
 
-def build(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any] | None = None) -> Parts:
+def build(settings: TrainSettings, device: torch.device, sets: DataPair | None = None) -> Parts:
     """All parts of a run on `device`, the same on every worker; `sets` are its data where they are there."""
-    train_set, test_set = sets or (build_data(settings.data, "train"), build_data(settings.data, "test"))
-    total_steps(settings, len(train_set), 0, Position())
+    train_set, test_set = sets or (build_train_data(settings), build_data(settings, "test"))
+    if train_set.is_stream:
+        check_stream(settings, train_set)
+    if test_set is None:
+        check_test_split(settings)
+    total_steps(settings, train_set.length, 0, Position())
     model = build_model(settings.model, settings.seed)
     model.to(device, torch.float64 if settings.precision == "float64" else None)
     if not any(p.requires_grad for p in model.parameters()):
@@ -139,11 +224,14 @@ def build(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any] |
     )
 
 
-def total_steps(settings: TrainSettings, samples: int, step: int, position: Position) -> int:
+def total_steps(settings: TrainSettings, samples: int | None, step: int, position: Position) -> int:
     """How many steps the run has in all, when `step` steps have brought it to `position`.
 
-    An epoch that yields no batch at all is refused.
+    An epoch that yields no batch at all is refused. `samples` are those of an epoch; where they are not known
+    and epochs are asked for, the answer is UNKNOWN_STEPS.
     """
+    if samples is None:
+        return UNKNOWN_STEPS if settings.steps is None else settings.steps
     size, keep = settings.data.batch_size, settings.data.last_batch == "keep"
     per_epoch = steps_per_epoch(samples, size, keep)
     if per_epoch == 0:

@@ -93,8 +93,9 @@ class HeadTrainer(OwnPaceTrainer):
 
     def _sums_over(self, share_: int, shares: int) -> Tensor:
         settings, tests = self.settings, self.parts.test_set
+        assert tests is not None
         size = settings.evaluate.batch_size or settings.data.batch_size
-        batches = [b for b in in_order(len(tests), size) if share(b.samples, share_, shares)]
+        batches = [b for b in in_order(tests.count(settings.seed), size) if share(b.samples, share_, shares)]
         counts = [len(share(batch.samples, share_, shares)) for batch in batches]
         found = loading.load(
             tests,

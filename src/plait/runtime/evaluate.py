@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from plait.core.errors import JobError
+from plait.core.errors import DataError, JobError
 from plait.core.names import did_you_mean, resolve
 from plait.runtime.loading import Batch, load, to_device
 from plait.runtime.sampling import GlobalBatch, Position
 from plait.runtime.settings import TrainSettings
+from plait.runtime.streams import StreamOrder, stream_batches
 from plait.workloads.metrics import accuracy
 
 if TYPE_CHECKING:
     from plait.runtime.build import Parts
 
+Arguments = tuple[Any, ...] | dict[str, Any]
 Metric = Callable[[Tensor, Tensor], tuple[Any, int]]
 
 
@@ -48,15 +51,20 @@ def evaluation_batches(
     parts: Parts, settings: TrainSettings, size: int, rank: int, world_size: int
 ) -> Iterator[Batch]:
     """What falls to `rank` of each batch of `size` of the test split."""
-    return load(
-        parts.test_set,
-        in_order(len(parts.test_set), size),
-        seed=settings.seed,
-        rank=rank,
-        world_size=world_size,
-        loaders=settings.data.loaders,
-        pin=parts.device.type == "cuda",
-    )
+    source, loaders, pin = parts.test_set, settings.data.loaders, parts.device.type == "cuda"
+    assert source is not None
+    if not source.is_stream:
+        order = in_order(len(source), size)
+        yield from load(
+            source, order, seed=settings.seed, rank=rank, world_size=world_size, loaders=loaders, pin=pin
+        )
+        return
+    once = StreamOrder(Position(), size, keep_last=True, epochs=1, seed=settings.seed)
+    samples = 0
+    for batch in stream_batches(source, once, rank, world_size, loaders, pin):
+        samples += batch.total
+        yield batch
+    source.note_length(samples)
 
 
 def sums_over_share(parts: Parts, settings: TrainSettings, rank: int, world_size: int) -> Tensor:
@@ -117,11 +125,40 @@ def sums_of(parts: Parts, output: Any, target: Any, count: int) -> Tensor:
 
 def forward(model: torch.nn.Module, inputs: Any) -> Any:
     """The model's output; several inputs come as a tuple or list, named ones as a dict."""
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
+    arguments = as_arguments(inputs)
+    with telling_of_types(model, inputs):
+        return model(**arguments) if isinstance(arguments, dict) else model(*arguments)
+
+
+def as_arguments(inputs: Any) -> Arguments:
+    """The inputs of a batch as what a model is called with, by place or by name."""
     if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(inputs)
+        return inputs
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+@contextlib.contextmanager
+def telling_of_types(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
+    """Say in words where a forward fails because inputs are float64, as numpy's are, and weights are not."""
+    try:
+        yield
+    except Exception as failure:
+        if words := _unlike_types(model, inputs, failure):
+            raise DataError(words) from failure
+        raise
+
+
+def _unlike_types(model: torch.nn.Module, inputs: Any, failure: Exception) -> str:
+    if "double" not in str(failure).lower():
+        return ""
+    doubles = any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in tree_leaves(inputs))
+    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
+    if not doubles or weights is torch.float64:
+        return ""
+    return (
+        f"data.kind: the inputs are float64, the model's weights {str(weights).removeprefix('torch.')}; give "
+        f"samples as float32 (x.float(), or array.astype('float32')), or set precision: float64 ({failure})"
+    )
 
 
 def in_order(samples: int, batch_size: int) -> Iterator[GlobalBatch]:

@@ -11,7 +11,10 @@ from plait.core.events import Event
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """A run, or a resumed part of one, begins; `step` steps were done before."""
+    """A run, or a resumed part of one, begins; `step` steps were done before.
+
+    `samples` and `steps` are None where a stream does not say how long it is.
+    """
 
     name: str
     model: str
@@ -19,9 +22,9 @@ class RunStarted(Event):
     workers: int
     device: str
     precision: str
-    samples: int
+    samples: int | None
     batch_size: int
-    steps: int
+    steps: int | None
     step: int
     seed: int
     torch: str

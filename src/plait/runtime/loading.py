@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from plait.cluster.fork_server import die_with_parent
 from plait.core.errors import DataError
-from plait.runtime.sampling import GlobalBatch, Position, mix, share
+from plait.runtime.loaders import Key, load_batches
+from plait.runtime.samples import DataSource, seed_all
+from plait.runtime.sampling import GlobalBatch, Position, share
+
+__all__ = ["Batch", "DataSource", "cut", "load", "seed_all", "to_device"]
 
 
 @dataclass(frozen=True)
 class Batch:
     """One step's work for this worker: `content` is (inputs, target), or None where no sample fell to it.
 
-    `total` counts the samples of all workers, `count` this one's.
+    `total` counts the samples of all workers, `count` this one's. Of a stream, `last` says that no batch
+    follows, and `checksum` tells the first batch of one stream from that of another.
     """
 
     content: Any
@@ -30,56 +31,12 @@ class Batch:
     total: int
     epoch: int
     after: Position
-
-
-class SeededSamples(Dataset[Any]):
-    """A data set whose random choices (crops, flips) depend on (seed, epoch, sample) alone.
-
-    Keys are (epoch, sample). A set that has `__getitems__` draws nothing at random and gives batches at once.
-    """
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._at_once = hasattr(dataset, "__getitems__")
-
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        if not keys:
-            return None
-        if self._at_once:
-            return _checked(self._dataset.__getitems__([sample for _, sample in keys]))
-        return _checked(default_collate([self[key] for key in keys]))
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, sample = key
-        seed_all(mix(self._seed, epoch, sample))
-        return self._dataset[sample]
-
-
-def _checked(content: Any) -> Any:
-    if not isinstance(content, (tuple, list)) or len(content) != 2:
-        found = (
-            f"{len(content)} items" if isinstance(content, (tuple, list)) else f"a {type(content).__name__}"
-        )
-        raise DataError(
-            f"data.kind: the data set gave {found} a sample, expected (input, target); "
-            f"several inputs go into a tuple, ((a, b), target), or a dict of the model's arguments"
-        )
-    return content
-
-
-def seed_all(number: int) -> None:
-    """Let every source of random numbers that model and data code may use start from `number`."""
-    # torch.manual_seed would note a stack trace for GPUs that nobody uses, a millisecond each time.
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
-    random.seed(number)
-    numpy.random.seed(number & 0xFFFFFFFF)
+    last: bool = False
+    checksum: int = 0
 
 
 def load(
-    dataset: Any,
+    source: Any,
     batches: Iterator[GlobalBatch],
     *,
     seed: int,
@@ -88,72 +45,78 @@ def load(
     loaders: int,
     pin: bool = False,
 ) -> Iterator[Batch]:
-    """This rank's share of each of `batches`, in order; `pin` prepares it for a copy to a GPU."""
-    samples = SeededSamples(dataset, seed)
+    """This rank's share of each of `batches`, in order; `pin` prepares it for a copy to a GPU.
+
+    `source` is a `DataSource` or a data set. Of a stream the numbers of samples must rise.
+    """
+    source = source if isinstance(source, DataSource) else DataSource(source)
+    # Several processes would each read the whole stream.
+    loaders = min(loaders, 1) if source.is_stream else loaders
     if loaders == 0:
         for batch in batches:
             mine = share(batch.samples, rank, world_size)
-            content = samples.__getitems__([(batch.epoch, s) for s in mine])
-            yield Batch(content, len(mine), len(batch.samples), batch.epoch, batch.after)
+            yield _made(batch, source.batch(batch.epoch, mine, seed), len(mine))
         return
-    yield from _load_in_processes(samples, batches, rank, world_size, loaders, pin)
+    ahead: list[tuple[GlobalBatch, int]] = []
 
-
-def _load_in_processes(
-    samples: SeededSamples,
-    batches: Iterator[GlobalBatch],
-    rank: int,
-    world_size: int,
-    loaders: int,
-    pin: bool,
-) -> Iterator[Batch]:
-    ahead: list[GlobalBatch] = []
-
-    def keys() -> Iterator[list[tuple[int, int]]]:
+    def keys() -> Iterator[Key]:
         for batch in batches:
-            ahead.append(batch)
-            yield [(batch.epoch, s) for s in share(batch.samples, rank, world_size)]
+            mine = tuple(share(batch.samples, rank, world_size))
+            ahead.append((batch, len(mine)))
+            yield batch.epoch, mine, seed
 
-    loader = DataLoader(
-        samples,
-        batch_sampler=_Keys(keys()),
-        num_workers=loaders,
-        collate_fn=_as_it_is,
-        worker_init_fn=_start_loader,
-        pin_memory=pin,
-    )
-    for content in loader:
-        batch = ahead.pop(0)
-        count = len(share(batch.samples, rank, world_size))
-        yield Batch(content, count, len(batch.samples), batch.epoch, batch.after)
+    for content in load_batches(source, keys(), loaders, pin):
+        batch, count = ahead.pop(0)
+        yield _made(batch, content, count)
 
 
-class _Keys:
-    """An iterator in the form that DataLoader takes as a batch sampler."""
-
-    def __init__(self, keys: Iterator[list[tuple[int, int]]]) -> None:
-        self._keys = keys
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self._keys
-
-
-def _as_it_is(content: Any) -> Any:
-    return content
-
-
-def _start_loader(_: int) -> None:
-    die_with_parent(os.getppid())
-    torch.set_num_threads(1)
+def _made(batch: GlobalBatch, content: Any, count: int) -> Batch:
+    return Batch(content, count, len(batch.samples), batch.epoch, batch.after)
 
 
 def cut(content: Any, count: int, pieces: int) -> Iterator[tuple[Any, int]]:
-    """`content` cut along its first axis into at most `pieces` microbatches, each with its sample count."""
+    """`content`, (inputs, target), cut into at most `pieces` microbatches, each with its sample count.
+
+    Tensors are cut along their first axis. A list with one item for each sample is cut as a list.
+    """
     pieces = min(pieces, count)
     for i in range(pieces):
         begin, end = count * i // pieces, count * (i + 1) // pieces
-        part = content if pieces == 1 else tree_map(lambda x, b=begin, e=end: x[b:e], content)
+        if pieces == 1:
+            part = content
+        elif isinstance(content, range):  # where others load, there are only numbers
+            part = content[begin:end]
+        else:
+            part = tuple(_rows(half, begin, end, count) for half in content)
         yield part, end - begin
+
+
+def _rows(content: Any, begin: int, end: int, count: int) -> Any:
+    if isinstance(content, Tensor) and content.dim() and len(content) == count:
+        return content[begin:end]
+    if isinstance(content, dict):
+        return {name: _rows(part, begin, end, count) for name, part in content.items()}
+    if isinstance(content, (tuple, list)):
+        if len(content) == count and not _is_batched(content, count):
+            return content[begin:end]
+        parts = [_rows(part, begin, end, count) for part in content]
+        if hasattr(content, "_fields"):
+            return type(content)(*parts)
+        return tuple(parts) if isinstance(content, tuple) else parts
+    if content is None or isinstance(content, (int, float, bool)):
+        return content
+    found = f"a tensor of shape {tuple(content.shape)}" if isinstance(content, Tensor) else repr(content)
+    raise DataError(
+        f"data: cannot cut a batch of {count} samples that holds {found}; expected tensors with the samples "
+        f"first, or lists with an item for each; use accumulate: 1 or a data.collate_fn that gives these"
+    )
+
+
+def _is_batched(content: Any, count: int) -> bool:
+    """Whether each item holds all samples, as the several inputs of a model do, and not one of them."""
+    leaves = tree_leaves(content)
+    tensors = all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count for leaf in leaves)
+    return tensors and all(isinstance(item, Tensor) for item in content)
 
 
 def to_device(content: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

@@ -12,16 +12,17 @@ from plait.cluster.channels import Channels, connect
 from plait.cluster.clock import clock_offset
 from plait.cluster.worker import Worker
 from plait.core.errors import JobError
-from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import loading
 from plait.runtime import pipeline as pipelines
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts
 from plait.runtime.checkpoint import Checkpoint
+from plait.runtime.evaluate import as_arguments
 from plait.runtime.optim import build_optimizer
 from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
+from plait.runtime.tracing import check_target, trace_inputs
 
 # The model's and the optimizer's state, by name.
 State = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -29,11 +30,12 @@ State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 def trace_parts(settings: TrainSettings, parts: Parts) -> TracedModel:
     """The model as layers, found with the first few samples."""
-    few = [(0, i) for i in range(min(4, len(parts.train_set)))]
-    content = loading.SeededSamples(parts.train_set, settings.seed).__getitems__(few)
-    inputs, _ = loading.to_device(content, parts.device, parts.dtype)
+    few = min(4, parts.train_set.length or 4)
+    content = parts.train_set.first_batch(few, settings.seed)
+    inputs, target = loading.to_device(content, parts.device, parts.dtype)
+    check_target(target)
     with parts.autocast():
-        return trace(parts.model, inputs if isinstance(inputs, (tuple, dict)) else (inputs,))
+        return trace_inputs(parts.model, as_arguments(inputs))
 
 
 def link(worker: Worker, arrangement: Arrangement, device: torch.device) -> Channels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -294,9 +295,7 @@ class Pipeline:
             message = self._channels.receive(peer, hop.number, op.microbatch, what)
             received = self._arrived(message, flight)
             tensors, rest = received[: len(route.names)], received[len(route.names) :]
-            target = (
-                pytree.tree_unflatten(rest, pytree.treespec_loads(message.content.note)) if rest else None
-            )
+            target = _unpacked(rest, message.content.note) if route.takes_target else None
         for name, tensor in zip(route.names, tensors):
             leaf = tensor.detach()
             flight.inputs[name] = leaf.requires_grad_() if name in route.grad_names else leaf
@@ -322,9 +321,8 @@ class Pipeline:
             if peer == self.rank:
                 self._local[hop.number, op.microbatch] = tensors, target
                 continue
-            leaves, spec = pytree.tree_flatten(target) if hop.route.takes_target else ([], None)
+            leaves, note = _packed(target) if hop.route.takes_target else ([], "")
             what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
-            note = pytree.treespec_dumps(spec) if spec is not None else ""
             self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
             if comes_back and hop.route.grad_names:
                 self._channels.expect(peer, hop.number + 1)
@@ -423,6 +421,22 @@ class Pipeline:
         loss_of = self._held[self.arrangement.last].runner.loss_of
         assert isinstance(loss_of, LossOf)
         return loss_of.output(values)
+
+
+def _packed(target: Any) -> tuple[list[Tensor | None], str]:
+    """The tensors of a target, and a note of the rest: its form, and text and numbers, where it holds any."""
+    leaves, spec = pytree.tree_flatten(target)
+    plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
+    return tensors, json.dumps(
+        [pytree.treespec_dumps(spec), plain if any(p is not None for p in plain) else []]
+    )
+
+
+def _unpacked(tensors: list[Tensor | None], note: str) -> Any:
+    spec, plain = json.loads(note)
+    leaves = [p if t is None else t for t, p in zip(tensors, plain)] if plain else tensors
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
 
 
 def _tensors(inputs: Any) -> list[Tensor]:

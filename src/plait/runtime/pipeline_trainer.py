@@ -199,14 +199,15 @@ class PipelineTrainer(StretchTrainer):
 
     def _measure(self) -> dict[str, float]:
         """Mean loss and metric over the test split, sent through the pipeline."""
-        settings, arrangement = self.settings, self._arrangement
+        settings, arrangement, tests = self.settings, self._arrangement, self.parts.test_set
+        assert tests is not None
         size = settings.evaluate.batch_size or settings.data.batch_size
         each = max(1, size // arrangement.microbatches)
         pieces = [
             Microbatch(0, i, 0, batch.samples)
-            for i, batch in enumerate(in_order(len(self.parts.test_set), each))
+            for i, batch in enumerate(in_order(tests.count(settings.seed), each))
         ]
-        work = self._work(pieces, lambda mine: self._load(self.parts.test_set, mine), lambda _: False)
+        work = self._work(pieces, lambda mine: self._load(tests, mine), lambda _: False)
         sums = torch.zeros(4, dtype=torch.float64)
 
         def measure(output: Any, target: Any, microbatch: int) -> None:

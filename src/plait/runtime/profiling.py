@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,19 +17,19 @@ from torch import nn
 from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.cluster.worker import Worker
 from plait.core.codec import decode, encode
-from plait.core.errors import InputError
 from plait.graph.graph import Graph
 from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
-from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import build
+from plait.runtime.evaluate import as_arguments, telling_of_types
 from plait.runtime.launch import Placement
-from plait.runtime.loading import SeededSamples, to_device
+from plait.runtime.loading import to_device
 from plait.runtime.optim import build_optimizer
 from plait.runtime.overhead import measure_overhead
 from plait.runtime.settings import OptimizerSettings, TrainSettings
 from plait.runtime.sums import measure_sums
+from plait.runtime.tracing import trace_inputs
 from plait.stages.quick import plain_forwards, quicken
 from plait.stages.versions import WeightVersions
 from plait.workloads.losses import build_loss
@@ -70,22 +71,25 @@ def _profile_sizes(
     try:
         for size in batch_sizes:
             model, inputs, target = _example(settings, size, device)
-            found = profile_model(
-                model,
-                inputs,
-                _loss_of(settings, target),
-                device=device,
-                repeats=repeats,
-                least_s=least_s,
-                name=settings.model.factory,
-                on_progress=on_progress,
-            )
+            with telling_of_types(model, inputs):
+                found = profile_model(
+                    model,
+                    inputs,
+                    _loss_of(settings, target),
+                    device=device,
+                    repeats=repeats,
+                    least_s=least_s,
+                    name=settings.model.factory,
+                    on_progress=on_progress,
+                )
             profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
         if device.type == "cpu":
             # Weights of a stage lie as its products want them, which updates feel.
             plain_forwards(quicken(model, add=False))
         # Whatever the microbatches, an update is the same.
-        updates = time_updates(model.to(device), trace(model, inputs), settings.optimizer, max(repeats, 9))
+        updates = time_updates(
+            model.to(device), trace_inputs(model, inputs), settings.optimizer, max(repeats, 9)
+        )
     finally:
         torch.set_num_threads(before)
     return tuple(replace(each, graph=_with_updates(each.graph, updates)) for each in profiles)
@@ -167,23 +171,17 @@ def _with_updates(graph: Graph, updates: dict[str, UpdateTimes]) -> Graph:
 def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
     """The job's model as its layers, traced on a few samples of its data."""
     model, inputs, _ = _example(settings, samples, torch.device("cpu"))
-    return trace(model, inputs)
+    return trace_inputs(model, inputs)
 
 
 def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> tuple[Any, Any, Any]:
     """The model, its inputs as a tuple or dict, and the target, for one batch of training data."""
-    dataset = build.build_data(settings.data, "train")
-    if len(dataset) < 1:
-        raise InputError("data: the data set has no samples, expected one at least")
     dtype = torch.float64 if settings.precision == "float64" else None
     # A set with fewer samples than a microbatch begins again: what they hold costs no time.
-    keys = [(0, i % len(dataset)) for i in range(batch_size)]
-    content = SeededSamples(dataset, settings.seed).__getitems__(keys)
+    content = build.build_train_data(settings).first_batch(batch_size, settings.seed)
     inputs, target = to_device(content, device, dtype)
     model = build.build_model(settings.model, settings.seed).to(dtype=dtype)
-    if isinstance(inputs, (tuple, list)):
-        return model, tuple(inputs), target
-    return model, inputs if isinstance(inputs, dict) else (inputs,), target
+    return model, as_arguments(inputs), target
 
 
 def profile_together(
@@ -258,14 +256,18 @@ def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, r
     """Seconds in which a worker fetches a microbatch; none where loader processes do it meanwhile."""
     if settings.data.loaders > 0:
         return 0.0
-    dataset = build.build_data(settings.data, "train")
-    samples = SeededSamples(dataset, settings.seed)
+    source = build.build_train_data(settings)
+    numbers = itertools.count()
     dtype = torch.float64 if settings.precision == "float64" else None
     seconds = []
-    for start in range(0, repeats * batch_size, batch_size):
-        keys = [(0, i % len(dataset)) for i in range(start, start + batch_size)]
+    for _ in range(repeats):
+        taken = itertools.islice(numbers, batch_size)
         started = time.perf_counter()
-        to_device(samples.__getitems__(keys), device, dtype)
+        if source.is_stream:
+            content = source.first_batch(batch_size, settings.seed)
+        else:
+            content = source.batch(0, [i % len(source) for i in taken], settings.seed)
+        to_device(content, device, dtype)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 

@@ -39,7 +39,9 @@ class Recorder:
         self._board = _open_board(folder.tensorboard) if self._active and settings.tensorboard else None
         self._started = self._mark = self._reported = time.perf_counter()
         self._loss: torch.Tensor | float = 0.0
-        self._steps = self._samples = self._all_samples = self._total = 0
+        self._steps = self._samples = self._all_samples = 0
+        # None where the number of steps is unknown.
+        self._total: int | None = 0
         self._last: tuple[int, int, float, float | None] = (0, 0, 0.0, None)
         self._rate = 0.0
         self._training_s = 0.0
@@ -50,7 +52,13 @@ class Recorder:
         # The step at which the run was seen to have diverged, where that ends it.
         self.diverged_at: int | None = None
 
-    def start(self, step: int, steps: int) -> None:
+    def set_steps(self, steps: int) -> None:
+        """Set the number of steps of a run for which it was unknown."""
+        self._total = steps
+        self._progress["steps"] = steps
+        self._report(force=True)
+
+    def start(self, step: int, steps: int | None) -> None:
         self._total = steps
         settings, parts = self._settings, self._parts
         self._record(
@@ -61,7 +69,7 @@ class Recorder:
                 workers=self._worker.world_size,
                 device=str(parts.device),
                 precision=settings.precision,
-                samples=len(parts.train_set),
+                samples=parts.train_set.length,
                 batch_size=settings.data.batch_size,
                 steps=steps,
                 step=step,
@@ -118,14 +126,15 @@ class Recorder:
         # A running mean that forgets within a few seconds: time left should follow a change of speed.
         weight = min(1.0, max(seconds / 3.0, self._samples / max(self._all_samples, 1)))
         self._rate += weight * (self._samples / seconds - self._rate)
-        left = (self._total - step) * self._settings.data.batch_size / max(self._rate, 1e-9)
         self._progress |= {
             "step": step,
             "epoch": epoch,
             "loss": finite(loss),
             "samples_per_s": round(self._rate, 1),
-            "left_s": round(left, 1),
         }
+        if self._total is not None:
+            left = max(self._total - step, 0) * self._settings.data.batch_size / max(self._rate, 1e-9)
+            self._progress["left_s"] = round(left, 1)
         self._report(force=step == self._total)
         self._loss, self._steps, self._samples, self._mark = 0.0, 0, 0, now
 

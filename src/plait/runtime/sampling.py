@@ -9,16 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+
+# More samples than any stream without an end gives.
+ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is in its data: `sample` samples of epoch `epoch` are used up."""
+    """How far a run is in its data: `sample` samples of epoch `epoch` are used up.
+
+    `stream` is what a stream's `state_dict` said there, of a set that has one.
+    """
 
     epoch: int = 0
     sample: int = 0
+    stream: Any = None
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,10 @@ def mix(*numbers: int) -> int:
 
 
 @lru_cache(maxsize=2)
-def epoch_order(seed: int, epoch: int, samples: int, shuffle: bool) -> tuple[int, ...]:
+def epoch_order(seed: int, epoch: int, samples: int, shuffle: bool) -> Sequence[int]:
     """The order in which epoch `epoch` visits the samples."""
     if not shuffle:
-        return tuple(range(samples))
+        return range(samples)
     generator = torch.Generator().manual_seed(mix(seed, epoch))
     return tuple(torch.randperm(samples, generator=generator).tolist())
 
@@ -66,7 +74,7 @@ def batches(
             after = (
                 Position(epoch, end) if has_next(end, samples, batch_size, keep_last) else Position(epoch + 1)
             )
-            yield GlobalBatch(epoch, order[sample:end], after)
+            yield GlobalBatch(epoch, tuple(order[sample:end]), after)
             sample = end
         epoch, sample = epoch + 1, 0
 

@@ -21,7 +21,10 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The data set and how batches are drawn from it; `batch_size` counts samples over all workers."""
+    """The data set and how batches are drawn from it; `batch_size` counts samples over all workers.
+
+    `collate_fn` names, as `package.module:function`, what makes a batch of a list of samples.
+    """
 
     kind: str
     batch_size: int
@@ -29,6 +32,7 @@ class DataSettings:
     shuffle: bool = True
     last_batch: Literal["keep", "drop"] = "keep"
     loaders: int = 0
+    collate_fn: str | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.cluster.messages import Message
 from plait.profiler.traced import TracedModel
+from plait.runtime.evaluate import telling_of_types
 from plait.runtime.loading import seed_all
 from plait.stages.cut import Stage
 from plait.stages.deferred import DeferWeights
@@ -155,7 +156,9 @@ class StageRunner:
         flight.deferred = defer
 
     def _call(self, flight: Flight) -> dict[str, Tensor]:
-        given = self.stage.module(*(flight.inputs[value.name] for value in self.stage.inputs))
+        inputs = tuple(flight.inputs[value.name] for value in self.stage.inputs)
+        with telling_of_types(self.stage.module, inputs):
+            given = self.stage.module(*inputs)
         return {value.name: tensor for value, tensor in zip(self.stage.outputs, given)}
 
     def _run_again(self, flight: Flight) -> None:

@@ -19,15 +19,16 @@ from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime import loading
-from plait.runtime.build import Parts, total_steps
+from plait.runtime.build import UNKNOWN_STEPS, Parts, total_steps
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience, gain
 from plait.runtime.record import Recorder
-from plait.runtime.sampling import GlobalBatch, Position, batches, mix
+from plait.runtime.sampling import ENDLESS, GlobalBatch, Position, batches, mix
 from plait.runtime.settings import TrainSettings
+from plait.runtime.streams import StreamOrder, check_same_stream, has_state, stream_batches
 
 
 def keep_what_was_built() -> None:
@@ -81,7 +82,9 @@ class Trainer:
             self._restore()
         self._agree_on_start()
         # Counted from the position: the batch size may have changed since the steps before were taken.
-        self.begin(total_steps(self.settings, len(self.parts.train_set), self.step, self.position))
+        self.begin(total_steps(self.settings, self.parts.train_set.length, self.step, self.position))
+        if self.parts.train_set.is_stream:
+            self._warn_of_skipping()
         keep_what_was_built()
         reason = self.train()
         self.recorder.log_rest()
@@ -98,7 +101,7 @@ class Trainer:
         """Get ready to go on until `steps` steps are done."""
         self.steps = steps
         self._lr_factor = build_lr_factor(self.settings.lr_schedule, steps)
-        self.recorder.start(self.step, steps)
+        self.recorder.start(self.step, None if steps == UNKNOWN_STEPS else steps)
         if self.engine is not None and self.engine.chosen is not None:
             self.recorder.note(self.engine.chosen)
 
@@ -107,7 +110,7 @@ class Trainer:
         assert self.engine is not None
         if self.patience.is_over():
             return "early-stop"
-        for batch in itertools.islice(self._batches(), max(self.steps - self.step, 0)):
+        for batch in itertools.islice(self._batches(), self._steps_left()):
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
             loading.seed_all(mix(self.settings.seed, self.step, self.worker.rank))
             factor = self._lr_factor(self.step)
@@ -115,14 +118,23 @@ class Trainer:
             self.step += 1
             self.position = batch.after
             self.recorder.step(self.step, batch.epoch, loss, self.parts.base_lrs[0] * factor, batch.total)
-            if self.step == self.steps:
+            if batch.last or self._steps_left() == 0:
                 break
             self._evaluate_or_save()
             if self.patience.is_over():
                 return "early-stop"
             if stop:
                 return "stopped"
+        if self._steps_left() is None:
+            self.steps = self.step
+            self.recorder.set_steps(self.step)
         return "finished"
+
+    def _steps_left(self) -> int | None:
+        """How many steps are left; None for a run over epochs of a stream, which ends with the stream."""
+        if self.parts.train_set.is_stream and self.settings.epochs is not None:
+            return None
+        return max(self.steps - self.step, 0)
 
     def _evaluate_or_save(self) -> None:
         """What is due after this step: an evaluation, and one checkpoint at most."""
@@ -134,18 +146,20 @@ class Trainer:
 
     def _order(self) -> Iterator[GlobalBatch]:
         """The batches to come, by their samples."""
-        data = self.settings.data
+        data, source = self.settings.data, self.parts.train_set
         return batches(
             self.position,
-            len(self.parts.train_set),
+            ENDLESS if source.length is None else len(source),
             data.batch_size,
             seed=self.settings.seed,
-            shuffle=data.shuffle,
+            shuffle=data.shuffle and not source.is_stream,
             keep_last=data.last_batch == "keep",
         )
 
     def _batches(self) -> Iterator[loading.Batch]:
         data, parts = self.settings.data, self.parts
+        if parts.train_set.is_stream:
+            return self._stream()
         return loading.load(
             parts.train_set,
             self._order(),
@@ -156,6 +170,34 @@ class Trainer:
             pin=parts.device.type == "cuda",
         )
 
+    def _warn_of_skipping(self) -> None:
+        if self.position.sample and (self.position.stream is None or self.settings.pipeline is not None):
+            self.recorder.warn(
+                f"no state of the stream to continue from: {self.position.sample:,} samples of epoch "
+                f"{self.position.epoch} are read again and skipped, which is exact if it gives the same "
+                f"samples as before"
+            )
+
+    def _stream(self) -> Iterator[loading.Batch]:
+        """This worker's shares of the batches of a stream, from the run's position on."""
+        settings, data, parts = self.settings, self.settings.data, self.parts
+        source, worker = parts.train_set, self.worker
+        order = StreamOrder(
+            self.position, data.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
+        )
+        pin = parts.device.type == "cuda"
+        batches = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
+        for number, batch in enumerate(batches):
+            if number == 0 and worker.world_size > 1:
+                check_same_stream(batch)
+            if number == 0 and has_state(source.dataset) and batch.after.stream is None:
+                self.recorder.warn(
+                    "the stream's state_dict holds values that a checkpoint cannot keep (expected numbers, "
+                    "text, None, lists, and dicts with text as keys); a resumed run will skip the samples "
+                    "that were used"
+                )
+            yield batch
+
     def _evaluate(self) -> dict[str, float]:
         if self.parts.test_set is None:
             return {}
@@ -163,7 +205,7 @@ class Trainer:
         started = time.perf_counter()
         metrics = self._measure()
         seconds = time.perf_counter() - started
-        self.recorder.evaluated(self.step, metrics, len(self.parts.test_set), seconds)
+        self.recorder.evaluated(self.step, metrics, self.parts.test_set.length or 0, seconds)
         return metrics
 
     def _measure(self) -> dict[str, float]:

@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.core.errors import JobError
+from plait.core.errors import JobError, PlaitError
 from plait.core.names import check_arguments, did_you_mean, resolve
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Any], Tensor]
+# The model computes its loss itself.
+MODEL_LOSS = "model"
 
 
 def build_loss(kind: str, args: Mapping[str, Any] | None = None) -> Loss:
@@ -24,8 +27,13 @@ def build_loss(kind: str, args: Mapping[str, Any] | None = None) -> Loss:
     loss = find_loss(kind)
     if isinstance(loss, type):
         check_arguments(loss, args or {}, "loss_args", JobError)
-        return cast("Loss", _instance(loss, kind, args or {}))
-    return _with_options(cast("Loss", loss), args or {})
+        return OwnLoss(kind, cast("Loss", _instance(loss, kind, args or {})))
+    check_arguments(loss, args or {}, "loss_args", JobError, positional=2)
+    options = dict(args or {})
+    if loss is cross_entropy and options.get("weight") is not None:
+        options["weight"] = ClassWeights(options["weight"])
+    with_options = partial(loss, **options) if options else loss
+    return with_options if kind in KINDS else OwnLoss(kind, with_options)
 
 
 def find_loss(kind: str) -> Callable[..., Any]:
@@ -44,44 +52,170 @@ def find_loss(kind: str) -> Callable[..., Any]:
     return loss
 
 
-def _with_options(loss: Loss, args: Mapping[str, Any]) -> Loss:
-    check_arguments(loss, args, "loss_args", JobError, positional=2)
-    return partial(loss, **args) if args else loss
+class OwnLoss:
+    """A user's loss, whose answer is checked; what it raises says also what it was called with."""
+
+    def __init__(self, kind: str, loss: Loss) -> None:
+        self.kind = kind
+        self.loss = loss
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        try:
+            found: Any = self.loss(output, target)
+        except PlaitError:
+            raise
+        except Exception as failure:
+            failure.add_note(
+                f"loss: {self.kind} was called with {describe(output)} as the output and {describe(target)} "
+                f"as the target"
+            )
+            raise
+        if isinstance(found, Tensor) and found.numel() == 1:
+            return found.reshape(())
+        raise JobError(
+            f"loss: {self.kind} returned {describe(found)}, expected one number, the mean over the batch, "
+            f"as a tensor; end it with .mean()"
+        )
 
 
-def cross_entropy(output: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The mean cross entropy of logits (batch, classes) or (batch, time, vocabulary); classes come last."""
+def describe(value: Any) -> str:
+    """What `value` is, in a few words: `a float32 tensor of shape (4, 10)`, `a list of 4 str`."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(str, value))}"
+    if isinstance(value, (tuple, list)):
+        kinds = sorted({type(item).__name__ for item in value})
+        return f"a {type(value).__name__} of {len(value)} {' and '.join(kinds)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def cross_entropy(
+    output: Tensor, target: Tensor, label_smoothing: float = 0.0, weight: ClassWeights | None = None
+) -> Tensor:
+    """The mean cross entropy of logits (batch, classes) or (batch, time, vocabulary); classes come last.
+
+    With `weight`, one number a class, it is the mean weighted by those of the targets.
+    """
     _check_tensor(output, "cross-entropy")
+    target = _class_numbers(target)
     if output.shape[:-1] != target.shape:
         raise JobError(
             f"loss: cross-entropy found an output of shape {tuple(output.shape)} and a target of shape "
             f"{tuple(target.shape)}; expected the target to have the output's shape without its last axis, "
             f"the classes"
         )
-    return F.cross_entropy(output.flatten(0, -2), target.flatten(), label_smoothing=label_smoothing)
+    return F.cross_entropy(
+        output.flatten(0, -2),
+        target.flatten(),
+        weight=None if weight is None else weight.like(output),
+        label_smoothing=label_smoothing,
+    )
+
+
+def _class_numbers(target: Any) -> Tensor:
+    if not isinstance(target, Tensor):
+        raise JobError(
+            f"loss: cross-entropy found {describe(target)} as the target, expected a tensor with the "
+            f"number of each sample's class; give numbers as targets, 0 for the first class"
+        )
+    if target.is_floating_point() or target.dtype is torch.bool or target.is_complex():
+        raise JobError(
+            f"loss: cross-entropy found {describe(target)} as the target, expected class numbers, which are "
+            f"integers; convert them with int() or .long(); for chances of classes use "
+            f"loss: torch.nn:CrossEntropyLoss, for one output a sample torch.nn:BCEWithLogitsLoss"
+        )
+    return target if target.dtype is torch.int64 else target.long()
+
+
+class ClassWeights:
+    """One number for each class, as a tensor wherever the loss needs it."""
+
+    def __init__(self, numbers: Any) -> None:
+        is_list = isinstance(numbers, (list, tuple)) and bool(numbers)
+        if not is_list or not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
+            raise JobError(
+                f"loss_args.weight: found {numbers!r}, expected a list with a number for each class"
+            )
+        self._numbers = [float(number) for number in numbers]
+        self._made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, output: Tensor) -> Tensor:
+        """The weights on the device of `output`, whose last axis is the classes."""
+        if len(self._numbers) != output.shape[-1]:
+            raise JobError(
+                f"loss_args.weight: found {len(self._numbers)} numbers, but the model has {output.shape[-1]} "
+                f"classes; expected one for each"
+            )
+        key = output.dtype, output.device
+        if key not in self._made:
+            made = torch.tensor(self._numbers, dtype=output.dtype, device=output.device)
+            if type(made) is not Tensor:  # one without memory, which a later step could not use
+                return made
+            # Kept, since a copy to a GPU cannot be part of a CUDA graph.
+            self._made[key] = made
+        return self._made[key]
 
 
 def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
     """The mean of the squared differences."""
     _check_tensor(output, "mse")
+    if not isinstance(target, Tensor):
+        raise JobError(f"loss: mse found {describe(target)} as the target, expected a tensor of numbers")
     if output.shape != target.shape:
         # Torch would broadcast the two, and train towards something nobody asked for.
         raise JobError(
             f"loss: mse found an output of shape {tuple(output.shape)} and a target of shape "
             f"{tuple(target.shape)}; expected the same shape"
         )
+    if target.dtype is torch.float64 and output.dtype is not torch.float64:
+        # Python's and numpy's numbers; torch would fail in backward.
+        target = target.float()
     return F.mse_loss(output, target)
 
 
 def _check_tensor(output: object, kind: str) -> None:
     if not isinstance(output, Tensor):
+        has_loss = _find_loss_in(output) is not None
+        own = (
+            "the output has a loss of its own: use loss: model"
+            if has_loss
+            else ("write a loss of your own that takes the part it needs: loss: package.module:name")
+        )
         raise JobError(
-            f"loss: {kind} found that the model returned a {type(output).__name__}, expected a tensor; "
-            f"write a loss of your own that takes the part it needs: loss: package.module:name"
+            f"loss: {kind} found that the model returned a {type(output).__name__}, expected a tensor; {own}"
         )
 
 
-KINDS: Mapping[str, Loss] = {"cross-entropy": cross_entropy, "mse": mean_squared_error}
+def model_loss(output: Any, target: Any) -> Tensor:
+    """The loss that the model computed: `output.loss`, `output["loss"]`, the first of a tuple, the output."""
+    found = _find_loss_in(output)
+    if found is None:
+        raise JobError(
+            f"loss: found 'model', but the model returned {describe(output)}, which holds no loss; expected "
+            f"an output with .loss, a dict with 'loss', or a tuple whose first item is the loss, one number. "
+            f"Most models compute it only where the batch has targets: see that the samples hold labels"
+        )
+    return found
+
+
+def _find_loss_in(output: Any) -> Tensor | None:
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", output)
+    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
+        return found.reshape(())
+    return None
+
+
+KINDS: Mapping[str, Loss] = {
+    "cross-entropy": cross_entropy,
+    "mse": mean_squared_error,
+    MODEL_LOSS: model_loss,
+}
 
 
 def _instance(loss: type, kind: str, args: Mapping[str, Any]) -> object:

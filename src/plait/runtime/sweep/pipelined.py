@@ -138,6 +138,7 @@ class PipelinedArray:
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, which goes through all stages."""
         parts, settings = self._own.parts_of(places[0]), self._own.settings_of(places[0])
+        assert parts.test_set is not None
         size = settings.evaluate.batch_size or settings.data.batch_size
         batches = list(in_order(len(parts.test_set), max(1, size // self._arrangement.microbatches)))
         found = loading.load(

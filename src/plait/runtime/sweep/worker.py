@@ -17,7 +17,7 @@ from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
 from plait.runtime import build
 from plait.runtime.folder import RunFolder
-from plait.runtime.sweep.data import DataSets
+from plait.runtime.sweep.data import DataSets, check_data
 from plait.runtime.sweep.desk import Clerk, FarDesk, OwnDesk
 from plait.runtime.sweep.led import Follower
 from plait.runtime.sweep.loop import SweepLoop
@@ -36,6 +36,7 @@ def check_order(order: dict[str, Any]) -> None:
     settings = decode(SweepSettings, order["settings"], "settings")
     Search(settings)
     choose_metric(settings)
+    check_data(settings.train.data)
     build.check(settings.train)
     for dimension in settings.over:
         check_key(dimension.key)

@@ -14,7 +14,7 @@ from plait.workloads.data.cifar import cifar
 from plait.workloads.data.digits import digits
 from plait.workloads.data.fashion_mnist import fashion_mnist
 from plait.workloads.data.image_folder import image_folder
-from plait.workloads.data.stored import MapDataset, Split
+from plait.workloads.data.stored import MapDataset, Split, is_stream
 from plait.workloads.data.synthetic import synthetic
 from plait.workloads.data.text import text
 
@@ -28,18 +28,30 @@ KINDS: Mapping[str, Callable[..., MapDataset]] = {
 }
 
 
-def build(kind: str, split: Split, **options: Any) -> MapDataset:
+def build(kind: str, split: Split, **options: Any) -> Any:
     """The data set of that kind: one of `KINDS`, or a user's `package.module:name`.
 
-    A user's function or class is called with the split and the options as they are. Our own kinds take
-    options as a job file spells them: paths as text, shapes as lists.
+    A user's function or class is called with the split and the options as they are, and may return a stream,
+    or None where there is no test split. Our own kinds take options as a job file spells them: paths as text,
+    shapes as lists.
     """
     factory, values = check(kind, options)
-    dataset = factory(split, **values)
+    try:
+        dataset: Any = factory(split, **values)
+    except Exception as failure:
+        if split == "test" and not isinstance(failure, DataError):
+            failure.add_note(
+                f"data.kind: {kind} failed for the split 'test'; return None where there is none"
+            )
+        raise
+    if dataset is None and split == "test":
+        return None
+    if is_stream(dataset):
+        return dataset
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
-            f"data.kind: {kind} returned a {type(dataset).__name__}, expected a map-style data set "
-            f"with __len__ and __getitem__"
+            f"data.kind: {kind} returned a {type(dataset).__name__} for {split!r}, expected a map-style data "
+            f"set with __len__ and __getitem__, or an IterableDataset"
         )
     if len(dataset) == 0:
         raise DataError(f"data.kind: {kind} returned an empty data set for {split!r}")
@@ -49,7 +61,7 @@ def build(kind: str, split: Split, **options: Any) -> MapDataset:
 def check(kind: str, options: Mapping[str, Any]) -> tuple[Callable[..., MapDataset], dict[str, Any]]:
     """What makes sets of that kind, and the options as it takes them; reads nothing, refuses wrong ones."""
     factory = _factory(kind)
-    beside = ("batch_size", "shuffle", "last_batch", "loaders")
+    beside = ("batch_size", "shuffle", "last_batch", "loaders", "collate_fn")
     check_arguments(factory, options, "data", DataError, positional=1, beside=beside)
     return factory, _converted(factory, options) if factory in KINDS.values() else dict(options)
 

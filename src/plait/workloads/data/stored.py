@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 Split = Literal["train", "test"]
 Sample = tuple[Tensor, Tensor]
@@ -23,6 +24,13 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples come in an order of the set's own: torch's IterableDataset, or `__iter__` alone."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
 class Images:
@@ -53,7 +61,7 @@ class Images:
     def __getitem__(self, index: int) -> Sample:
         return self._normalise(self._pixels[index]), self._labels[index]
 
-    def __getitems__(self, indices: list[int]) -> Sample:
+    def collated_batch(self, indices: list[int]) -> Sample:
         chosen = torch.tensor(indices, dtype=torch.long)
         return self._normalise(self._pixels[chosen]), self._labels[chosen]
 
@@ -101,6 +109,6 @@ class Windows:
     def __getitem__(self, index: int) -> Sample:
         return self._inputs[index].long(), self._targets[index].long()
 
-    def __getitems__(self, indices: list[int]) -> Sample:
+    def collated_batch(self, indices: list[int]) -> Sample:
         chosen = torch.tensor(indices, dtype=torch.long)
         return self._inputs[chosen].long(), self._targets[chosen].long()

@@ -76,7 +76,7 @@ class Synthetic:
             return self._shifted_tokens(generator)
         return self._input(generator), self._target(generator)
 
-    def __getitems__(self, indices: list[int]) -> Sample:
+    def collated_batch(self, indices: list[int]) -> Sample:
         inputs, targets = zip(*(self[index] for index in indices))
         return torch.stack(inputs), torch.stack(targets)
 

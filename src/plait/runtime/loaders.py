@@ -1,0 +1,248 @@
+"""Loader processes: forked from the worker, kept between two uses, and never left behind.
+
+A worker is itself forked from a server, so torch's DataLoader would start another server for its loaders:
+each would import torch anew, be the child of that server, and stay when the worker is killed. Forked from
+the worker itself, loaders start in milliseconds, share its data set, and end with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.core.errors import PlaitError
+from plait.runtime import transport
+from plait.runtime.samples import DataSource
+
+# How many batches each loader prepares in advance.
+AHEAD = 2
+# How long a loader may take to exit after its socket was closed.
+END_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+# The epoch and the numbers of the samples of one batch, and the seed of their random choices.
+Key = tuple[int, tuple[int, ...], int]
+
+
+def load_batches(source: DataSource, keys: Iterable[Key], loaders: int, pin: bool) -> Iterator[Any]:
+    """The batches that `keys` name, in order, made by `loaders` processes; `pin` is for copies to a GPU."""
+    idle = source.idle_loaders.setdefault(loaders, [])
+    pool = idle.pop() if idle else LoaderPool(loaders, _Batches(source))
+    try:
+        yield from pool.run(keys, pin)
+    except GeneratorExit:
+        idle.append(pool)
+        raise
+    idle.append(pool)
+
+
+def load_stream(items: Iterable[Any], pin: bool) -> Iterator[Any]:
+    """The items, none of which is None, read by one process."""
+    source = iter(items)
+    for item in LoaderPool(1, lambda _: next(source, None)).run(itertools.repeat(None), pin):
+        if item is None:
+            return
+        yield item
+
+
+class LoaderPool:
+    """Processes that answer tasks by `make(task)`, each over a socket of its own.
+
+    They inherit `make` and all it refers to as it is when the pool is made.
+    """
+
+    def __init__(self, count: int, make: Callable[[Any], Any]) -> None:
+        self._sockets: list[socket.socket] = []
+        self._processes: list[BaseProcess] = []
+        # The loaders whose answers are outstanding, in the order of the tasks.
+        self._waiting: list[int] = []
+        for _ in range(count):
+            self._start(make)
+        weakref.finalize(self, _end, os.getpid(), self._sockets, self._processes)
+
+    def _start(self, make: Callable[[Any], Any]) -> None:
+        ours, theirs = socket.socketpair()
+        _open_sockets.add(ours)
+        # The kernel signals the end of the forking thread, so only the main thread can stand for the process.
+        tied = threading.current_thread() is threading.main_thread()
+        process = multiprocessing.get_context("fork").Process(
+            target=_loader_main, args=(theirs, os.getpid(), tied, make), daemon=True
+        )
+        with warnings.catch_warnings():
+            # Forking with threads is safe here: a loader uses none of the worker's threads or locks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        self._sockets.append(ours)
+        self._processes.append(process)
+
+    def run(self, tasks: Iterable[Any], pin: bool = False) -> Iterator[Any]:
+        """The answers to `tasks`, in order; at most AHEAD tasks a loader are taken before their answers."""
+        while self._waiting:  # left by a use that ended early
+            self._answer(pin=False)
+        loaders, numbered = len(self._sockets), enumerate(tasks)
+        while True:
+            for number, task in itertools.islice(numbered, AHEAD * loaders - len(self._waiting)):
+                self._ask(number % loaders, task)
+            if not self._waiting:
+                return
+            yield _checked(self._answer(pin))
+
+    def _ask(self, loader: int, task: Any) -> None:
+        try:
+            transport.send(self._sockets[loader], task)
+        except OSError:
+            raise self._ended(loader) from None
+        self._waiting.append(loader)
+
+    def _answer(self, pin: bool) -> Any:
+        loader = self._waiting.pop(0)
+        try:
+            return transport.receive(self._sockets[loader], pin)
+        except (EOFError, OSError):
+            raise self._ended(loader) from None
+
+    def _ended(self, loader: int) -> PlaitError:
+        process = self._processes[loader]
+        process.join(END_S)
+        code = process.exitcode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+        hint = "; was memory short? Use fewer data.loaders" if code == -signal.SIGKILL else ""
+        return PlaitError(f"data.loaders: a loader process (pid {process.pid}) ended by {how}{hint}")
+
+
+# The workers' ends of all sockets, which a loader must not hold open.
+_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _end(owner: int, sockets: list[socket.socket], processes: list[BaseProcess]) -> None:
+    """End the loaders of a pool that is gone; a forked copy of the pool has none to end."""
+    if os.getpid() != owner:
+        return
+    for each in sockets:
+        each.close()
+    deadline = time.monotonic() + END_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _loader_main(conn: socket.socket, parent: int, tied: bool, make: Callable[[Any], Any]) -> None:
+    """Be a loader: answer tasks until the worker closes its end, or ends."""
+    # Ctrl-C reaches every process of the terminal; the worker handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if tied and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The worker may have ended before prctl was called.
+    if os.getppid() != parent:
+        return
+    for other in list(_open_sockets):
+        other.close()
+    # The threads of the worker's pools do not exist after a fork.
+    torch.set_num_threads(1)
+    try:
+        while True:
+            task = transport.receive(conn)
+            _answer(conn, make, task)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _answer(conn: socket.socket, make: Callable[[Any], Any], task: Any) -> None:
+    try:
+        transport.send(conn, make(task))
+    except Exception as failure:
+        # Nothing was sent yet: either the batch could not be made or it could not be pickled.
+        transport.send(conn, _Raised.of(failure))
+
+
+class _Batches:
+    """Makes batches by their keys."""
+
+    def __init__(self, source: DataSource) -> None:
+        # A copy without the idle loaders: a reference cycle would keep the processes alive.
+        self._source = copy.copy(source)
+        self._source.idle_loaders = {}
+
+    def __call__(self, key: Key) -> Any:
+        epoch, numbers, seed = key
+        return self._source.batch(epoch, numbers, seed)
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """An exception raised in a loader, and the frames of its traceback."""
+
+    pickled: bytes
+    frames: str
+
+    @classmethod
+    def of(cls, failure: Exception) -> _Raised:
+        return cls(_portable(failure), _frames(failure))
+
+    def error(self) -> Exception:
+        made: Exception = pickle.loads(self.pickled)
+        if not isinstance(made, PlaitError):
+            made.add_note(f"In a loader process:\n{self.frames}".rstrip())
+        return made
+
+
+def _checked(answer: Any) -> Any:
+    if isinstance(answer, _Raised):
+        raise answer.error()
+    return answer
+
+
+def _portable(failure: Exception) -> bytes:
+    """`failure` as bytes; one that cannot travel as it is keeps its class and message, or its message."""
+    kind = type(failure)
+    for form in (failure, _Remade(kind, failure.args), _Remade(kind, (str(failure),))):
+        try:
+            found = pickle.dumps(form)
+            if str(pickle.loads(found)) == str(failure):
+                return found
+        except Exception:  # a user's exception may refuse in any way
+            continue
+    return pickle.dumps(RuntimeError(f"{kind.__name__}: {failure}"))
+
+
+class _Remade:
+    """Unpickles to an exception made without the `__init__` of its class, which may want other arguments."""
+
+    def __init__(self, kind: type[Exception], args: tuple[Any, ...]) -> None:
+        self._made = (kind, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BaseException.__new__, self._made
+
+
+def _frames(failure: Exception) -> str:
+    """The frames of a traceback below our own, after those of what caused it."""
+    before = failure.__cause__ or (None if failure.__suppress_context__ else failure.__context__)
+    cause = "".join(traceback.format_exception(before)) + "\n" if before is not None else ""
+    frames = traceback.extract_tb(failure.__traceback__)
+    here = str(Path(__file__).parent)
+    theirs = list(itertools.dropwhile(lambda frame: frame.filename.startswith(here), frames))
+    return cause + "".join(traceback.format_list(theirs or frames))

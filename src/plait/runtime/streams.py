@@ -1,0 +1,153 @@
+"""Batches of a stream: samples come in the stream's own order, and its length may be unknown.
+
+Every worker reads the whole stream and takes its share of each batch, so the samples of a step do not depend
+on the number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from plait.core.errors import DataError
+from plait.runtime.loaders import load_stream
+from plait.runtime.loading import Batch
+from plait.runtime.samples import DataSource, read_epoch
+from plait.runtime.sampling import Position, share
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """Which batches to read from a stream: from `start` to the end of epoch `epochs`, or without end."""
+
+    start: Position
+    batch_size: int
+    keep_last: bool
+    epochs: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The samples of one global batch, and the position after it."""
+
+    samples: list[Any]
+    epoch: int
+    after: Position
+
+
+def stream_batches(
+    source: DataSource, order: StreamOrder, rank: int, world_size: int, loaders: int, pin: bool = False
+) -> Iterator[Batch]:
+    """This rank's share of each batch of the stream, in order; the last one says that it is the last."""
+    batches = _shares(source, order, rank, world_size)
+    if loaders == 0:
+        yield from batches
+        return
+    # A None item would end the stream, so a content, which may be None, travels in a pair.
+    for content, rest in load_stream(((b.content, replace(b, content=None)) for b in batches), pin):
+        yield replace(rest, content=content)
+
+
+def check_same_stream(batch: Batch) -> None:
+    """Refuse workers that read unlike streams; all of them call it together with their first batch."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (batch.checksum, batch.total))
+    unlike = [rank for rank, one in enumerate(found) if one != found[0]]
+    if unlike:
+        raise DataError(
+            f"data.kind: worker {unlike[0]} read other samples from the stream than worker 0; every worker "
+            f"must read the whole stream in the same order, of which Plait gives it a share: leave out what "
+            f"divides it by rank, and let random choices follow torch's, Python's or numpy's own generator"
+        )
+
+
+def _shares(source: DataSource, order: StreamOrder, rank: int, world_size: int) -> Iterator[Batch]:
+    batches = _batches(source.dataset, order)
+    read = next(batches, None)
+    checksum = _checksum(read.samples) if read is not None else 0
+    while read is not None:
+        # Read one batch ahead: the caller must know whether the epoch or the run ends with this one.
+        following = next(batches, None)
+        own = list(share(read.samples, rank, world_size))
+        content = source.collated(own)
+        last, after = following is None, read.after
+        if (following is None or following.epoch > read.epoch) and after.stream is None:
+            # Resume at the next epoch. With a state, a resumed run finds the end of this one by itself.
+            after = Position(read.epoch + 1)
+        yield Batch(content, len(own), len(read.samples), read.epoch, after, last, checksum)
+        read = following
+
+
+def _batches(dataset: Any, order: StreamOrder) -> Iterator[_Read]:
+    """All batches, epoch after epoch; the next epoch begins where the stream ends."""
+    epoch, begin, state = order.start.epoch, order.start.sample, order.start.stream
+    while order.epochs is None or epoch < order.epochs:
+        is_empty = True
+        for read in _epoch_batches(dataset, order, epoch, begin, state):
+            is_empty = False
+            yield read
+        # A resumed epoch may have no samples left.
+        if is_empty and not begin:
+            raise DataError(_empty(order, epoch))
+        epoch, begin, state = epoch + 1, 0, None
+
+
+def _empty(order: StreamOrder, epoch: int) -> str:
+    short = f", or fewer than data.batch_size ({order.batch_size}) with last_batch: drop"
+    return (
+        f"data.kind: the stream gave no sample in epoch {epoch}{'' if order.keep_last else short}; expected "
+        f"a data set whose __iter__ begins anew each time (a generator ends once and for all)"
+    )
+
+
+def _epoch_batches(dataset: Any, order: StreamOrder, epoch: int, begin: int, state: Any) -> Iterator[_Read]:
+    samples: list[Any] = []
+    number = begin
+    for sample in read_epoch(dataset, order.seed, epoch, begin, state):
+        samples.append(sample)
+        number += 1
+        if len(samples) == order.batch_size:
+            yield _Read(samples, epoch, Position(epoch, number, _state_of(dataset)))
+            samples = []
+    if samples and order.keep_last:
+        # The stream has ended before these are returned, so its state is that of the next epoch's start.
+        yield _Read(samples, epoch, Position(epoch + 1, 0, _state_of(dataset)))
+
+
+def _state_of(dataset: Any) -> Any:
+    """The stream's state, or None where it has none that JSON can hold unchanged."""
+    if not has_state(dataset):
+        return None
+    state = dataset.state_dict()
+    try:
+        kept = json.loads(json.dumps(state))
+    except (TypeError, ValueError):
+        return None
+    return kept if kept == state else None
+
+
+def has_state(dataset: Any) -> bool:
+    """Whether the stream can save its position and continue from it."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+def _checksum(samples: list[Any]) -> int:
+    """A checksum of the tensors, arrays, numbers and text in `samples`; other objects do not count."""
+    found = 0
+    for leaf in pytree.tree_leaves(samples):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        if isinstance(leaf, numpy.ndarray):
+            found = zlib.crc32(leaf.tobytes(), found)
+        elif isinstance(leaf, (int, float, str, bytes)):
+            found = zlib.crc32(repr(leaf).encode(), found)
+    return found

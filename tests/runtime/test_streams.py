@@ -1,0 +1,340 @@
+"""Streams: the samples of a step do not depend on the workers, an epoch ends when the stream does."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from plait.cli.show import describe
+from plait.core import events as core_events
+from plait.core.errors import DataError, JobError
+from plait.planner.depth import Schedule
+from plait.runtime import build, events
+from plait.runtime import checkpoint as checkpoints
+from plait.runtime.folder import RunFolder
+from plait.runtime.profiling import profile_job
+from plait.runtime.settings import (
+    CheckpointSettings,
+    DataSettings,
+    EvaluateSettings,
+    LrScheduleSettings,
+    SyncSettings,
+    TrainSettings,
+)
+from support.plans import cut_in_two
+from support.sweeping import sweep_here, sweep_of
+from support.training import (
+    digits_job,
+    largest_difference,
+    pipeline_rank,
+    saved_weights,
+    train_each,
+    train_here,
+    train_rank,
+)
+from support.world import WorldError, run_ranks
+
+SAMPLES = 70
+
+
+@functools.cache
+def images(split: str) -> list[Any]:
+    """Images and their classes."""
+    generator = torch.Generator().manual_seed(len(split))
+    pixels = torch.randn(SAMPLES + 10, 1, 8, 8, generator=generator)
+    return list(zip(pixels, (pixels.sum((1, 2, 3)) > 0).long()))
+
+
+class Images(IterableDataset[Any]):
+    """Images, one after the other; each may be changed at random."""
+
+    def __init__(self, split: str, noise: float = 0.0, note: str = "") -> None:
+        self.images = images(split)
+        self.noise = noise
+        self.note = note
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(SAMPLES):
+            yield self.sample(index)
+
+    def sample(self, index: int) -> Any:
+        if self.note:
+            with open(self.note, "a") as file:
+                file.write(f"{os.getpid()} {index}\n")
+        image, label = self.images[index]
+        return image + self.noise * torch.rand(()), label
+
+
+class Sized(Images):
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Liar(Images):
+    """A stream that is shorter than it says."""
+
+    def __len__(self) -> int:
+        return SAMPLES + 20
+
+
+class Endless(Images):
+    def __iter__(self) -> Iterator[Any]:
+        for index in count():
+            yield self.sample(index % SAMPLES)
+
+
+class Stateful(Images):
+    """Says where it is, and goes on from there; each epoch begins one image further."""
+
+    def __init__(self, split: str, note: str = "", tuples: bool = False) -> None:
+        super().__init__(split, note=note)
+        self.tuples = tuples
+        self.begun, self.next = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.next:
+            self.begun += 1
+        while self.next < SAMPLES:
+            self.next += 1
+            yield self.sample(self.begun + self.next - 2)
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        numbers = (self.begun, self.next)
+        return {"at": numbers if self.tuples else list(numbers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begun, self.next = state["at"]
+
+
+class Epochs(Images):
+    """Each epoch begins where `set_epoch` says."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(SAMPLES):
+            yield self.sample(index + 3 * self.epoch)
+
+
+class InOrder:
+    """The same images as a map-style set."""
+
+    def __init__(self, split: str, shift: int = 0) -> None:
+        self.images = images(split)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index]
+
+
+def divided(split: str) -> Iterator[Any]:
+    """A stream that divides itself among the workers, as many do elsewhere."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return _Every(images(split), rank, size)
+
+
+class _Every:
+    def __init__(self, images: Any, rank: int, size: int) -> None:
+        self.images, self.rank, self.size = images, rank, size
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.images[index] for index in range(self.rank, SAMPLES, self.size))
+
+
+def endless(split: str) -> Any:
+    """A stream without an end; the test split has one."""
+    return Endless(split) if split == "train" else Images(split)
+
+
+def once(split: str) -> Iterator[Any]:
+    return iter(Images(split))
+
+
+def job(kind: str = "Images", loaders: int = 0, last_batch: Any = "keep", **changes: Any) -> TrainSettings:
+    options = changes.pop("options", {})
+    values: dict[str, Any] = {
+        "data": DataSettings(
+            f"test_streams:{kind}", 16, options, shuffle=False, last_batch=last_batch, loaders=loaders
+        ),
+        "steps": None,
+        "epochs": 2,
+        "evaluate": EvaluateSettings(every_steps=5),
+    }
+    return digits_job(**{**values, **changes})
+
+
+def run_events(folder: Path, kind: type) -> list[Any]:
+    found = (record.event for record in core_events.read(RunFolder(folder).events()))
+    return [event for event in found if isinstance(event, kind)]
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop"])
+def test_a_stream_trains_as_a_set_in_the_same_order(last_batch: str, tmp_path: Path) -> None:
+    result, weights = train_here(job("InOrder", last_batch=last_batch), tmp_path / "set")
+    stream, same = train_here(job(last_batch=last_batch), tmp_path / "stream")
+    assert largest_difference(weights, same) == 0.0
+    assert stream["test"] == result["test"]
+    steps = 10 if last_batch == "keep" else 8
+    assert (stream["step"], stream["steps"], stream["reason"]) == (steps, steps, "finished")
+    # Nothing is evaluated twice though nobody knew which step would be the last.
+    evaluated = [event.step for event in run_events(tmp_path / "stream", events.Evaluated)]
+    assert evaluated == ([5, 10] if last_batch == "keep" else [5, 8])
+    (started,) = run_events(tmp_path / "stream", events.RunStarted)
+    assert (started.samples, started.steps) == (None, None)
+    assert {event.samples for event in run_events(tmp_path / "stream", events.Evaluated)} == {SAMPLES}
+
+
+def train_with_and_without_loaders(rank: int, folder: Path) -> list[Any]:
+    jobs = [job(loaders=loaders, options={"noise": 1.0}) for loaders in (0, 1)]
+    return [train_rank(rank, settings, folder / str(number)) for number, settings in enumerate(jobs)]
+
+
+def test_the_samples_of_a_step_do_not_depend_on_workers_or_loaders(tmp_path: Path) -> None:
+    one, weights = train_here(job(options={"noise": 1.0}), tmp_path / "one")
+    for runs in run_ranks(3, train_with_and_without_loaders, tmp_path):
+        for result, found in runs:
+            assert largest_difference(weights, found) < 1e-12
+            assert result["test"]["loss"] == pytest.approx(one["test"]["loss"], abs=1e-12)
+            assert result["step"] == 10
+
+
+def test_steps_end_a_run_over_a_stream_and_epochs_follow_one_another(tmp_path: Path) -> None:
+    _, weights = train_here(job("InOrder", steps=12, epochs=None), tmp_path / "set")
+    for kind, loaders in (("Images", 0), ("Sized", 1)):
+        result, found = train_here(job(kind, loaders, steps=12, epochs=None), tmp_path / kind)
+        assert largest_difference(weights, found) == 0.0
+        assert (result["step"], result["steps"]) == (12, 12)
+    # An epoch is told to those who want to know.
+    _, found = train_here(job("Epochs", steps=12, epochs=None), tmp_path / "epochs")
+    assert largest_difference(weights, found) > 1e-3
+
+
+def test_a_length_that_is_an_estimate_ends_no_run_early_or_late(tmp_path: Path) -> None:
+    result, _ = train_here(job("Liar", lr_schedule=LrScheduleSettings("cosine")), tmp_path)
+    (started,) = run_events(tmp_path, events.RunStarted)
+    assert (started.samples, started.steps) == (SAMPLES + 20, 12)
+    assert (result["step"], result["steps"]) == (10, 10)
+
+
+def test_progress_of_a_run_whose_end_nobody_knows_shows_steps_without_a_total() -> None:
+    assert describe({"step": 4, "steps": None, "loss": 0.5, "samples_per_s": 10.0}) == (
+        "step 4  loss 0.5  10 samples/s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "loaders"), [("Epochs", 3, 0), ("Epochs", 5, 0), ("Stateful", 5, 0), ("Stateful", 7, 1)]
+)
+def test_a_resumed_run_goes_on_where_the_stream_was(
+    kind: str, cut: int, loaders: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After three and seven steps within an epoch, after five where one has just ended."""
+    _, weights = train_here(job(kind), tmp_path / "whole")
+    note = tmp_path / "note"
+    short = job(kind, loaders, steps=cut, epochs=None, options={"note": str(note)})
+    train_here(short, tmp_path / "cut")
+    note.write_text("")
+    with caplog.at_level(logging.WARNING):
+        resumed = job(kind, loaders, options={"note": str(note)})
+        result, found = train_here(resumed, tmp_path / "cut", resume=True)
+    assert largest_difference(weights, found) == 0.0
+    assert result["step"] == 10
+    skipped = 0 if kind == "Stateful" else cut % 5 * 16
+    warned = [r.message for r in caplog.records if "are read again and skipped" in r.message]
+    assert len(warned) == (1 if skipped else 0)
+    # What is left of two epochs, and an evaluation at the end; one more where the fifth step was to come.
+    left = 2 * SAMPLES - 16 * cut if cut < 5 else SAMPLES - 16 * (cut - 5)
+    assert len(note.read_text().splitlines()) == skipped + left + SAMPLES * (1 + (cut < 5))
+
+
+def test_a_state_that_a_checkpoint_cannot_hold_is_told_and_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = job("Stateful", steps=3, epochs=None, options={"tuples": True})
+    with caplog.at_level(logging.WARNING):
+        train_here(settings, tmp_path)
+    assert (
+        sum("state_dict holds values that a checkpoint cannot keep" in r.message for r in caplog.records) == 1
+    )
+    newest = checkpoints.load(checkpoints.list_checkpoints(tmp_path / "checkpoints")[0])
+    assert newest.progress["position"] == {"epoch": 0, "sample": 48, "stream": None}
+
+
+def test_workers_that_read_unlike_streams_are_refused(tmp_path: Path) -> None:
+    train_here(job("divided"), tmp_path / "one")
+    with pytest.raises(WorldError, match="worker 1 read other samples from the stream than worker 0"):
+        run_ranks(2, train_rank, job("divided"), tmp_path / "two")
+
+
+def test_a_stream_that_cannot_begin_anew_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no sample in epoch 1; expected a data set whose __iter__ begins"):
+        train_here(job("once", evaluate=EvaluateSettings()), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("Images", {"sync": SyncSettings("partial-reduce")}, "sync: found 'partial-reduce', but .* stream"),
+        ("Images", {"sync": SyncSettings("local-sgd")}, "use sync: all-reduce, or a map-style data set"),
+        ("Images", {"loaders": 2}, "data.loaders: found 2, but .* is a stream.*use loaders: 1 or 0"),
+        ("Images", {"lr_schedule": LrScheduleSettings("cosine")}, "lr_schedule.kind: found 'cosine', but"),
+        ("once", {"loaders": 2}, "data.loaders: found 2, but .* is a stream"),
+        ("once", {"sync": SyncSettings("auto")}, "sync: found 'auto', but .* is a stream"),
+    ],
+)
+def test_what_needs_samples_by_index_or_a_known_length_is_refused(
+    kind: str, changes: Any, words: str
+) -> None:
+    settings = job(kind, **changes)
+    known_before_start = kind == "Images" and "lr_schedule" not in changes
+    with pytest.raises(JobError, match=words):
+        build.check(settings) if known_before_start else build.build(settings, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["Images", "once"])
+def test_a_sweep_refuses_a_stream(kind: str, tmp_path: Path) -> None:
+    sweep = sweep_of("optimizer.lr=0.1,0.2", job=job(kind, steps=3, epochs=None))
+    with pytest.raises(JobError, match="is a stream, and the trials of a sweep read samples by index"):
+        sweep_here(sweep, tmp_path)
+
+
+def test_a_pipeline_trains_on_a_stream_and_evaluates_on_one(tmp_path: Path) -> None:
+    jobs = {"sized": job("Sized", loaders=1), "endless": job("endless", steps=6, epochs=None)}
+    piped = {name: cut_in_two(one, Schedule.FLUSH, microbatches=2) for name, one in jobs.items()}
+    found = run_ranks(2, train_each, piped, tmp_path)[0]
+    for name, settings in jobs.items():
+        result, weights = train_here(settings, tmp_path / f"{name} alone")
+        assert largest_difference(weights, saved_weights(tmp_path / name)) < 1e-12
+        assert found[name]["test"]["loss"] == pytest.approx(result["test"]["loss"], abs=1e-12)
+
+
+def test_a_pipeline_wants_to_know_where_epochs_end(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="epochs: found 2, but .* is a stream without __len__.*give steps"):
+        build.build(cut_in_two(job(), Schedule.FLUSH, 2), torch.device("cpu"))
+    settings = job("Liar", steps=8, epochs=None, checkpoint=CheckpointSettings(every_steps=3))
+    with pytest.raises(
+        WorldError, match=r"the stream ended after 70 samples of epoch 0, but sample 70 is due"
+    ):
+        run_ranks(2, pipeline_rank, cut_in_two(settings, Schedule.FLUSH, 2), tmp_path)
+
+
+def test_a_job_with_a_stream_is_profiled() -> None:
+    found = profile_job(job(), 4, repeats=1)
+    assert found.batch == 4
+    assert found.loading_s > 0
