@@ -7,12 +7,13 @@ the worker itself, loaders start in milliseconds, share its data set, and end wi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
+import importlib
 import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -174,7 +175,7 @@ def _answer(conn: socket.socket, make: Callable[[Any], Any], task: Any) -> None:
     try:
         transport.send(conn, make(task))
     except Exception as failure:
-        # Nothing was sent yet: either the batch could not be made or it could not be pickled.
+        # Nothing was sent yet: either the batch could not be made or it cannot be sent.
         transport.send(conn, _Raised.of(failure))
 
 
@@ -193,49 +194,48 @@ class _Batches:
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception raised in a loader, and the frames of its traceback."""
+    """An exception raised in a loader: its class by name, its arguments as far as they travel, its frames."""
 
-    pickled: bytes
+    module: str
+    name: str
+    args: tuple[Any, ...]
+    text: str
     frames: str
 
     @classmethod
     def of(cls, failure: Exception) -> _Raised:
-        return cls(_portable(failure), _frames(failure))
+        kind = type(failure)
+        given = failure.args
+        if isinstance(failure, OSError) and failure.filename is not None:
+            given = (failure.errno, failure.strerror, str(failure.filename))
+        plain = all(isinstance(arg, (str, int, float, type(None))) for arg in given)
+        args = given if plain else (str(failure),)
+        return cls(kind.__module__, kind.__qualname__, args, str(failure), _frames(failure))
 
     def error(self) -> Exception:
-        made: Exception = pickle.loads(self.pickled)
+        """The exception with its class and message, or its message alone where that cannot be."""
+        made = self._of_its_class() or RuntimeError(f"{self.name}: {self.text}")
         if not isinstance(made, PlaitError):
             made.add_note(f"In a loader process:\n{self.frames}".rstrip())
         return made
+
+    def _of_its_class(self) -> Exception | None:
+        # Made without its `__init__`, which may want other arguments; a user's class may refuse in any way.
+        with contextlib.suppress(Exception):
+            kind: Any = importlib.import_module(self.module)
+            for part in self.name.split("."):
+                kind = getattr(kind, part)
+            for args in (self.args, (self.text,)):
+                made = kind.__new__(kind, *args)
+                if isinstance(made, Exception) and str(made) == self.text:
+                    return made
+        return None
 
 
 def _checked(answer: Any) -> Any:
     if isinstance(answer, _Raised):
         raise answer.error()
     return answer
-
-
-def _portable(failure: Exception) -> bytes:
-    """`failure` as bytes; one that cannot travel as it is keeps its class and message, or its message."""
-    kind = type(failure)
-    for form in (failure, _Remade(kind, failure.args), _Remade(kind, (str(failure),))):
-        try:
-            found = pickle.dumps(form)
-            if str(pickle.loads(found)) == str(failure):
-                return found
-        except Exception:  # a user's exception may refuse in any way
-            continue
-    return pickle.dumps(RuntimeError(f"{kind.__name__}: {failure}"))
-
-
-class _Remade:
-    """Unpickles to an exception made without the `__init__` of its class, which may want other arguments."""
-
-    def __init__(self, kind: type[Exception], args: tuple[Any, ...]) -> None:
-        self._made = (kind, *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BaseException.__new__, self._made
 
 
 def _frames(failure: Exception) -> str:

@@ -38,7 +38,7 @@ def keep_what_was_built() -> None:
 
 
 def check_order(
-    progress: Mapping[str, Any], position: Position, settings: TrainSettings, samples: int
+    progress: Mapping[str, Any], position: Position, settings: TrainSettings, samples: int | None
 ) -> None:
     """Refuse to go on in the middle of an epoch whose samples would come in another order."""
     if position.sample == 0:
@@ -253,7 +253,7 @@ class Trainer:
             "position": asdict(self.position),
             "seed": self.settings.seed,
             "shuffle": self.settings.data.shuffle,
-            "samples": len(self.parts.train_set),
+            "samples": self.parts.train_set.length,
             "best": self.best,
             "early_best": self.patience.best,
             "evaluations_without_gain": self.patience.without_gain,
@@ -295,7 +295,7 @@ class Trainer:
             without_gain, loss_scale = int(progress["evaluations_without_gain"]), progress["loss_scale"]
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
-        check_order(progress, position, self.settings, len(parts.train_set))
+        check_order(progress, position, self.settings, parts.train_set.length)
         checkpoints.load_model_state(parts.model, state.model)
         checkpoints.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
         self.step, self.position = state.step, position

@@ -2,23 +2,25 @@
 
 Torch's own queues create a named segment in /dev/shm for every tensor, which stays there if the process is
 killed before it unlinks the name. Here a large message is one memfd, which has no name, and its descriptor is
-sent with the message.
+sent with the message. Nothing is pickled: values travel as text and raw bytes (see trees.py).
 """
 
 from __future__ import annotations
 
-import io
+import json
 import mmap
 import os
-import pickle
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# The bytes of the message, how many of them are the pickle, and whether they are in a memfd.
+from plait.runtime import trees
+
+# The bytes of the message, how many of them are its text, and whether they are in a memfd.
 _HEAD = struct.Struct("<qq?")
 _ALIGNMENT = 64
 # Several messages of this size fit into a socket's buffer, so sending them never blocks.
@@ -26,14 +28,14 @@ _INLINE_BYTES = 1 << 14
 
 
 def send(to: socket.socket, value: Any) -> None:
-    """Send any value that pickle takes; the tensors in it are copied once."""
-    pickled, tensors = _taken_apart(value)
-    offsets, size = _offsets(len(pickled), tensors)
+    """Send a value (see trees.py for which); the tensors in it are copied once."""
+    text, tensors = _taken_apart(value)
+    offsets, size = _offsets(len(text), tensors)
     in_file = size > _INLINE_BYTES
-    head = _HEAD.pack(size, len(pickled), in_file)
+    head = _HEAD.pack(size, len(text), in_file)
     if not in_file:
         body = bytearray(size)
-        body[: len(pickled)] = pickled
+        body[: len(text)] = text
         for offset, tensor in zip(offsets, tensors):
             body[offset : offset + tensor.nbytes] = _bytes_of(tensor)
         to.sendall(head + body)
@@ -41,7 +43,7 @@ def send(to: socket.socket, value: Any) -> None:
     file = os.memfd_create("plait-batch", os.MFD_CLOEXEC)
     try:
         os.ftruncate(file, size)
-        _write(file, pickled, 0)
+        _write(file, memoryview(text), 0)
         for offset, tensor in zip(offsets, tensors):
             _write(file, _bytes_of(tensor), offset)
         socket.send_fds(to, [head], [file])
@@ -52,11 +54,11 @@ def send(to: socket.socket, value: Any) -> None:
 def receive(from_: socket.socket, pin: bool = False) -> Any:
     """The next value that was sent; EOFError when the other end is gone. With `pin`, in pinned memory."""
     head, files = _receive_head(from_)
-    size, pickled_size, in_file = _HEAD.unpack(head)
+    size, text_size, in_file = _HEAD.unpack(head)
     if not in_file:
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
         _fill(from_, _view(memory))
-        return _put_together(memory, memory.numpy(), pickled_size, pin)
+        return _put_together(memory, memory.numpy(), text_size, pin)
     if not files:
         raise RuntimeError("no descriptor is left to receive a batch with; raise the limit (ulimit -n)")
     (file,) = files
@@ -64,70 +66,44 @@ def receive(from_: socket.socket, pin: bool = False) -> Any:
         if pin:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             _read(file, _view(memory))
-            return _put_together(memory, memory.numpy(), pickled_size, pin)
+            return _put_together(memory, memory.numpy(), text_size, pin)
         # Map all pages at once: a page fault for each would take longer than the copy.
         mapped = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        return _put_together(None, mapped, pickled_size, pin)
+        return _put_together(None, mapped, text_size, pin)
     finally:
         os.close(file)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles a value and collects its plain tensors separately."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not Tensor or not _is_plain(obj):
-            return None
-        self.tensors.append(obj.contiguous())
-        return len(self.tensors) - 1, str(obj.dtype).removeprefix("torch."), tuple(obj.shape)
+def _taken_apart(value: Any) -> tuple[bytes, list[Tensor]]:
+    """The value as text, with the tensors in it beside."""
+    tensors: list[Tensor] = []
+    return json.dumps(trees.take_apart(value, tensors)).encode(), tensors
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
+def _put_together(memory: Tensor | None, buffer: Any, text_size: int, pin: bool) -> Any:
+    # Views share autograd's version counter: fine for tensors that are copied to a GPU, not for others.
+    shared = memory if pin else None
+    tensors = _Tensors(text_size, shared, buffer)
+    return trees.put_together(json.loads(bytes(memoryview(buffer)[:text_size])), tensors.next)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Rebuilds tensors as views of `memory` or, without it, on top of `buffer`."""
+class _Tensors:
+    """The tensors of a message in the order in which they were sent: views of `memory`, or on `buffer`."""
 
-    def __init__(self, file: io.BytesIO, offset: int, memory: Tensor | None, buffer: Any) -> None:
-        super().__init__(file)
+    def __init__(self, offset: int, memory: Tensor | None, buffer: Any) -> None:
         self._offset = offset
         self._memory = memory
         self._buffer = buffer
 
-    def persistent_load(self, pid: Any) -> Tensor:
-        # Tensors are loaded in the order in which they were collected, which is that of their offsets.
-        _, name, shape = pid
-        dtype: torch.dtype = getattr(torch, name)
+    def next(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = torch.Size(shape).numel()
         begin = _aligned(self._offset)
         self._offset = begin + count * dtype.itemsize
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(list(shape), dtype=dtype)
         if self._memory is not None:
-            return self._memory[begin : self._offset].view(dtype).view(shape)
-        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=begin).view(shape)
-
-
-def _taken_apart(value: Any) -> tuple[memoryview, list[Tensor]]:
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    return file.getbuffer(), pickler.tensors
-
-
-def _put_together(memory: Tensor | None, buffer: Any, pickled_size: int, pin: bool) -> Any:
-    # Views share autograd's version counter: fine for tensors that are copied to a GPU, not for others.
-    shared = memory if pin else None
-    return _Unpickler(io.BytesIO(memoryview(buffer)[:pickled_size]), pickled_size, shared, buffer).load()
+            return self._memory[begin : self._offset].view(dtype).view(list(shape))
+        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=begin).view(list(shape))
 
 
 def _offsets(begin: int, tensors: list[Tensor]) -> tuple[list[int], int]:
