@@ -32,9 +32,9 @@ import torch.distributed as dist
 
 from plait.cluster.mail import open_mail
 from plait.cluster.presence import Presence
-from plait.sync.averaging import Peers
 from plait.sync.connectivity import components
 from plait.sync.partial_reduce import PartialReduce
+from plait.sync.peers import Peers
 from plait.sync.rounds import Rules
 
 WORKERS = 8

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from plait.cluster.mail import Mail, open_mail
 from plait.cluster.presence import Presence
-from plait.sync.averaging import Peers
 from plait.sync.partial_reduce import PartialReduce
-from plait.sync.rounds import Rules, read_round
+from plait.sync.peers import Peers
+from plait.sync.rounds import Closed, Rules, read_outcome
 
 
 @contextmanager
@@ -49,7 +49,9 @@ def partial_reduce(
 def closed_rounds(port: int) -> list[tuple[int, ...]]:
     """The groups of all rounds so far, in order."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    groups: list[tuple[int, ...]] = []
-    while store.check([key := f"t/partial/record/{len(groups)}"]):
-        groups.append(read_round(len(groups), store.get(key)).members)
+    number, groups = 0, []
+    while store.check([key := f"t/partial/round/{number}"]):
+        found = read_outcome(number, store.get(key))
+        groups += [found.round.members] if isinstance(found, Closed) else []
+        number += 1
     return groups

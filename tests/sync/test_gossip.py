@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from plait.sync.averaging import Peers
-from plait.sync.gossip import ad_psgd, pair_averaging
+from plait.sync.gossip import Gossip, ad_psgd, pair_averaging
+from plait.sync.peers import Peers
 from support.averaging import enter, job_store
 from support.world import run_ranks
 
@@ -37,6 +39,58 @@ def die_or_gossip(rank: int, port: int, size: int, sync: str, victim: int) -> di
     value = float(weights[0][0])
     gossip.close()
     return {"longest": longest, "late": late, "members": members, "value": value}
+
+
+def linked(port: int, size: int, make: Callable[[Peers, list[Any]], Gossip]) -> list[Gossip]:
+    """Workers that gossip, all in this process; each starts from its own number."""
+
+    def one(rank: int) -> Gossip:
+        store, mail, presence = enter(rank, size, port, lease_s=5.0)
+        weights = [torch.full((4,), float(rank))]
+        return make(Peers(store, "t", mail, presence), [lambda: weights])
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def update_until(gossips: Sequence[Gossip], done: Callable[[], bool]) -> None:
+    """Have the workers update until `done`; a wait that has no end fails."""
+    end = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < end, "the workers do not average"
+        for gossip in gossips:
+            gossip.after_update()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("make", [ad_psgd, pair_averaging])
+def test_who_asks_a_worker_that_missed_a_settling_goes_on_when_it_is_back(make: Any):
+    with job_store() as port:
+        first, second = linked(port, 2, lambda peers, sources: make(peers, sources, seed=0))
+        # The second was stopped while the first settled alone; questions meet another number until it has.
+        first._exchange.pause()
+        first._exchange.resume()
+        questions = first._exchange._questions
+        update_until([first], lambda: first._exchange._questions > questions + 2)
+        assert first._exchange._averages == 0
+        second._exchange.pause()
+        second._exchange.resume()
+        update_until([first, second], lambda: first._exchange._averages > 2)
+        for gossip in (first, second):
+            gossip.close()
+
+
+@pytest.mark.parametrize("graph", ["complete", "ring"])
+def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost(graph: str):
+    with job_store() as port:
+        gossips = linked(port, 4, lambda peers, sources: ad_psgd(peers, sources, seed=0, graph=graph))
+        for lost in gossips[1::2]:
+            lost.close()
+        left = gossips[::2]
+        before = [gossip._exchange._averages for gossip in left]
+        update_until(left, lambda: all(g._exchange._averages > b + 2 for g, b in zip(left, before)))
+        for gossip in left:
+            gossip.close()
 
 
 @pytest.mark.parametrize(("sync", "victim"), [("ad-psgd", 0), ("pair-averaging", 1)])
