@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from plait.cluster.channels import PeerError
 from plait.cluster.worker import Worker
 from plait.runtime import events, loading
 from plait.runtime.averagings import averages_gradients, make_averaging, sources_of
 from plait.runtime.build import Parts
-from plait.runtime.claims import Claim, Claims
+from plait.runtime.claims import Claim, Claims, Speed
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.folder import RunFolder
@@ -31,6 +32,7 @@ from plait.runtime.stretch_trainer import StretchTrainer
 from plait.sync.averaging import Averaging
 from plait.sync.hetpipe import serving
 from plait.sync.options import EQUAL_STEPS, HetPipeOptions, Options, read_options
+from plait.sync.peers import Stopwatch
 
 LOOK_S = 0.01
 PREFIX = "plait/run"
@@ -54,6 +56,9 @@ class OwnPaceTrainer(StretchTrainer):
         self._shares = self._places - len(self._idle)
         self._segment = 0
         self._evaluations = 0
+        self._speed = Speed()
+        # Keys in the store that someone who was stopped may still come to.
+        self._stale: list[str] = []
         self._pace = Pace()
         self._counted = 0
         self._unrecorded: tuple[int, int, torch.Tensor, float] | None = None
@@ -100,15 +105,26 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Work on these steps, then settle."""
-        fixed = self._place if self.settings.sync.kind in EQUAL_STEPS else None
-        claims = Claims(self.worker.store, f"{PREFIX}/claims/{self._segment}", steps, self._shares, fixed)
+        claims = Claims(
+            self.worker.store,
+            f"{PREFIX}/claims/{self._segment}",
+            steps,
+            self._shares,
+            self._place,
+            self._places,
+            fixed=self.settings.sync.kind in EQUAL_STEPS,
+            ahead=self.settings.data.loaders > 0,
+            speed=self._speed,
+        )
         self._counted = 0
         self._work(claims)
         members = self._settle()
+        self._delete_stale(members)
         while claims.is_work_left():
             self._work(claims)
             members = self._settle()
         self._segment += 1
+        self._stale += claims.store_keys()
         done, after = claims.done()
         self.step += done
         self.position = after or self.position
@@ -154,12 +170,28 @@ class OwnPaceTrainer(StretchTrainer):
             self._counted = max(samples, self._counted)
         self._unrecorded = None
 
+    def _delete_stale(self, members: tuple[int, ...]) -> None:
+        """Delete the keys of earlier segments once all who may ever look at them have come to a later one."""
+        if not set(members) | self._averaging.ended() >= set(range(self._places)):
+            return
+        for key in self._stale if self._place == min(members) else ():
+            self.worker.store.delete_key(key)
+        self._stale = []
+
     def _load(self, claims: Claims) -> Iterator[tuple[Claim, loading.Batch]]:
-        """This worker's claims with their samples; loader processes claim ahead of the work."""
+        """The claims that this worker begins, with their samples; loader processes read ahead of the work."""
+        for claim, batch in self._fetch(claims.take(), self.settings.data.loaders):
+            if claims.leaves():
+                return
+            if claims.begin(claim):
+                yield claim, batch
+        yield from self._fetch(claims.take_over(), loaders=0)
+
+    def _fetch(self, claims: Iterator[Claim], loaders: int) -> Iterator[tuple[Claim, loading.Batch]]:
         taken: deque[Claim] = deque()
 
         def order() -> Iterator[GlobalBatch]:
-            for claim in claims.take():
+            for claim in claims:
                 taken.append(claim)
                 yield claim.batch
 
@@ -169,7 +201,7 @@ class OwnPaceTrainer(StretchTrainer):
             seed=self.settings.seed,
             rank=0,
             world_size=1,
-            loaders=self.settings.data.loaders,
+            loaders=loaders,
             pin=self.parts.device.type == "cuda",
         )
         for batch in found:
@@ -186,13 +218,23 @@ class OwnPaceTrainer(StretchTrainer):
         if place in self._members:
             sums = self._sums_over(self._members.index(place), len(self._members))
             store.set(f"{key}/{place}", json.dumps(sums.tolist()))
+        self._stale += [f"{key}/all", *(f"{key}/{member}" for member in self._members)]
         waiting = set(self._members)
+        waited = Stopwatch(time.monotonic, self.worker.timeout_s)
         total = torch.zeros(4, dtype=torch.float64)
         while waiting and not store.check([f"{key}/all"]):
             for member in [m for m in waiting if store.check([f"{key}/{m}"])]:
                 total += torch.tensor(json.loads(store.get(f"{key}/{member}")), dtype=torch.float64)
                 waiting.discard(member)
+                waited.restart()
             waiting &= set(self._averaging.living())
+            if waiting and waited.is_over():
+                late = ", ".join(str(self._workers_at(member)[0]) for member in sorted(waiting))
+                raise PeerError(
+                    f"Timed out waiting: worker {self.worker.rank} waited {waited.limit_s:g} s for the "
+                    f"evaluation of worker {late}; it hangs, or is slower than "
+                    f"parallel.timeout_s allows"
+                )
             time.sleep(LOOK_S if waiting else 0)
         agreed = store.compare_set(f"{key}/all", "", json.dumps(total.tolist()))
         return means(self.parts, torch.tensor(json.loads(agreed), dtype=torch.float64))
