@@ -1,8 +1,9 @@
 """Checkpoints: whole or absent, checked before use, by parameter name, never unpickled.
 
-A checkpoint is a folder `step-N` with `model.safetensors`, `optimizer.safetensors` and `state.json`, which
-holds the progress, what is not a tensor, and each file's size and checksum. It is written aside, flushed to
-disk and renamed. Random numbers need no state: they are a function of the seed, the step and the rank.
+A checkpoint is a folder `step-N` with `model.safetensors`, `optimizer.safetensors`, `sync.safetensors` where
+the workers' agreement has state of its own, and `state.json`, which holds the progress, what is not a tensor,
+and each file's size and checksum. It is written aside, flushed to disk and renamed. Random numbers need no
+state: they are a function of the seed, the step and the rank.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from plait.core.files import sync_folder, write_atomic
 from plait.stages.linear import laid_out_as
 
 VERSION = 1
+SYNC_FILE = "sync.safetensors"
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, Tensor]
@@ -34,12 +36,16 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after some step. `model` and `optimizer` are keyed by parameter name."""
+    """The state of a run after some step. `model` and `optimizer` are keyed by parameter name.
+
+    So is `sync`, what the agreement of workers keeps besides: an outer optimizer's state.
+    """
 
     step: int
     model: Tensors
     optimizer: Tensors
     progress: Mapping[str, Any]
+    sync: Tensors = field(default_factory=dict)
 
 
 def model_state(model: torch.nn.Module) -> Tensors:
@@ -104,7 +110,10 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     model, tied = _without_repeats(checkpoint.model)
     save_file(model, aside / "model.safetensors")
     save_file({k: v.contiguous() for k, v in checkpoint.optimizer.items()}, aside / "optimizer.safetensors")
-    files = {name: _seal(aside / name) for name in ("model.safetensors", "optimizer.safetensors")}
+    if checkpoint.sync:
+        # Copied: they may be views of one memory, which such a file does not take.
+        save_file({k: v.clone() for k, v in checkpoint.sync.items()}, aside / SYNC_FILE)
+    files = {path.name: _seal(path) for path in sorted(aside.glob("*.safetensors"))}
     state = {
         "plait": "checkpoint",
         "version": VERSION,
@@ -166,10 +175,11 @@ def load(path: Path) -> Checkpoint:
     try:
         model = load_file(path / "model.safetensors")
         optimizer = load_file(path / "optimizer.safetensors")
+        sync = load_file(path / SYNC_FILE) if SYNC_FILE in state["files"] else {}
     except (SafetensorError, OSError) as failure:
         raise CheckpointError(f"{path}: cannot be read: {failure}") from None
     model.update({alias: model[name] for alias, name in state["tied"].items()})
-    return Checkpoint(state["step"], model, optimizer, state["progress"])
+    return Checkpoint(state["step"], model, optimizer, state["progress"], sync)
 
 
 def _check_file(file: Path, seal: Mapping[str, int]) -> None:

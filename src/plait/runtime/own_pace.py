@@ -12,13 +12,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from plait.cluster.channels import PeerError
 from plait.cluster.worker import Worker
+from plait.runtime import checkpoint as checkpoints
 from plait.runtime import events, loading
+from plait.runtime.averagings import PREFIX as SYNC_PREFIX
 from plait.runtime.averagings import averages_gradients, make_averaging, sources_of
 from plait.runtime.build import Parts
 from plait.runtime.claims import Claim, Claims, Speed
@@ -29,6 +32,7 @@ from plait.runtime.pace import Pace
 from plait.runtime.sampling import GlobalBatch, mix
 from plait.runtime.settings import TrainSettings
 from plait.runtime.stretch_trainer import StretchTrainer
+from plait.runtime.whole_state import rest_of_state
 from plait.sync.averaging import Averaging
 from plait.sync.hetpipe import serving
 from plait.sync.options import EQUAL_STEPS, HetPipeOptions, Options, read_options
@@ -59,6 +63,8 @@ class OwnPaceTrainer(StretchTrainer):
         self._speed = Speed()
         # Keys in the store that someone who was stopped may still come to.
         self._stale: list[str] = []
+        self._sync_state: checkpoints.Tensors = {}
+        self._is_linked = False
         self._pace = Pace()
         self._counted = 0
         self._unrecorded: tuple[int, int, torch.Tensor, float] | None = None
@@ -88,6 +94,7 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _link(self) -> None:
         self._averaging = self._open()
+        self._is_linked = True
         if self._averaging.tolerant:
             leave_world(self._links_by_world())
 
@@ -97,8 +104,16 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _open(self) -> Averaging:
         """Link up with the other workers; all call it together."""
-        sources = sources_of(self.parts, self._options)
-        made = make_averaging(self.worker, self._hosts, sources, self._options, self.settings.seed)
+        parts = self.parts
+        sources = sources_of(parts, self._options)
+        weights, buffers = list(parts.model.parameters()), list(parts.model.buffers())
+        rest = rest_of_state(self.worker.store, SYNC_PREFIX, weights, buffers, parts.optimizer, parts.scaler)
+        seed = self.settings.seed
+        made = make_averaging(
+            self.worker, self._hosts, sources, self._options, seed, step=self.step, at_settle=rest
+        )
+        if self._sync_state:
+            made.load_state(self._by_weight(self._sync_state))
         if averages_gradients(self._options) and self.engine is not None:
             self.engine.before_update = made.after_update
         return made
@@ -245,6 +260,29 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _writes(self) -> bool:
         return self._place == min(self._members)
+
+    def _state(self) -> checkpoints.Checkpoint:
+        """With what the sync keeps besides the state of workers, by the names of the weights."""
+        own = {
+            f"{self.parts.names[weight]}/{key}": tensor
+            for key, tensors in (self._averaging.state() if self._is_linked else {}).items()
+            for weight, tensor in zip(self.parts.model.parameters(), tensors)
+        }
+        return replace(super()._state(), sync=own or self._sync_state)
+
+    def _take_up(self, state: checkpoints.Checkpoint) -> None:
+        super()._take_up(state)
+        self._sync_state = state.sync
+
+    def _by_weight(self, state: checkpoints.Tensors) -> dict[str, list[torch.Tensor]]:
+        """What `_state` wrote down of the sync: for each key a tensor for each weight, or none."""
+        names = [self.parts.names[weight] for weight in self.parts.model.parameters()]
+        keys = {path.rpartition("/")[2] for path in state}
+        return {
+            key: [state[f"{name}/{key}"] for name in names]
+            for key in sorted(keys)
+            if all(f"{name}/{key}" in state for name in names)
+        }
 
     def _note_members(self, members: tuple[int, ...]) -> None:
         """Keep the record where the one that kept it is gone; tell of those that are missing."""
