@@ -74,7 +74,7 @@ def check_that_all_settled_alike(stories: list[Story | None]) -> None:
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_workers_that_are_stopped_or_killed_at_any_moment_hold_nobody_up_for_ever(size: str):
     with model_of(size):
-        for seed in range(12):
+        for seed in range(8):
             world = Simulation(
                 3,
                 seed,
@@ -90,7 +90,7 @@ def test_workers_that_are_stopped_or_killed_at_any_moment_hold_nobody_up_for_eve
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_after_stops_shorter_than_a_lease_every_member_has_the_mean_of_all_members(size: str):
     with model_of(size):
-        for seed in range(10):
+        for seed in range(6):
             world = Simulation(3, seed, lease_s=15.0, stop_chance=0.02, stops_s=(0.5, 1.5, 2.5))
             stories = world.run(train(2, 5, [0.1, 0.1, 0.13]))
             check_that_all_settled_alike(stories)
