@@ -263,12 +263,14 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _state(self) -> checkpoints.Checkpoint:
         """With what the sync keeps besides the state of workers, by the names of the weights."""
+        if not self._is_linked:
+            return replace(super()._state(), sync=self._sync_state)
         own = {
             f"{self.parts.names[weight]}/{key}": tensor
-            for key, tensors in (self._averaging.state() if self._is_linked else {}).items()
+            for key, tensors in self._averaging.state().items()
             for weight, tensor in zip(self.parts.model.parameters(), tensors)
         }
-        return replace(super()._state(), sync=own or self._sync_state)
+        return replace(super()._state(), sync=own)
 
     def _take_up(self, state: checkpoints.Checkpoint) -> None:
         super()._take_up(state)

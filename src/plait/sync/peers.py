@@ -14,7 +14,7 @@ from plait.cluster.mail import Mail
 from plait.cluster.messages import Message
 from plait.cluster.presence import Presence
 
-FLUSH_S = 1.0
+FLUSH_S = 0.25
 LOOK_S = 0.05
 # A wait looks around far more often; a longer gap means that this process was itself stopped.
 LONGEST_LOOK_S = 1.0
