@@ -20,25 +20,33 @@ from support.world import run_ranks
 
 def die_or_gossip(rank: int, port: int, size: int, sync: str, victim: int) -> dict[str, Any]:
     """Drift apart and average; the victim is killed while its thread goes on answering and asking."""
-    store, mail, presence = enter(rank, size, port, lease_s=0.5)
+    # With so long a lease, whoever waits for the victim's to run out waits too long.
+    store, mail, presence = enter(rank, size, port, lease_s=30.0)
     weights = [torch.full((1000,), float(rank))]
     make = ad_psgd if sync == "ad-psgd" else pair_averaging
     gossip = make(Peers(store, "t", mail, presence), [lambda: weights], seed=0)
-    end, longest, late = time.monotonic() + 1.0, 0.0, 0
-    while time.monotonic() < end:
-        time.sleep(0.01)
-        if rank == victim and time.monotonic() > end - 0.7:
-            os.kill(os.getpid(), signal.SIGKILL)
-        weights[0].add_(0.01 * rank)
-        started, before = time.monotonic(), gossip.tally.groups
+
+    def average(stage: str, others: Sequence[int]) -> None:
+        """Update until all of `others` have had three averages more."""
+        wanted = gossip.tally.groups + 3
+        while not store.check([f"{stage}/{other}" for other in others]):
+            time.sleep(0.01)
+            weights[0].add_(0.01 * rank)
+            gossip.after_update()
+            if gossip.tally.groups >= wanted:
+                store.set(f"{stage}/{rank}", "")
+
+    average("all", range(size))
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not mail.is_gone(victim):
         gossip.after_update()
-        longest = max(longest, time.monotonic() - started)
-        if time.monotonic() > end - 0.3:
-            late += gossip.tally.groups - before
+        time.sleep(0.01)
+    average("rest", [other for other in range(size) if other != victim])
     members = gossip.settle()
     value = float(weights[0][0])
     gossip.close()
-    return {"longest": longest, "late": late, "members": members, "value": value}
+    return {"members": members, "value": value}
 
 
 def linked(port: int, size: int, make: Callable[[Peers, list[Any]], Gossip]) -> list[Gossip]:
@@ -100,7 +108,4 @@ def test_a_killed_worker_leaves_the_rest_averaging(sync: str, victim: int):
         found = run_ranks(4, die_or_gossip, port, 4, sync, victim, may_die=(victim,), deadline_s=20)
     for rank in living:
         assert found[rank]["members"] == living
-        assert found[rank]["longest"] < 0.5
-        # Averages go on after the kill.
-        assert found[rank]["late"] > 0
     assert len({found[rank]["value"] for rank in living}) == 1
