@@ -28,16 +28,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from plait.cluster.handshake import Address
 from plait.cluster.mail import open_mail
 from plait.cluster.presence import Presence
-from plait.sync.averaging import Peers
+from plait.cluster.rendezvous import Rendezvous
+from plait.cluster.store import StoreClient, StoreServer
+from plait.cluster.worker import JobStore
 from plait.sync.connectivity import components
 from plait.sync.partial_reduce import PartialReduce
+from plait.sync.peers import Peers
 from plait.sync.rounds import Rules
 
 WORKERS = 8
+SECRET = b"of the soak"
 LEASE_S = 1.0
 LEAST_LEFT = 3
 STEP_S = 0.02
@@ -69,11 +73,12 @@ class Took:
     weights: tuple[float, ...]
 
 
-def work(rank: int, port: int, rounds: int, seed: int, folder: str, pipe: Connection) -> None:
+def work(rank: int, address: str, rounds: int, seed: int, folder: str, pipe: Connection) -> None:
     """Step, drift at random and average until so many rounds are over; then settle."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    mail = open_mail(store, "soak", rank, ["here"] * WORKERS, "127.0.0.1", 30.0)
+    store = JobStore(StoreClient(Address(address), SECRET, rank))
+    rendezvous = Rendezvous(store, SECRET, rank, ["here"] * WORKERS, timeout_s=30.0)
+    mail = open_mail(rendezvous, "soak")
     presence = Presence(store, "soak", rank, range(WORKERS), LEASE_S)
     weights = [torch.zeros(ELEMENTS)]
     sync = PartialReduce(Peers(store, "soak", mail, presence), [lambda: weights], Rules())
@@ -101,7 +106,7 @@ def work(rank: int, port: int, rounds: int, seed: int, folder: str, pipe: Connec
     os._exit(0)
 
 
-def disturb(processes: list[Any], store: dist.TCPStore, rounds: int, seed: int) -> list[Disturbance]:
+def disturb(processes: list[Any], store: StoreClient, rounds: int, seed: int) -> list[Disturbance]:
     """Stop and kill workers at random until the rounds are over; what was done."""
     draws = random.Random(seed)
     done: list[Disturbance] = []
@@ -133,14 +138,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = StoreServer(SECRET)
+    store = StoreClient(server.address, SECRET, WORKERS)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "plait.sync.partial_reduce"])
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(WORKERS):
             ours, theirs = context.Pipe(duplex=False)
-            told = (rank, store.port, asked.rounds, asked.seed, folder, theirs)
+            told = (rank, server.address.text, asked.rounds, asked.seed, folder, theirs)
             process = context.Process(target=work, args=told)
             process.start()
             theirs.close()

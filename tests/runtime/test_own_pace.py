@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Mapping
@@ -18,13 +19,19 @@ from plait.core.events import read
 from plait.runtime import build, events
 from plait.runtime.auto_sync import choose
 from plait.runtime.checkpoint import list_checkpoints
-from plait.runtime.claims import _Speed
+from plait.runtime.data_parallel import DataParallel
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import EvaluateSettings, ModelSettings, SlowSettings, TrainSettings
+from plait.runtime.settings import (
+    DataSettings,
+    EvaluateSettings,
+    ModelSettings,
+    SlowSettings,
+    TrainSettings,
+)
 from plait.runtime.worker import make_trainer
 from plait.training import train
-from support.averaging import job_store
-from support.syncs import StoreWorker, run_sync, settings_of
+from support.averaging import job_store, open_store
+from support.syncs import StoreWorker, run_sync, settings_of, train_at_own_pace
 from support.training import largest_difference
 from support.world import run_ranks
 
@@ -97,6 +104,24 @@ def test_a_run_learns_uses_every_sample_once_and_records_each_workers_pace(tmp_p
     assert sum(e.samples for e in recorded[0] if isinstance(e, events.Step)) == 2 * 1442
 
 
+def train_with_loaders(rank: int, port: int, settings: TrainSettings, folder: Path) -> Any:
+    """As `train_at_own_pace`, with loaders that start at once."""
+    multiprocessing.set_start_method("fork", force=True)
+    return train_at_own_pace(rank, port, settings, folder)
+
+
+def test_loaders_read_ahead_and_every_sample_is_used_once(tmp_path: Path):
+    data = DataSettings("digits", 48, loaders=2)
+    settings = settings_of("partial-reduce", steps=None, epochs=1, data=data, slow=SlowSettings({1: 20.0}))
+    with job_store() as port:
+        found = run_ranks(2, train_with_loaders, port, settings, tmp_path)
+    assert largest_difference(found[0][1], found[1][1]) == 0
+    paces = [[e.samples for e in own if isinstance(e, events.Pace)] for own in all_events(tmp_path).values()]
+    assert sum(map(sum, paces)) == 1442
+    # What the loaders of the slow one had read, the other took over.
+    assert sum(paces[0]) > 2 * sum(paces[1])
+
+
 def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path):
     rank = 0
     watch = Watch(8, lambda w: os.kill(w.workers[rank].pid, signal.SIGKILL))
@@ -120,6 +145,17 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
     assert (second["reason"], second["step"]) == ("finished", 30)
     paces = [e for own in all_events(tmp_path).values() for e in own if isinstance(e, events.Pace)]
     assert sum(e.samples for e in paces) == 30 * 48
+
+
+@pytest.mark.parametrize("sync", ["pair-sync", "local-sgd", "ad-psgd"])
+def test_the_store_holds_no_more_keys_after_a_long_run_than_after_a_short_one(sync: str, tmp_path: Path):
+    counts = []
+    for steps in (4, 12):
+        settings = settings_of(sync, steps=steps, evaluate=EvaluateSettings(every_steps=2, batch_size=400))
+        with job_store() as address:
+            run_ranks(2, train_at_own_pace, address, settings, tmp_path / str(steps))
+            counts.append(open_store(address).num_keys())
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +184,17 @@ def test_auto_takes_all_reduce_for_workers_of_one_speed_and_partial_reduce_for_u
     assert choose([[0.1, 0.6, 0.1], [0.6, 0.1, 0.1], [0.1, 0.1, 0.6]]).sync == "partial-reduce"
 
 
-def choose_in_a_world(rank: int, port: int, settings: TrainSettings, folder: Path) -> str:
+def choose_in_a_world(
+    rank: int, port: int, settings: TrainSettings, folder: Path, step_s: tuple[float, float]
+) -> str:
+    """The trainer that `auto` takes where a worker's steps are taken for so long."""
+    measure = DataParallel.time_backward
+
+    def time_backward(engine: DataParallel, batch: Any) -> float:
+        assert measure(engine, batch) > 0
+        return step_s[rank]
+
+    DataParallel.time_backward = time_backward  # type: ignore[method-assign]
     size = dist.get_world_size()
     worker = StoreWorker(rank, size, port, None)
     parts = build.build(settings, torch.device("cpu"))
@@ -159,28 +205,14 @@ def choose_in_a_world(rank: int, port: int, settings: TrainSettings, folder: Pat
 
 
 @pytest.mark.parametrize(
-    ("slow", "sync", "trainer"),
-    [
-        # Steps that sleep are as long on a busy machine.
-        (SlowSettings(jitter=(1.0, 0.03)), "all-reduce", "Trainer"),
-        (SlowSettings({1: 4.0}), "partial-reduce", "OwnPaceTrainer"),
-    ],
+    ("step_s", "sync", "trainer"),
+    [((0.1, 0.1), "all-reduce", "Trainer"), ((0.1, 0.4), "partial-reduce", "OwnPaceTrainer")],
 )
 def test_auto_measures_the_workers_and_leaves_the_model_as_it_was(
-    slow: SlowSettings, sync: str, trainer: str, tmp_path: Path
+    step_s: tuple[float, float], sync: str, trainer: str, tmp_path: Path
 ):
-    settings = settings_of("auto", model=ModelSettings("support.training:norm_net"), slow=slow)
+    settings = settings_of("auto", model=ModelSettings("support.training:norm_net"))
     with job_store() as port:
-        assert run_ranks(2, choose_in_a_world, port, settings, tmp_path) == [trainer] * 2
+        assert run_ranks(2, choose_in_a_world, port, settings, tmp_path, step_s) == [trainer] * 2
     (chosen,) = [e for e in all_events(tmp_path)[0] if isinstance(e, events.SyncChosen)]
     assert chosen.sync == sync
-
-
-def test_a_slow_worker_leaves_the_last_claims_to_the_others():
-    speed = _Speed()
-    assert not speed.leaves_the_rest(8, lambda: 1)
-    speed._own_s, speed._each_s = 0.4, 0.1 / 7.25
-    assert speed.leaves_the_rest(8, lambda: 10)
-    assert not speed.leaves_the_rest(8, lambda: 40)
-    speed._own_s = 0.1
-    assert not speed.leaves_the_rest(8, lambda: 0)

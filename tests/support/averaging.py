@@ -13,9 +13,9 @@ from plait.cluster.mail import Mail, open_mail
 from plait.cluster.presence import Presence
 from plait.cluster.store import StoreClient, StoreServer
 from plait.cluster.worker import JobStore
-from plait.sync.averaging import Peers
 from plait.sync.partial_reduce import PartialReduce
-from plait.sync.rounds import Rules, read_round
+from plait.sync.peers import Peers
+from plait.sync.rounds import Closed, Rules, read_outcome
 from support.meeting import SECRET, rendezvous_of
 
 
@@ -58,7 +58,9 @@ def partial_reduce(
 def closed_rounds(address: str) -> list[tuple[int, ...]]:
     """The groups of all rounds so far, in order."""
     store = open_store(address)
-    groups: list[tuple[int, ...]] = []
-    while store.check([key := f"t/partial/record/{len(groups)}"]):
-        groups.append(read_round(len(groups), store.get(key)).members)
+    number, groups = 0, []
+    while store.check([key := f"t/partial/round/{number}"]):
+        found = read_outcome(number, store.get(key))
+        groups += [found.round.members] if isinstance(found, Closed) else []
+        number += 1
     return groups

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.sync.connectivity import (
+    asked_by,
     bipartite_neighbours,
     components,
     cut_off,
@@ -18,7 +19,20 @@ from plait.sync.connectivity import (
     shards,
     spans,
 )
-from plait.sync.rounds import Round, Rules, is_behind, may_close, next_round, read_round
+from plait.sync.rounds import (
+    VOID,
+    Closed,
+    Entry,
+    Open,
+    Round,
+    Rules,
+    is_behind,
+    may_close,
+    next_round,
+    read_outcome,
+    read_round,
+    with_members,
+)
 
 RANKS = st.integers(0, 7)
 GROUP = st.lists(RANKS, min_size=1, max_size=8, unique=True).map(tuple)
@@ -100,6 +114,15 @@ def test_neighbours_know_each_other_and_lie_on_other_sides(members: set[int], gr
             assert rank in bipartite_neighbours(other, members, graph)
 
 
+@given(st.sets(RANKS, min_size=2), st.sampled_from(["complete", "ring"]))
+def test_whoever_is_left_all_are_connected_by_questions_and_nobody_asks_an_asker(
+    living: set[int], graph: str
+):
+    asked = {rank: asked_by(rank, living, graph) for rank in living}
+    assert all(not asked[other] for own in asked.values() for other in own)
+    assert len(components([(rank, *own) for rank, own in asked.items()], living)) == 1
+
+
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 6))
 def test_shards_hold_each_tensor_once_and_differ_by_one_tensor_at_most(sizes: list[int], servers: int):
     kept = shards(sizes, servers)
@@ -115,8 +138,13 @@ def test_spans_cover_everything_in_order(length: int, owners: int):
 
 
 def test_a_round_survives_being_written_down():
-    before = Round(3, (1, 4), (), ((1, 2.5), (4, 1794721899.8039)), ((0, 1), (2,)))
-    assert read_round(3, before.text().encode()) == before
+    before = Round(3, (1, 4), (4,), ((1, 2.5), (4, 1794721899.8039)), ((0, 1), (2,)), 2.25)
+    assert read_round(3, before.text()) == before
+    opened = Open((Entry(4, -1, 0.25, 1.5), Entry(1, 2, 0.125, 1.75)))
+    for outcome in (opened, Closed(before)):
+        assert read_outcome(3, outcome.text().encode()) == outcome
+    assert opened.leader == 4
+    assert read_outcome(3, VOID.encode()) is None
     assert next_round(before, 4, 8, 10).past == ((0, 1), (2,), (1, 4))
 
 
@@ -148,6 +176,29 @@ def test_a_round_that_would_leave_someone_out_too_long_stays_open():
     assert may_close(round_, ALL[:4], 5.0, 107.5, 1.0, Rules(every=2, overdue=2.0))
     # Those who are gone are not waited for.
     assert may_close(round_, ALL[:2], 0.0, 100.0, 1.0, Rules(every=2))
+
+
+def test_a_worker_that_lives_and_never_comes_is_waited_for_once_and_no_more():
+    rules, everyone = Rules(every=1, hung_s=300.0), (0, 1, 2)
+
+    def opened(before: Round, at: float, now: float) -> tuple[Round, bool]:
+        """The round after `before`, which two join `at` once, and whether it may close at `now`."""
+        empty = next_round(before, before.number + 1, 3, 1)
+        entries = [Entry(0, before.number, 1.0, at), Entry(1, before.number, 1.0, at)]
+        round_ = with_members(empty, entries, everyone, now, 1)
+        return round_, may_close(round_, everyone, now - at, now, 1.0, rules)
+
+    assert not opened(Round(0, (0, 1)), 10.0, 309.0)[1]
+    first, may = opened(Round(0, (0, 1)), 10.0, 310.0)
+    assert may
+    assert opened(first, 311.0, 311.0)[1]
+
+
+def test_where_all_members_missed_many_rounds_their_states_count():
+    past, entries = ((0, 1), (0, 1)), [Entry(2, 10, 0.1, 0.0), Entry(3, 11, 0.1, 0.0)]
+    assert with_members(Round(50, past=past), entries, ALL[:4], 1.0, 10).behind == ()
+    both = [*entries, Entry(0, 49, 0.1, 0.0)]
+    assert with_members(Round(50, past=past), both, ALL[:4], 1.0, 10).behind == (2, 3)
 
 
 def test_a_worker_that_missed_many_rounds_counts_for_nothing():

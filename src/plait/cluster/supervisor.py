@@ -318,7 +318,7 @@ class Supervisor:
             if state.done or state.order is None:
                 continue
             if state.failure is not None and ends_all(state.failure):
-                raise self._worker_failed(find_cause([state]))
+                raise self._worker_failed(find_cause(self._ranks if state.lost_peer else [state]))
             if state.status is not None and state.rank not in self._told_lost:
                 self._tell_lost(state)
         if all(state.status is not None and not state.done for state in self._ranks):

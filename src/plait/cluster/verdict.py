@@ -126,6 +126,8 @@ def _accused(state: RankState, accuser: RankState) -> Cause:
 def ends_all(failure: Mapping[str, object]) -> bool:
     """Whether a worker's own report ends the job even where the loss of a worker is tolerated.
 
-    Wrong input and a full or read-only disk would end one worker after the other.
+    Wrong input and a full or read-only disk would end one worker after the other. A worker that was waited
+    for in vain is there, and hangs: the others cannot go on without it.
     """
-    return failure["exit_status"] == InputError.exit_status or bool(failure["everywhere"])
+    wrong_input = failure["exit_status"] == InputError.exit_status
+    return wrong_input or bool(failure["everywhere"]) or failure["lost"] == LostPeer.SILENT.value

@@ -13,7 +13,7 @@ from plait.cluster.mail import open_mail
 from plait.cluster.presence import Presence
 from plait.cluster.worker import Worker
 from plait.runtime.build import Parts
-from plait.sync.averaging import Averaging, Peers
+from plait.sync.averaging import AtSettle, Averaging
 from plait.sync.collective import LocalSgd, Sma
 from plait.sync.gossip import ad_psgd, pair_averaging
 from plait.sync.hetpipe import HetPipe
@@ -29,6 +29,7 @@ from plait.sync.options import (
 )
 from plait.sync.pair_sync import PairSync
 from plait.sync.partial_reduce import PartialReduce
+from plait.sync.peers import Peers
 from plait.sync.rounds import Rules
 from plait.sync.vector import Source
 
@@ -45,18 +46,20 @@ def make_averaging(
     prefix: str = PREFIX,
     place: int | None = None,
     overdue: float = math.inf,
+    step: int = 0,
+    at_settle: Sequence[AtSettle] = (),
 ) -> Averaging:
     """How this worker averages with the others; all make theirs together, each `prefix` once.
 
     `hosts` names the host of each; `place` is this one's among them, unless given its rank. `overdue` is
-    that of `Rules`.
+    that of `Rules`. The run goes on after `step` steps; `at_settle` is averaged where all settle.
     """
     place = worker.rank if place is None else place
     if isinstance(options, SmaOptions):
-        return Sma(sources, options.alpha)
+        return Sma(sources, options.alpha, at_settle)
     if isinstance(options, LocalSgdOptions):
         outer_lr = options.outer_lr if options.outer == "nesterov" else None
-        return LocalSgd(sources, options.every, outer_lr, options.outer_momentum)
+        return LocalSgd(sources, options.every, outer_lr, options.outer_momentum, at_settle)
     if isinstance(options, HetPipeOptions):
         mails = [
             open_mail(worker.rendezvous, f"{prefix}/server{i}", place, hosts) for i in range(options.servers)
@@ -68,20 +71,21 @@ def make_averaging(
             wave=options.wave,
             deadline_s=worker.timeout_s,
             dedicated=options.dedicated,
+            at_settle=at_settle,
         )
     mail = open_mail(worker.rendezvous, prefix, place, hosts)
     lease_s = getattr(options, "lease_s", LEASE_S)
     presence = Presence(worker.store, prefix, place, range(len(hosts)), lease_s)
-    peers = Peers(worker.store, prefix, mail, presence)
+    peers = Peers(worker.store, prefix, mail, presence, worker.timeout_s)
     if isinstance(options, PairSyncOptions):
-        return PairSync(peers, sources, seed)
+        return PairSync(peers, sources, seed, step, at_settle)
     if isinstance(options, AdPsgdOptions):
-        return ad_psgd(peers, sources, seed, options.graph)
+        return ad_psgd(peers, sources, seed, options.graph, at_settle)
     if isinstance(options, PairAveragingOptions):
-        return pair_averaging(peers, sources, seed)
+        return pair_averaging(peers, sources, seed, at_settle)
     assert isinstance(options, PartialReduceOptions)
     rules = Rules(options.minimum, options.window, options.patience, options.every, overdue)
-    return PartialReduce(peers, sources, rules)
+    return PartialReduce(peers, sources, rules, at_settle)
 
 
 def averages_gradients(options: Options) -> bool:

@@ -1,8 +1,9 @@
 """Checkpoints: whole or absent, checked before use, by parameter name, never unpickled.
 
-A checkpoint is a folder `step-N` with `model.safetensors`, `optimizer.safetensors` and `state.json`, which
-holds the progress, what is not a tensor, and each file's size and checksum. It is written aside, flushed to
-disk and renamed. Random numbers need no state: they are a function of the seed, the step and the rank.
+A checkpoint is a folder `step-N` with `model.safetensors`, `optimizer.safetensors`, `sync.safetensors` where
+the workers' agreement has state of its own, and `state.json`, which holds the progress, what is not a tensor,
+and each file's size and checksum. It is written aside, flushed to disk and renamed. Random numbers need no
+state: they are a function of the seed, the step and the rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ VERSION = 2
 # Version 1 had no checksum of its state.
 READ_VERSIONS = (1, VERSION)
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+SYNC = "sync.safetensors"
 _OLD = ".old-"
 _NAME = re.compile(r"step-\d+")
 log = logging.getLogger(__name__)
@@ -45,12 +47,16 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after some step. `model` and `optimizer` are keyed by parameter name."""
+    """The state of a run after some step. `model` and `optimizer` are keyed by parameter name.
+
+    So is `sync`, what the agreement of workers keeps besides: an outer optimizer's state.
+    """
 
     step: int
     model: Tensors
     optimizer: Tensors
     progress: Mapping[str, Any]
+    sync: Tensors = field(default_factory=dict)
 
 
 def model_state(model: torch.nn.Module) -> Tensors:
@@ -110,7 +116,8 @@ def broadcast(checkpoint: Checkpoint | None) -> Checkpoint:
     """Rank 0's checkpoint, on all ranks, which call it together; the others give None."""
     state = checkpoint or Checkpoint(0, {}, {}, {})
     step, progress = broadcast_value([state.step, dict(state.progress)], 0)
-    return Checkpoint(step, broadcast_named(state.model, 0), broadcast_named(state.optimizer, 0), progress)
+    model, optimizer, sync = (broadcast_named(each, 0) for each in (state.model, state.optimizer, state.sync))
+    return Checkpoint(step, model, optimizer, progress, sync)
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -136,13 +143,16 @@ def _write(aside: Path, checkpoint: Checkpoint) -> None:
     model, tied = _without_repeats(checkpoint.model)
     _save_tensors(model, aside / MODEL)
     _save_tensors({k: v.contiguous() for k, v in checkpoint.optimizer.items()}, aside / OPTIMIZER)
+    if checkpoint.sync:
+        # Copied: they may be views of one memory, which such a file does not take.
+        _save_tensors({k: v.clone() for k, v in checkpoint.sync.items()}, aside / SYNC)
     state = {
         "plait": "checkpoint",
         "version": VERSION,
         "step": checkpoint.step,
         "progress": dict(checkpoint.progress),
         "tied": tied,
-        "files": {name: _seal(aside / name) for name in (MODEL, OPTIMIZER)},
+        "files": {path.name: _seal(path) for path in sorted(aside.glob("*.safetensors"))},
     }
     # As it will be read again.
     plain = json.loads(json.dumps(state))
@@ -211,13 +221,14 @@ def load(path: Path) -> Checkpoint:
     try:
         model = load_file(path / MODEL)
         optimizer = load_file(path / OPTIMIZER)
+        sync = load_file(path / SYNC) if SYNC in state.files else {}
     except (SafetensorError, OSError) as failure:
         raise CheckpointError(f"{path}: cannot be read: {failure}") from None
     for alias, name in state.tied.items():
         if name not in model:
             raise CheckpointError(f"{path}/{STATE}: {alias!r} is tied to {name!r}, which is not there")
         model[alias] = model[name]
-    return Checkpoint(state.step, model, optimizer, state.progress)
+    return Checkpoint(state.step, model, optimizer, state.progress, sync)
 
 
 @dataclass(frozen=True)
@@ -264,7 +275,7 @@ def _read_state(path: Path) -> _State:
         found = decode(_State, state, f"{path}/{STATE}")
     except ArtefactError as failure:
         raise CheckpointError(f"{failure}; it is damaged") from None
-    if found.step < 0 or found.files.keys() != {MODEL, OPTIMIZER}:
+    if found.step < 0 or found.files.keys() - {SYNC} != {MODEL, OPTIMIZER}:
         raise CheckpointError(
             f"{path}/{STATE}: step {found.step}, files {sorted(found.files)}; it is damaged"
         )

@@ -1,13 +1,14 @@
 """Work that workers take as they can: claims on shares of batches, counted in the job's store.
 
 Claim k is share k % workers of batch k // workers, so fast workers do more and every sample is used once an
-epoch. What a worker had claimed when it was lost is lost with it.
+epoch. A claim is begun when it is claimed. Loaders read ahead of the work: what they hold is written down,
+and others may take it over until it is begun. So a worker that is lost takes one share with it.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from plait.runtime.sampling import GlobalBatch, Position, share
 
 # Added to the count to say that no more batches are begun.
 STOPPED = 1 << 40
+# A worker judges its speed by so many of its own steps, and is slow at so many times the usual time of one.
+WINDOW = 4
+SLOW = 1.5
 
 
 @dataclass(frozen=True)
@@ -26,16 +30,56 @@ class Claim:
     `before` counts the samples of the segment in claims before this one.
     """
 
+    number: int
     index: int
     place: int
     batch: GlobalBatch
     before: int
 
 
+def leaves_the_rest(passed: int, steps: int, workers: int, left: Callable[[], int]) -> bool:
+    """Whether a worker leaves the claims that are `left` to the others, so that it holds nobody up.
+
+    In its last `steps` own steps all workers together made `passed` claims. Only one that is clearly slower
+    than most leaves, and only what the others are through with before it would be with one more claim.
+
+    Among N workers in lockstep, each makes one claim a step, in any order. Then a worker's own claims lie
+    at most (steps + 1) N - 1 apart, which from two steps on is less than 1.5 steps N: none is slow.
+    """
+    if steps < 2 or passed <= SLOW * steps * workers:
+        return False
+    # While it takes one step, the others make so many claims beyond those of a usual step.
+    return max(left(), 0) * steps < passed - steps * workers
+
+
+class Speed:
+    """How many claims all workers make while this one takes its last few steps, over the whole run."""
+
+    def __init__(self) -> None:
+        self._numbers: deque[int] = deque(maxlen=WINDOW + 1)
+        self._before = 0
+
+    def note(self, number: int) -> None:
+        """This worker begins the claim that is `number` of the segment in the order of all workers."""
+        self._numbers.append(self._before + number)
+
+    def end_segment(self, claims: int) -> None:
+        """The segment had so many claims by the time that this worker left it."""
+        self._before += claims
+
+    def leaves(self, workers: int, left: Callable[[], int]) -> bool:
+        """Whether this worker leaves what is left of the segment to the others."""
+        steps = len(self._numbers) - 1
+        if steps < WINDOW:
+            return False
+        return leaves_the_rest(self._numbers[-1] - self._numbers[0], steps, workers, left)
+
+
 class Claims:
     """The claims of one segment of a run; all workers make one with the same key and batches.
 
-    With `fixed`, worker `fixed` has the same share of every batch instead, so all take equally many steps.
+    `place` is this worker's among `places`, of which `workers` work. With `fixed`, it has the same share of
+    every batch, so all take equally many steps. With `ahead`, claims are reserved before they are begun.
     """
 
     def __init__(
@@ -44,83 +88,164 @@ class Claims:
         key: str,
         batches: Sequence[GlobalBatch],
         workers: int,
-        fixed: int | None = None,
+        place: int,
+        places: int,
+        *,
+        fixed: bool = False,
+        ahead: bool = False,
+        speed: Speed | None = None,
     ) -> None:
         self._store = store
         self._key = key
         self._batches = batches
         self._before = [0, *itertools.accumulate(len(batch.samples) for batch in batches)]
         self._workers = workers
+        self._place = place
+        self._places = places
         self._fixed = fixed
+        self._ahead = ahead and not fixed
+        self._speed = speed or Speed()
         self._taken = 0
-        self._speed = _Speed()
         self._may_leave = True
+        self._left_at: int | None = None
         self._asked = 0
+        self._changes = 0
+        self._has_stopped = False
 
     def take(self) -> Iterator[Claim]:
-        """Claims for this worker, until none is left."""
-        while (number := self._next()) is not None:
-            index, place = divmod(number, self._workers)
-            batch = self._batches[index]
-            own = tuple(share(batch.samples, place, self._workers))
-            before = self._before[index] + len(batch.samples) * place // self._workers
-            yield Claim(index, place, GlobalBatch(batch.epoch, own, batch.after), before)
+        """Claims for this worker, until none is left: begun or, where it works ahead, reserved."""
+        while self._ahead or not self._leaves_now():
+            if (number := self._next()) is None:
+                return
+            yield self._claim(number)
+
+    def begin(self, claim: Claim) -> bool:
+        """Whether a reserved claim is this worker's to work on, from now on; else someone took it over."""
+        if not self._ahead:
+            return True
+        if not self._give_up(self._place, claim.number):
+            return False
+        self._note_begun(self._store.add(f"{self._key}/begun", 1) - 1)
+        return True
+
+    def leaves(self) -> bool:
+        """Whether this worker, which works ahead, leaves the rest, also what it has reserved."""
+        return self._ahead and self._leaves_now()
+
+    def take_over(self) -> Iterator[Claim]:
+        """Claims that were reserved and not begun, by whomever: of one that is lost, slow, or left.
+
+        They are taken one at a time, begun at once, until nobody holds any.
+        """
+        while self._ahead and (number := self._take_one_over()) is not None:
+            yield self._claim(number)
 
     def is_work_left(self) -> bool:
         """Whether all went to settle and left claims behind, which are to be taken now; all workers ask."""
-        if self._fixed is not None:
+        if self._fixed:
             return False
         self._asked += 1
-        left = self._store.add(self._key, 0) < self._size
+        count, limit = self._store.add(self._key, 0) % STOPPED, self._read_limit()
+        left = count < (self._size if limit is None else limit) or any(self._held().values())
         agreed = self._store.compare_set(f"{self._key}/left/{self._asked}", "", str(int(left)))
         self._may_leave = False
         return bool(int(agreed))
 
     def stop(self) -> None:
         """Let no further batch be begun; those that were are finished."""
-        if self._fixed is None:
-            self._limit(self._store.add(self._key, STOPPED) % STOPPED)
+        if self._has_stopped:
             return
-        furthest = self._taken
-        while self._store.check([f"{self._key}/{furthest}"]):
-            furthest += 1
-        # Whoever is furthest may begin one more step before it hears of the limit.
-        self._limit((furthest + 2) * self._workers)
+        self._has_stopped = True
+        if self._fixed:
+            self._store.set(f"{self._key}/stop", "")
+            self._agree_on_last()
+        else:
+            self._limit(self._store.add(self._key, STOPPED) % STOPPED)
 
     def done(self) -> tuple[int, Position | None]:
-        """How many batches were taken up, and the position after them; asked once all workers are through."""
+        """How many batches were taken up, and the position after them; asked once, when all are through."""
         limit = self._read_limit()
         count = len(self._batches) if limit is None else limit // self._workers
+        self._speed.end_segment(count * self._workers if self._left_at is None else self._left_at)
         return count, self._batches[count - 1].after if count else None
 
     def stopped(self) -> bool:
         """Whether someone stopped it; asked once all workers are through."""
         return self._read_limit() is not None
 
+    def store_keys(self) -> list[str]:
+        """The keys in the store, to be deleted when nobody will ask any more."""
+        names = ["/begun", "/limit", "/stop", *(f"/left/{i + 1}" for i in range(self._asked))]
+        names += [f"/{kind}/{place}" for kind in ("held", "step") for place in range(self._places)]
+        return [self._key, *(f"{self._key}{name}" for name in names)]
+
     @property
     def _size(self) -> int:
         return len(self._batches) * self._workers
 
-    def _next(self) -> int | None:
-        if self._fixed is not None:
-            return self._next_fixed(self._fixed)
-        if self._may_leave and self._speed.leaves_the_rest(
-            self._workers, lambda: self._size - self._store.add(self._key, 0)
-        ):
-            return None
-        number = self._store.add(self._key, 1) - 1
-        self._speed.note(number)
-        if number < STOPPED:
-            return number if number < self._size else None
-        number %= STOPPED
-        return number if number < self._limit(number) else None
+    def _claim(self, number: int) -> Claim:
+        index, place = divmod(number, self._workers)
+        batch = self._batches[index]
+        own = tuple(share(batch.samples, place, self._workers))
+        before = self._before[index] + len(batch.samples) * place // self._workers
+        return Claim(number, index, place, GlobalBatch(batch.epoch, own, batch.after), before)
 
-    def _next_fixed(self, place: int) -> int | None:
-        number = self._taken * self._workers + place
-        self._store.set(f"{self._key}/{self._taken}", "")
-        limit = self._read_limit()
+    def _leaves_now(self) -> bool:
+        # One claim of each segment at least: a worker that took none would never be seen to be fast again.
+        if not self._may_leave or not self._taken or self._fixed:
+            return False
+        count = f"{self._key}/begun" if self._ahead else self._key
+        found = 0
+
+        def left() -> int:
+            nonlocal found
+            found = self._store.add(count, 0) % STOPPED
+            return self._size - found
+
+        if self._speed.leaves(self._workers, left):
+            self._left_at = found
+            return True
+        return False
+
+    def _note_begun(self, number: int) -> None:
         self._taken += 1
-        return number if number < (self._size if limit is None else limit) else None
+        self._left_at = None
+        self._speed.note(number)
+
+    def _next(self) -> int | None:
+        if self._fixed:
+            return self._next_fixed()
+        number = self._store.add(self._key, 1) - 1
+        limit = self._size
+        if number >= STOPPED:
+            number %= STOPPED
+            limit = self._limit(number)
+        if number >= limit:
+            return None
+        if self._ahead:
+            self._hold(number)
+        else:
+            self._note_begun(number)
+        return number
+
+    def _next_fixed(self) -> int | None:
+        """The claim of this worker's next step; None where the segment ends before it.
+
+        A worker tells of a step before it looks whether someone stopped, and who stops looks at what was told
+        afterwards. So either the step is among those that are still taken, or this worker hears of the end.
+        """
+        step = self._taken
+        self._store.set(f"{self._key}/step/{self._place}", str(step + 1))
+        last = self._agree_on_last() if self._store.check([f"{self._key}/stop"]) else self._size
+        self._taken += 1
+        number = step * self._workers + self._place
+        return number if number < last else None
+
+    def _agree_on_last(self) -> int:
+        """The segment's end, after the furthest step that anyone may have begun; whoever asks may say it."""
+        keys = [f"{self._key}/step/{place}" for place in range(self._places)]
+        furthest = max((int(self._store.get(key)) for key in keys if self._store.check([key])), default=0)
+        return self._limit(furthest * self._workers)
 
     def _limit(self, given: int) -> int:
         """The claim at which the segment ends, once stopped: the first to ask rounds up to a whole batch."""
@@ -131,29 +256,44 @@ class Claims:
         key = f"{self._key}/limit"
         return int(self._store.get(key)) if self._store.check([key]) else None
 
+    def _held(self) -> dict[int, list[int]]:
+        """What each worker has reserved and not begun."""
+        places = range(self._places) if self._ahead else ()
+        return {place: _numbers(self._read_held(place)) for place in places}
 
-class _Speed:
-    """How fast this worker takes claims, and how fast all do together."""
+    def _read_held(self, place: int) -> str:
+        return self._store.compare_set(f"{self._key}/held/{place}", "", "nobody").decode()
 
-    def __init__(self) -> None:
-        self._last: tuple[float, int] | None = None
-        self._own_s = 0.0
-        self._each_s = 0.0
+    def _write_held(self, place: int, found: str, numbers: Sequence[int]) -> bool:
+        """Replace what a worker holds, if it is still as it was `found`."""
+        # The stamp tells this change from the same one by another worker.
+        self._changes += 1
+        wanted = " ".join([f"{self._place}.{self._changes}", *map(str, numbers)])
+        return self._store.compare_set(f"{self._key}/held/{place}", found, wanted) == wanted.encode()
 
-    def note(self, number: int) -> None:
-        """Note that this worker claims `number` now."""
-        now = time.monotonic()
-        if self._last is not None:
-            took, since = now - self._last[0], number - self._last[1]
-            self._own_s, self._each_s = took, took / max(since, 1)
-        self._last = (now, number)
+    def _hold(self, number: int) -> None:
+        while True:
+            found = self._read_held(self._place)
+            if self._write_held(self._place, found, [*_numbers(found), number]):
+                return
 
-    def leaves_the_rest(self, workers: int, left: Callable[[], int]) -> bool:
-        """Whether the others are through with what is `left` before this worker would be with one claim.
+    def _give_up(self, place: int, number: int) -> bool:
+        """Take `number` off what a worker holds; whether it was this call that did."""
+        while number in (held := _numbers(found := self._read_held(place))):
+            if self._write_held(place, found, [other for other in held if other != number]):
+                return True
+        return False
 
-        Only one that is clearly slower than most asks; so the last claims hold nobody up.
-        """
-        usual_s = self._each_s * workers
-        if self._own_s <= 1.5 * usual_s:
-            return False
-        return max(left(), 0) * self._each_s < self._own_s - usual_s
+    def _take_one_over(self) -> int | None:
+        """A claim that someone holds: of the one that holds most, what it would begin last."""
+        while any((held := self._held()).values()):
+            place = max(held, key=lambda place: len(held[place]))
+            if self._give_up(place, number := held[place][-1]):
+                self._note_begun(self._store.add(f"{self._key}/begun", 1) - 1)
+                return number
+        return None
+
+
+def _numbers(held: str) -> list[int]:
+    """The claims that a worker holds, behind the stamp of the last change."""
+    return [int(number) for number in held.split()[1:]]

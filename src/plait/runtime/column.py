@@ -21,6 +21,7 @@ from plait.runtime.evaluate import sums_of
 from plait.runtime.open_pipeline import State, open_pipeline, trace_parts
 from plait.runtime.sampling import mix
 from plait.runtime.settings import TrainSettings
+from plait.runtime.whole_state import rest_of_state
 from plait.sync.averaging import Averaging
 from plait.sync.options import read_options
 
@@ -101,7 +102,10 @@ class Column:
             pipeline.before_update = self._agree
         else:
             pipeline.after_update = self._agree
-        return make_averaging(worker, hosts, sources, options, settings.seed, prefix, self.number, OVERDUE)
+        rest = rest_of_state(worker.store, prefix, weights, buffers, pipeline.optimizer, self._parts.scaler)
+        return make_averaging(
+            worker, hosts, sources, options, settings.seed, prefix, self.number, OVERDUE, at_settle=rest
+        )
 
     def tell(self, kind: str, **numbers: Any) -> None:
         """Let the others of the column do something with this worker, their head."""

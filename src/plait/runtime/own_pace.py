@@ -12,15 +12,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from plait.cluster.worker import Worker
+from plait.core.errors import LostPeer, PeerError
+from plait.runtime import checkpoint as checkpoints
 from plait.runtime import events, loading
+from plait.runtime.averagings import PREFIX as SYNC_PREFIX
 from plait.runtime.averagings import averages_gradients, make_averaging, sources_of
 from plait.runtime.build import Parts
-from plait.runtime.claims import Claim, Claims
+from plait.runtime.claims import Claim, Claims, Speed
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.folder import RunFolder
@@ -28,9 +32,11 @@ from plait.runtime.pace import Pace
 from plait.runtime.sampling import GlobalBatch, mix
 from plait.runtime.settings import TrainSettings
 from plait.runtime.stretch_trainer import StretchTrainer
+from plait.runtime.whole_state import rest_of_state
 from plait.sync.averaging import Averaging
 from plait.sync.hetpipe import serving
 from plait.sync.options import EQUAL_STEPS, HetPipeOptions, Options, read_options
+from plait.sync.peers import Stopwatch
 
 LOOK_S = 0.01
 PREFIX = "plait/run"
@@ -54,6 +60,11 @@ class OwnPaceTrainer(StretchTrainer):
         self._shares = self._places - len(self._idle)
         self._segment = 0
         self._evaluations = 0
+        self._speed = Speed()
+        # Keys in the store that someone who was stopped may still come to.
+        self._stale: list[str] = []
+        self._sync_state: checkpoints.Tensors = {}
+        self._is_linked = False
         self._pace = Pace()
         self._counted = 0
         self._unrecorded: tuple[int, int, torch.Tensor, float] | None = None
@@ -83,6 +94,7 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _link(self) -> None:
         self._averaging = self._open()
+        self._is_linked = True
         if self._averaging.tolerant:
             leave_world(self._links_by_world())
             self.worker.tolerate_losses()
@@ -93,23 +105,42 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _open(self) -> Averaging:
         """Link up with the other workers; all call it together."""
-        sources = sources_of(self.parts, self._options)
-        made = make_averaging(self.worker, self._hosts, sources, self._options, self.settings.seed)
+        parts = self.parts
+        sources = sources_of(parts, self._options)
+        weights, buffers = list(parts.model.parameters()), list(parts.model.buffers())
+        rest = rest_of_state(self.worker.store, SYNC_PREFIX, weights, buffers, parts.optimizer, parts.scaler)
+        seed = self.settings.seed
+        made = make_averaging(
+            self.worker, self._hosts, sources, self._options, seed, step=self.step, at_settle=rest
+        )
+        if self._sync_state:
+            made.load_state(self._by_weight(self._sync_state))
         if averages_gradients(self._options) and self.engine is not None:
             self.engine.before_update = made.after_update
         return made
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Work on these steps, then settle."""
-        fixed = self._place if self.settings.sync.kind in EQUAL_STEPS else None
-        claims = Claims(self.worker.store, f"{PREFIX}/claims/{self._segment}", steps, self._shares, fixed)
+        claims = Claims(
+            self.worker.store,
+            f"{PREFIX}/claims/{self._segment}",
+            steps,
+            self._shares,
+            self._place,
+            self._places,
+            fixed=self.settings.sync.kind in EQUAL_STEPS,
+            ahead=self.settings.data.loaders > 0,
+            speed=self._speed,
+        )
         self._counted = 0
         self._work(claims)
         members = self._settle()
+        self._delete_stale(members)
         while claims.is_work_left():
             self._work(claims)
             members = self._settle()
         self._segment += 1
+        self._stale += claims.store_keys()
         done, after = claims.done()
         self.step += done
         self.position = after or self.position
@@ -155,12 +186,28 @@ class OwnPaceTrainer(StretchTrainer):
             self._counted = max(samples, self._counted)
         self._unrecorded = None
 
+    def _delete_stale(self, members: tuple[int, ...]) -> None:
+        """Delete the keys of earlier segments once all who may ever look at them have come to a later one."""
+        if not set(members) | self._averaging.ended() >= set(range(self._places)):
+            return
+        for key in self._stale if self._place == min(members) else ():
+            self.worker.store.delete_key(key)
+        self._stale = []
+
     def _load(self, claims: Claims) -> Iterator[tuple[Claim, loading.Batch]]:
-        """This worker's claims with their samples; loader processes claim ahead of the work."""
+        """The claims that this worker begins, with their samples; loader processes read ahead of the work."""
+        for claim, batch in self._fetch(claims.take(), self.settings.data.loaders):
+            if claims.leaves():
+                return
+            if claims.begin(claim):
+                yield claim, batch
+        yield from self._fetch(claims.take_over(), loaders=0)
+
+    def _fetch(self, claims: Iterator[Claim], loaders: int) -> Iterator[tuple[Claim, loading.Batch]]:
         taken: deque[Claim] = deque()
 
         def order() -> Iterator[GlobalBatch]:
-            for claim in claims.take():
+            for claim in claims:
                 taken.append(claim)
                 yield claim.batch
 
@@ -170,7 +217,7 @@ class OwnPaceTrainer(StretchTrainer):
             seed=self.settings.seed,
             rank=0,
             world_size=1,
-            loaders=self.settings.data.loaders,
+            loaders=loaders,
             pin=self.parts.device.type == "cuda",
         )
         for batch in found:
@@ -187,13 +234,24 @@ class OwnPaceTrainer(StretchTrainer):
         if place in self._members:
             sums = self._sums_over(self._members.index(place), len(self._members))
             store.set(f"{key}/{place}", json.dumps(sums.tolist()))
+        self._stale += [f"{key}/all", *(f"{key}/{member}" for member in self._members)]
         waiting = set(self._members)
+        waited = Stopwatch(time.monotonic, self.worker.timeout_s)
         total = torch.zeros(4, dtype=torch.float64)
         while waiting and not store.check([f"{key}/all"]):
             for member in [m for m in waiting if store.check([f"{key}/{m}"])]:
                 total += torch.tensor(json.loads(store.get(f"{key}/{member}")), dtype=torch.float64)
                 waiting.discard(member)
+                waited.restart()
             waiting &= set(self._averaging.living())
+            if waiting and waited.is_over():
+                late = [self._workers_at(member)[0] for member in sorted(waiting)]
+                raise PeerError(
+                    f"worker {self.worker.rank} waited {waited.limit_s:g} s for the evaluation of worker "
+                    f"{', '.join(map(str, late))}; it hangs, or is slower than parallel.timeout_s allows",
+                    LostPeer.SILENT,
+                    late[0],
+                )
             time.sleep(LOOK_S if waiting else 0)
         agreed = store.compare_set(f"{key}/all", "", json.dumps(total.tolist()))
         return means(self.parts, torch.tensor(json.loads(agreed), dtype=torch.float64))
@@ -205,10 +263,51 @@ class OwnPaceTrainer(StretchTrainer):
     def _writes(self) -> bool:
         return self._place == min(self._members)
 
+    def _save_last(self, metrics: dict[str, float]) -> None:
+        """Write the last checkpoint, and leave only once someone has: the next where the writer is lost."""
+        super()._save_last(metrics)
+        saved = f"{PREFIX}/saved"
+        while not self._writes() and not self.worker.store.check([saved]):
+            time.sleep(LOOK_S)
+            living = tuple(sorted(set(self._members) & set(self._averaging.living())))
+            if min(self._members) not in living and living:
+                self._note_members(living)
+                super()._save_last(metrics)
+        if self._writes():
+            self.worker.store.set(saved, "1")
+
+    def _state(self) -> checkpoints.Checkpoint:
+        """With what the sync keeps besides the state of workers, by the names of the weights."""
+        if not self._is_linked:
+            return replace(super()._state(), sync=self._sync_state)
+        own = {
+            f"{self.parts.names[weight]}/{key}": tensor
+            for key, tensors in self._averaging.state().items()
+            for weight, tensor in zip(self.parts.model.parameters(), tensors)
+        }
+        return replace(super()._state(), sync=own)
+
+    def _take_up(self, state: checkpoints.Checkpoint) -> None:
+        super()._take_up(state)
+        self._sync_state = state.sync
+
+    def _by_weight(self, state: checkpoints.Tensors) -> dict[str, list[torch.Tensor]]:
+        """What `_state` wrote down of the sync: for each key a tensor for each weight, or none."""
+        names = [self.parts.names[weight] for weight in self.parts.model.parameters()]
+        keys = {path.rpartition("/")[2] for path in state}
+        return {
+            key: [state[f"{name}/{key}"] for name in names]
+            for key in sorted(keys)
+            if all(f"{name}/{key}" in state for name in names)
+        }
+
     def _note_members(self, members: tuple[int, ...]) -> None:
         """Keep the record where the one that kept it is gone; tell of those that are missing."""
         lost = sorted(w for place in set(self._members) - set(members) for w in self._workers_at(place))
         self._members = members
+        if self._averaging.tolerant:
+            out = [w for place in set(range(self._places)) - set(members) for w in self._workers_at(place)]
+            self.worker.leave_out(sorted(out))
         if lost and self._writes():
             if self._events is not None:
                 self.recorder.take_over(self._events)

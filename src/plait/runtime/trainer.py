@@ -90,7 +90,7 @@ class Trainer:
         self.recorder.log_rest()
         # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
         metrics = self._evaluate() if reason != "stopped" else {}
-        self._save(metrics)
+        self._save_last(metrics)
         if self.engine is not None:
             self.engine.close()
         if self.recorder.diverged_at is not None:
@@ -238,6 +238,10 @@ class Trainer:
             checkpoints.point_to_best(folder, self.step)
         checkpoints.prune(folder, self.step, rule.keep_last, self.best["step"] if self.best else None)
         self.recorder.saved(self.step, time.perf_counter() - started, is_best)
+
+    def _save_last(self, metrics: dict[str, float]) -> None:
+        """Write the checkpoint of the run's end."""
+        self._save(metrics)
 
     def _writes(self) -> bool:
         """Whether this worker is the one that writes checkpoints."""

@@ -76,9 +76,12 @@ def _take_object(value: Any, down: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {f.name: down(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return ["dataclass", name, fields]
-    for base in (int, float, str):
-        if isinstance(value, base):
-            return ["value", name, base.__new__(base, value)]
+    if isinstance(value, int):
+        return ["value", name, int.__int__(value)]
+    if isinstance(value, float):
+        return ["value", name, float.__float__(value)]
+    if isinstance(value, str):
+        return ["value", name, "".join(value)]
     raise _refused(f"a {kind.__module__}.{kind.__qualname__}")
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch.distributed as dist
+from torch import Tensor
 
-from plait.cluster.mail import Mail
-from plait.cluster.presence import Presence
 from plait.sync.group_mean import GroupMean, Ways
+from plait.sync.peers import Peers
 from plait.sync.vector import Source, Vector, distance
 
 MEETING = 2
@@ -21,6 +20,8 @@ MEETING_WAYS = Ways(3, 4)
 GROUP_WAYS = Ways(5, 6)
 LOOK_S = 0.02
 ATTEMPT_BITS = 8
+# Votes come after a mean, in which members wait for owners for two timeouts at most.
+VOTE_TIMEOUTS = 3.0
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Averaging(Protocol):
 
     `after_update` follows each of this worker's updates; `settle` brings all living workers to the same
     state and returns who they are. In between a worker may end at any time where `tolerant` says so.
+    `living` are those who are there, `ended` those who will not be back. `state` is what a checkpoint has to
+    hold besides the workers' own state, by name, with one tensor for each weight.
     """
 
     tolerant: bool
@@ -56,7 +59,25 @@ class Averaging(Protocol):
     def after_update(self) -> None: ...
     def settle(self) -> tuple[int, ...]: ...
     def living(self) -> tuple[int, ...]: ...
+    def ended(self) -> set[int]: ...
+    def state(self) -> Mapping[str, Sequence[Tensor]]: ...
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None: ...
     def close(self) -> None: ...
+
+
+class AtSettle(Protocol):
+    """Tensors that are averaged only where all workers settle, such as an optimizer's state.
+
+    They are asked for once all have come, and must then be the same on all workers, in number and size.
+    """
+
+    def prepare(self) -> None:
+        """This worker is about to meet the others."""
+
+    def __call__(self) -> Sequence[Tensor]: ...
+
+    def finish(self) -> None:
+        """The tensors hold the mean of all."""
 
 
 class Meetings:
@@ -66,13 +87,14 @@ class Meetings:
     meetings in the same order; one that missed some takes up what the others have.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, mail: Mail, presence: Presence) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._mail = mail
-        self._presence = presence
-        self._mean = GroupMean(mail, presence, MEETING_WAYS)
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._store = peers.store
+        self._mail = peers.mail
+        self._mean = GroupMean(peers, MEETING_WAYS)
         self._missed = False
+        # Keys of meetings that someone who was stopped may still come to.
+        self._stale: list[str] = []
         self.number = 0
         self.distance = 0.0
 
@@ -82,47 +104,57 @@ class Meetings:
 
     def meet(self, vector: Vector) -> tuple[int, ...]:
         """Average `vector` over all living workers; who they were, this one among them or not."""
-        flats = vector.gather()
-        before = [flat.clone() for flat in flats]
+        flats: list[Tensor] = []
+        before: list[Tensor] = []
         for attempt in itertools.count():
             members, behind = self._gather(attempt)
-            self._missed = self._mail.rank not in members
-            if self._missed:
-                break
-            number = (self.number << ATTEMPT_BITS) + attempt
-            whole = self._mean.average(number, members, flats, behind)
+            if attempt == 0:
+                self._delete_stale(members)
+            self._stale.append(self._key(attempt))
+            whole = False
+            if self._mail.rank in members:
+                if not before:
+                    flats = vector.gather()
+                    before = [flat.clone() for flat in flats]
+                number = (self.number << ATTEMPT_BITS) + attempt
+                whole = self._mean.average(number, members, flats, behind)
             if self._agree(attempt, members, whole):
-                self._missed = not whole
                 break
             # Someone who averaged for the others is gone: once more, without it.
             for flat, old in zip(flats, before):
                 flat.copy_(old)
-        if not self._missed:
+        self._missed = not whole
+        if whole:
             vector.scatter()
-        self.distance = distance(vector.weights, before)
+        self.distance = distance(vector.weights, before) if whole else 0.0
         self.number += 1
         return members
 
     def _agree(self, attempt: int, members: tuple[int, ...], whole: bool) -> bool:
-        """Whether all living members have the whole mean; the first that knows says so for all."""
+        """Whether all living members have the whole mean; the first that knows says so for all.
+
+        Who came too late hears of it, too: where it is to be done once more, the others wait for all.
+        """
         key = self._key(attempt)
-        self._store.set(f"{key}/whole/{self._mail.rank}", str(int(whole)))
+        votes = {member: f"{key}/whole/{member}" for member in members}
+        if self._mail.rank in members:
+            self._store.set(votes[self._mail.rank], str(int(whole)))
+        waited = self._peers.stopwatch(VOTE_TIMEOUTS)
         while not self._store.check([f"{key}/verdict"]):
-            living = self._living()
-            votes = [
-                self._store.get(vote) if self._store.check([vote]) else None
-                for member in members
-                if member in living
-                for vote in [f"{key}/whole/{member}"]
-            ]
-            if None not in votes:
-                self._store.compare_set(f"{key}/verdict", "", str(int(b"0" not in votes)))
+            living = self._peers.living()
+            there = [member for member in members if member in living]
+            missing = [member for member in there if not self._store.check([votes[member]])]
+            if not missing:
+                have_it = [self._store.get(votes[member]) == b"1" for member in there]
+                self._store.compare_set(f"{key}/verdict", "", str(int(all(have_it) and bool(there))))
+            elif waited.is_over():
+                raise self._peers.timed_out(waited, missing, "to say that it has the mean of all")
             else:
                 self._mail.wait(0.005)
         return self._store.get(f"{key}/verdict") == b"1"
 
     def _key(self, attempt: int = 0) -> str:
-        return f"{self._prefix}/meeting/{self.number}/{attempt}"
+        return f"{self._peers.prefix}/meeting/{self.number}/{attempt}"
 
     def _gather(self, attempt: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Enter the meeting and wait until it is closed; its members, and those of them that missed others.
@@ -134,23 +166,34 @@ class Meetings:
         text = self._store.compare_set(key, "", f"open {me}").decode()
         while text.startswith("open") and me not in text.split():
             text = self._store.compare_set(key, text, f"{text} {me}").decode()
+        waited = self._peers.stopwatch()
         while text.startswith("open"):
-            present = {int(member.strip("*")) for member in text.split()[1:]}
-            if self._living() <= present:
+            present, known = _ranks(text), text
+            missing = self._peers.living() - present
+            if not missing:
                 text = self._store.compare_set(key, text, text.replace("open", "closed")).decode()
                 self._call(present)
+            elif waited.is_over():
+                raise self._peers.timed_out(waited, missing, "to come where all workers settle")
             else:
                 self._hear()
                 text = self._store.get(key).decode()
-        came = text.split()[1:]
-        behind = tuple(int(member.strip("*")) for member in came if "*" in member)
-        return tuple(sorted(int(member.strip("*")) for member in came)), behind
+            if text != known:
+                waited.restart()
+        members = tuple(sorted(_ranks(text)))
+        behind = tuple(sorted(int(member.strip("*")) for member in text.split()[1:] if "*" in member))
+        # Where all missed others, there is nothing better than what they have.
+        return members, behind if behind != members else ()
 
-    def _living(self) -> set[int]:
-        for peer in self._mail.peers():
-            if self._mail.is_gone(peer):
-                self._presence.forget(peer)
-        return set(self._presence.living())
+    def _delete_stale(self, members: tuple[int, ...]) -> None:
+        """Delete the keys of earlier meetings once all who may ever look at them have come to a later one."""
+        everyone = self._peers.presence.members
+        if not set(members) | self._peers.ended() >= set(everyone):
+            return
+        for key in self._stale if self._mail.rank == min(members) else ():
+            for name in ("", "/verdict", *(f"/whole/{member}" for member in everyone)):
+                self._store.delete_key(f"{key}{name}")
+        self._stale = []
 
     def _call(self, members: set[int]) -> None:
         for member in members - {self._mail.rank}:
@@ -163,35 +206,50 @@ class Meetings:
                 message.release()
 
 
-@dataclass(frozen=True)
-class Peers:
-    """The other workers as an averaging reaches them: the job's store under a prefix, mail, who is there."""
-
-    store: dist.Store
-    prefix: str
-    mail: Mail
-    presence: Presence
+def _ranks(text: str) -> set[int]:
+    """The workers that a meeting's record names."""
+    return {int(member.strip("*")) for member in text.split()[1:]}
 
 
 class AmongPeers:
-    """What averagings by mail have in common: flat memory of `sources`, and meetings of all who live."""
+    """What averagings by mail have in common: flat memory of `sources`, and meetings of all who live.
 
-    def __init__(self, peers: Peers, sources: Sequence[Source]) -> None:
+    The first two sources are the weights and the running statistics; these and what is averaged `at_settle`
+    are a worker's whole state.
+    """
+
+    def __init__(self, peers: Peers, sources: Sequence[Source], at_settle: Sequence[AtSettle] = ()) -> None:
         self.tally = Tally()
+        self._peers = peers
         self._mail = peers.mail
         self._presence = peers.presence
         self._vector = Vector(*sources)
-        self._meetings = Meetings(peers.store, peers.prefix, peers.mail, peers.presence)
+        self._at_settle = at_settle
+        self._whole = Vector(*sources[:2], *at_settle)
+        self._meetings = Meetings(peers)
 
     def settle(self) -> tuple[int, ...]:
         """The mean over all living workers, whom it returns."""
-        members = self._meetings.meet(self._vector)
+        for source in self._at_settle:
+            source.prepare()
+        members = self._meetings.meet(self._whole)
+        for source in self._at_settle:
+            source.finish()
         self.tally.distances.append(self._meetings.distance)
         return members
 
     def living(self) -> tuple[int, ...]:
         """Who is there, as far as this worker knows."""
-        return self._presence.living()
+        return tuple(sorted(self._peers.living()))
+
+    def ended(self) -> set[int]:
+        return self._peers.ended()
+
+    def state(self) -> Mapping[str, Sequence[Tensor]]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        pass
 
     def close(self) -> None:
         self._presence.close()

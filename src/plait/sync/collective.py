@@ -2,51 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.sync.averaging import Tally
+from plait.sync.averaging import AtSettle, Tally
 from plait.sync.vector import Source, Vector, distance
 
 
 class Collective:
-    """The mean of all workers; all call each method together. How they meet after an update, heirs say."""
+    """The mean of all workers; all call each method together. Subclasses define what follows an update."""
 
     tolerant = False
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], at_settle: Sequence[AtSettle] = ()) -> None:
         self.tally = Tally()
         self._vector = Vector(*sources)
+        self._at_settle = at_settle
         self._size = dist.get_world_size()
 
     def settle(self) -> tuple[int, ...]:
         """The mean over all workers, whom it returns."""
+        for source in self._at_settle:
+            source.prepare()
         self._vector.gather()
         before = [flat.clone() for flat in self._vector.weights]
-        for flat, mean in zip(self._vector.flats, self._means()):
-            flat.copy_(mean)
-        self._vector.scatter()
+        self._settle_weights()
         self.tally.distances.append(distance(self._vector.weights, before))
+        # The sums above have waited for all workers: what these have prepared is known now.
+        for source in self._at_settle:
+            self._take_mean(Vector(source))
+            source.finish()
         return self.living()
 
     def living(self) -> tuple[int, ...]:
         """All workers: the end of one is the end of the run."""
         return tuple(range(self._size))
 
+    def ended(self) -> set[int]:
+        return set()
+
+    def state(self) -> Mapping[str, Sequence[Tensor]]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
-    def _means(self) -> list[Tensor]:
+    def _settle_weights(self) -> None:
+        self._take_mean(self._vector)
+
+    def _take_mean(self, vector: Vector) -> None:
+        for flat, mean in zip(vector.gather(), self._means(vector)):
+            flat.copy_(mean)
+        vector.scatter()
+
+    def _means(self, vector: Vector) -> list[Tensor]:
         """The means of all workers' flat memory."""
-        means = [flat.clone() for flat in self._vector.flats]
+        means = [flat.clone() for flat in vector.flats]
         with self.tally.waiting():
             works = [dist.all_reduce(mean, async_op=True) for mean in means]
             for work in works:
                 work.wait()
-        torch._foreach_div_(means, float(self._size))
+        for mean in means:
+            mean.div_(self._size)
         self.tally.groups += 1
         self.tally.members += self._size
         self.tally.bytes_sent += sum(2 * m.numel() * m.element_size() for m in means)
@@ -56,13 +78,13 @@ class Collective:
 class Sma(Collective):
     """Synchronous model averaging: after each update v <- (1 - alpha) v + alpha mean(v)."""
 
-    def __init__(self, sources: Sequence[Source], alpha: float) -> None:
-        super().__init__(sources)
+    def __init__(self, sources: Sequence[Source], alpha: float, at_settle: Sequence[AtSettle] = ()) -> None:
+        super().__init__(sources, at_settle)
         self._alpha = alpha
 
     def after_update(self) -> None:
         """Draw the weights towards the mean of all."""
-        for flat, mean in zip(self._vector.gather(), self._means()):
+        for flat, mean in zip(self._vector.gather(), self._means(self._vector)):
             flat.lerp_(mean, self._alpha)
         self._vector.scatter()
 
@@ -75,16 +97,23 @@ class LocalSgd(Collective):
     """
 
     def __init__(
-        self, sources: Sequence[Source], every: int, outer_lr: float | None = None, momentum: float = 0.9
+        self,
+        sources: Sequence[Source],
+        every: int,
+        outer_lr: float | None = None,
+        momentum: float = 0.9,
+        at_settle: Sequence[AtSettle] = (),
     ) -> None:
-        super().__init__(sources)
+        super().__init__(sources, at_settle)
         self._every = every
         self._outer_lr = outer_lr
         self._momentum = momentum
         self._since = 0
-        self._vector.gather()
-        self._anchor = [flat.clone() for flat in self._vector.weights]
-        self._speed = [torch.zeros_like(flat) for flat in self._anchor]
+        # Where the weights were after the last outer step, and its momentum.
+        self._anchor, self._speed = Vector(sources[0]), Vector(sources[0])
+        self._anchor.gather()
+        for flat in self._speed.gather():
+            flat.zero_()
 
     def after_update(self) -> None:
         """Average where it is due."""
@@ -92,22 +121,29 @@ class LocalSgd(Collective):
         if self._since >= self._every:
             self._average()
 
-    def settle(self) -> tuple[int, ...]:
-        if self._outer_lr is None or not self._since:
-            self._since = 0
-            return super().settle()
-        self._vector.gather()
-        before = [flat.clone() for flat in self._vector.weights]
-        self._average()
-        self.tally.distances.append(distance(self._vector.weights, before))
-        return self.living()
+    def state(self) -> Mapping[str, Sequence[Tensor]]:
+        """The outer optimizer's anchor and momentum."""
+        if self._outer_lr is None:
+            return {}
+        return {"anchor": self._anchor.views, "momentum": self._speed.views}
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        for name, own in self.state().items():
+            for tensor, saved in zip(own, state.get(name, ())):
+                tensor.copy_(saved)
+
+    def _settle_weights(self) -> None:
+        if self._since or self._outer_lr is None:
+            self._average()
+        else:
+            super()._settle_weights()
 
     def _average(self) -> None:
         self._vector.gather()
-        for flat, mean in zip(self._vector.flats, self._means()):
+        for flat, mean in zip(self._vector.flats, self._means(self._vector)):
             flat.copy_(mean)
         if self._outer_lr is not None:
-            for flat, anchor, speed in zip(self._vector.weights, self._anchor, self._speed):
+            for flat, anchor, speed in zip(self._vector.weights, self._anchor.flats, self._speed.flats):
                 moved = anchor - flat
                 speed.mul_(self._momentum).add_(moved)
                 anchor.sub_(moved.add_(speed, alpha=self._momentum), alpha=self._outer_lr)

@@ -94,6 +94,12 @@ def bipartite_neighbours(rank: int, members: Collection[int], graph: str) -> tup
     return tuple(order[p] for p in range(len(order)) if p % 2 != place % 2)
 
 
+def asked_by(rank: int, living: Collection[int], graph: str) -> tuple[int, ...]:
+    """The living neighbours that `rank` asks: those of a member of even place; others only answer."""
+    is_asker = sorted(living).index(rank) % 2 == 0
+    return bipartite_neighbours(rank, living, graph) if is_asker else ()
+
+
 def spans(length: int, owners: int) -> list[tuple[int, int]]:
     """`length` elements cut into `owners` consecutive spans whose sizes differ by one at most."""
     return [(length * i // owners, length * (i + 1) // owners) for i in range(owners)]

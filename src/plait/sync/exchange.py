@@ -9,23 +9,28 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from plait.cluster.mail import Mail
 from plait.cluster.messages import Message
 from plait.cluster.presence import Presence
+from plait.sync.peers import Inbox
 from plait.sync.vector import Vector
 
 ASK, ANSWER = 7, 8
 LOOK_S = 0.02
+# A question's number: how often all have settled, and behind it the count of this worker's questions.
+COUNT_BITS = 32
 
 
 class Exchange:
     """Weights that peers may ask for, and the thread that serves them.
 
     `choose` names the peers that may be asked, of those that are living; with `mutual` who answers takes
-    the mean as well. `number` tells apart what was asked before all settled and after.
+    the mean as well. Every question is answered, so that nobody waits: with nothing where the two have not
+    settled equally often, for one of them was stopped meanwhile.
     """
 
     def __init__(
@@ -47,9 +52,11 @@ class Exchange:
         self._lock = threading.Lock()
         self._truth = [flat.clone() for flat in vector.gather()]
         self._base = [flat.clone() for flat in self._truth]
-        self._number = 0
+        self._settled = 0
+        self._questions = 0
         self._wishes = 0
-        self._asked: tuple[int, list[Tensor]] | None = None
+        self._asked: _Question | None = None
+        self._answers = Inbox(mail, ANSWER)
         self._averages = 0
         self._run = threading.Event()
         self._parked = threading.Event()
@@ -88,7 +95,7 @@ class Exchange:
 
     def resume(self) -> None:
         """Go on from what the worker's tensors hold; what was asked before is void."""
-        self._number += 1
+        self._settled += 1
         for truth, base, flat in zip(self._truth, self._base, self._vector.gather()):
             truth.copy_(flat)
             base.copy_(flat)
@@ -119,14 +126,16 @@ class Exchange:
 
     def _answer_all(self, peer: int) -> None:
         while (message := self._mail.take(peer, ASK)) is not None:
-            if message.content.number == self._number:
+            if message.content.number >> COUNT_BITS == self._settled:
                 self._answer(peer, message)
+            else:
+                self._mail.send(peer, ANSWER, message.content.number, [])
             message.release()
             self._mail.flush(0.1)
 
     def _answer(self, peer: int, message: Message) -> None:
         with self._lock:
-            self._mail.send(peer, ANSWER, self._number, self._truth)
+            self._mail.send(peer, ANSWER, message.content.number, self._truth)
             if self._mutual:
                 for truth, theirs in zip(self._truth, message.content.tensors):
                     assert theirs is not None
@@ -135,7 +144,7 @@ class Exchange:
 
     def _ask(self) -> None:
         if self._asked is not None:
-            peer = self._asked[0]
+            peer = self._asked.peer
             if not self._mail.is_gone(peer) and peer in self._presence.living():
                 return
             self._asked = None
@@ -150,18 +159,21 @@ class Exchange:
         with self._lock:
             self._wishes -= 1
             sent = [truth.clone() for truth in self._truth] if self._mutual else []
-        if self._mail.send(peer, ASK, self._number, sent):
-            self._asked = (peer, sent)
+        self._questions += 1
+        number = (self._settled << COUNT_BITS) + self._questions
+        if self._mail.send(peer, ASK, number, sent):
+            self._asked = _Question(peer, number, sent)
             self._mail.flush(0.1)
 
     def _hear_answer(self) -> None:
         if self._asked is None:
             return
-        peer, sent = self._asked
-        message = self._mail.take(peer, ANSWER)
+        peer, number, sent = self._asked.peer, self._asked.number, self._asked.sent
+        # Answers that came too late for earlier questions are void.
+        message = self._answers.find(peer, number)
         if message is None:
             return
-        if message.content.number == self._number:
+        if message.content.tensors:
             with self._lock:
                 # The truth may have moved since it was sent: the other took half of what was sent.
                 for i, theirs in enumerate(message.content.tensors):
@@ -169,5 +181,14 @@ class Exchange:
                     truth = self._truth[i]
                     truth.add_(theirs - (sent[i] if self._mutual else truth), alpha=0.5)
                 self._averages += 1
-            self._asked = None
+        self._asked = None
         message.release()
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What was asked of whom, under which number, and the weights that were sent along."""
+
+    peer: int
+    number: int
+    sent: list[Tensor]

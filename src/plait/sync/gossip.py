@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plait.sync.averaging import AmongPeers, Peers
-from plait.sync.connectivity import bipartite_neighbours
+from plait.sync.averaging import AmongPeers, AtSettle
+from plait.sync.connectivity import asked_by
 from plait.sync.exchange import Exchange
+from plait.sync.peers import Peers
 from plait.sync.vector import Source
 
 Choose = Callable[[Sequence[int]], Sequence[int]]
@@ -21,9 +22,16 @@ class Gossip(AmongPeers):
     tolerant = True
 
     def __init__(
-        self, peers: Peers, sources: Sequence[Source], seed: int, choose: Choose, *, mutual: bool
+        self,
+        peers: Peers,
+        sources: Sequence[Source],
+        seed: int,
+        choose: Choose,
+        *,
+        mutual: bool,
+        at_settle: Sequence[AtSettle] = (),
     ) -> None:
-        super().__init__(peers, sources)
+        super().__init__(peers, sources, at_settle)
         self._averages = 0
         self._exchange = Exchange(peers.mail, peers.presence, self._vector, choose, mutual=mutual, seed=seed)
 
@@ -48,23 +56,31 @@ class Gossip(AmongPeers):
         super().close()
 
 
-def ad_psgd(peers: Peers, sources: Sequence[Source], seed: int, graph: str = "complete") -> Gossip:
-    """AD-PSGD: workers of even place ask a random neighbour of odd place, and both take the mean."""
-    rank, members = peers.mail.rank, peers.presence.members
-    # Places are those of the first day: a lost worker must not turn askers into answerers.
-    asks = members.index(rank) % 2 == 0
-    neighbours = bipartite_neighbours(rank, members, graph) if asks else ()
+def ad_psgd(
+    peers: Peers,
+    sources: Sequence[Source],
+    seed: int,
+    graph: str = "complete",
+    at_settle: Sequence[AtSettle] = (),
+) -> Gossip:
+    """AD-PSGD: workers of even place ask a random neighbour of odd place, and both take the mean.
+
+    Places are those among the living, so that the rest goes on averaging whoever is lost. Two workers that
+    for a moment disagree on who lives may ask each other: both answer at once, and the mean of all stays.
+    """
 
     def choose(living: Sequence[int]) -> Sequence[int]:
-        return [peer for peer in neighbours if peer in living]
+        return asked_by(peers.rank, living, graph)
 
-    return Gossip(peers, sources, seed, choose, mutual=True)
+    return Gossip(peers, sources, seed, choose, mutual=True, at_settle=at_settle)
 
 
-def pair_averaging(peers: Peers, sources: Sequence[Source], seed: int) -> Gossip:
+def pair_averaging(
+    peers: Peers, sources: Sequence[Source], seed: int, at_settle: Sequence[AtSettle] = ()
+) -> Gossip:
     """Pair averaging: each worker pulls the weights of a random peer and takes the mean of both."""
 
     def choose(living: Sequence[int]) -> Sequence[int]:
-        return [peer for peer in living if peer != peers.mail.rank]
+        return [peer for peer in living if peer != peers.rank]
 
-    return Gossip(peers, sources, seed, choose, mutual=False)
+    return Gossip(peers, sources, seed, choose, mutual=False, at_settle=at_settle)

@@ -2,6 +2,9 @@
 
 One owner means one message to it and one back, which is best where messages are small; more owners share
 the bytes. A member that ends on the way is left out; the span of an owner that ends stays as each has it.
+
+Nobody waits in a circle: a member sends its spans before it waits, an owner waits for those alone, and who
+has gone on has sent all that the others need of it.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plait.cluster.mail import Mail
 from plait.cluster.messages import Message
-from plait.cluster.presence import Presence
 from plait.sync.connectivity import owners_for, spans
+from plait.sync.peers import Inbox, Peers
+from plait.sync.vector import put_mean
 
 LEAST_BYTES = 1 << 18
 LOOK_S = 0.05
+# An owner may itself wait for a member, and names it after one timeout; so it is waited for two.
+OWNER_TIMEOUTS = 2.0
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,11 @@ class Ways:
 class GroupMean:
     """Averages flat memory over groups. All members of a group call `average` with the same arguments."""
 
-    def __init__(self, mail: Mail, presence: Presence, ways: Ways) -> None:
-        self._mail = mail
-        self._presence = presence
+    def __init__(self, peers: Peers, ways: Ways) -> None:
+        self._peers = peers
+        self._mail = peers.mail
         self._ways = ways
-        self._early: dict[tuple[int, int], Message] = {}
+        self._up, self._down = Inbox(peers.mail, ways.up), Inbox(peers.mail, ways.down)
 
     def average(
         self,
@@ -49,6 +54,8 @@ class GroupMean:
         `number` rises from call to call on these ways. The first of `flats` has the same size on all members;
         a further one that some lack or have otherwise is averaged over the rest.
         """
+        self._up.drop_before(number)
+        self._down.drop_before(number)
         rank = self._mail.rank
         members = sorted(members)
         count = owners_for(flats[0].numel() * flats[0].element_size(), len(members), LEAST_BYTES)
@@ -60,61 +67,58 @@ class GroupMean:
         for owner, piece in zip(owners, pieces):
             if owner != rank:
                 self._mail.send(owner, self._ways.up, number, [] if rank in behind else piece)
-        for owner, piece in zip(owners, pieces):
-            if owner == rank:
-                self._average_own(number, members, piece, rank in behind)
+        taken = [
+            self._average_own(number, members, piece, rank in behind)
+            for owner, piece in zip(owners, pieces)
+            if owner == rank
+        ]
         others = [(owner, piece) for owner, piece in zip(owners, pieces) if owner != rank]
-        taken = [self._take_mean(number, owner, piece) for owner, piece in others]
-        self._mail.flush(1.0)
+        taken += [self._take_mean(number, owner, piece) for owner, piece in others]
+        self._peers.flush()
         return all(taken)
 
-    def _average_own(self, number: int, members: Sequence[int], piece: list[Tensor], blank: bool) -> None:
-        """Average the span that this worker owns, in the order of ranks, and hand it to all members."""
+    def _average_own(self, number: int, members: Sequence[int], piece: list[Tensor], blank: bool) -> bool:
+        """Average the span that this worker owns, and hand it to all members.
+
+        False where nobody gave anything, so that there is no mean.
+        """
         rank = self._mail.rank
         others = [member for member in members if member != rank]
-        counts = [0 if blank else 1 for _ in piece]
-        for other in others:
-            message = self._receive(other, self._ways.up, number)
-            if message is None:
-                continue
-            for i, (own, theirs) in enumerate(zip(piece, message.content.tensors)):
-                if theirs is not None and theirs.shape == own.shape:
-                    own.copy_(theirs) if counts[i] == 0 else own.add_(theirs)
-                    counts[i] += 1
+        found = {
+            other: self._receive(self._up, other, number, 1.0, "to hand in its part of an average")
+            for other in others
+        }
+        came = {other: message for other, message in found.items() if message is not None}
+        brought = {other: message.content.tensors for other, message in came.items()}
+        counts = put_mean(piece, brought if blank else {**brought, rank: piece})
+        for message in came.values():
             message.release()
-        for own, count in zip(piece, counts):
-            if count > 1:
-                own.div_(count)
         for other in others:
-            self._mail.send(other, self._ways.down, number, piece)
+            self._mail.send(other, self._ways.down, number, piece if counts[0] else [])
+        return counts[0] > 0
 
     def _take_mean(self, number: int, owner: int, piece: list[Tensor]) -> bool:
-        message = self._receive(owner, self._ways.down, number)
+        message = self._receive(self._down, owner, number, OWNER_TIMEOUTS, "to hand out its part of a mean")
         if message is None:
             return False
-        _take(message, piece)
-        return True
+        for own, mean in zip(piece, message.content.tensors):
+            if mean is not None and mean.shape == own.shape:
+                own.copy_(mean)
+        gave_one = bool(message.content.tensors)
+        message.release()
+        return gave_one
 
-    def _receive(self, peer: int, channel: int, number: int) -> Message | None:
+    def _receive(self, inbox: Inbox, peer: int, number: int, timeouts: float, what: str) -> Message | None:
         """Message `number` of `peer`; None where it is gone, absent, or has gone on without this worker."""
+        waited = self._peers.stopwatch(timeouts)
         while True:
-            message = self._early.pop((peer, channel), None) or self._mail.take(peer, channel)
-            if message is not None and message.content.number == number:
+            there = self._peers.is_there(peer)
+            if not there:
+                # What it sent before it went away can still be taken.
+                self._mail.wait(0.0)
+            message = inbox.find(peer, number)
+            if message is not None or not there or inbox.is_past(peer, number):
                 return message
-            if message is not None and message.content.number > number:
-                self._early[peer, channel] = message
-                return None
-            if message is not None:
-                message.release()
-            elif self._mail.is_gone(peer) or peer not in self._presence.living():
-                return None
-            else:
-                self._mail.wait(LOOK_S)
-
-
-def _take(message: Message, piece: Sequence[Tensor]) -> None:
-    """Put the means that a message brought into `piece`."""
-    for own, mean in zip(piece, message.content.tensors):
-        if mean is not None and mean.shape == own.shape:
-            own.copy_(mean)
-    message.release()
+            if waited.is_over():
+                raise self._peers.timed_out(waited, [peer], what)
+            self._mail.wait(LOOK_S)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from plait.cluster.mail import Mail
 from plait.core.errors import LostPeer, PeerError
-from plait.sync.averaging import Tally
+from plait.sync.averaging import AtSettle, Tally
 from plait.sync.connectivity import shards
 from plait.sync.vector import Source, Vector, distance
 
@@ -24,12 +24,11 @@ PUSH, PULL = 9, 10
 LOOK_S = 0.02
 
 
-def may_go_on(clocks: dict[int, int], done: set[int], worker: int, staleness: int, last: bool) -> bool:
-    """Whether `worker` gets the weights now: not too far ahead or, at the `last` pull, all done."""
-    if last:
-        return len(done) == len(clocks)
-    behind = [clock for other, clock in clocks.items() if other not in done]
-    return not behind or clocks[worker] - min(behind) <= staleness
+def held_up_by(clocks: Mapping[int, int], done: Collection[int], worker: int, staleness: int) -> list[int]:
+    """Those that are so many waves behind that `worker` has to wait; who is done with a segment is not."""
+    return [
+        other for other, clock in clocks.items() if other not in done and clocks[worker] - clock > staleness
+    ]
 
 
 def serving(workers: int, servers: int, dedicated: bool) -> range:
@@ -38,7 +37,11 @@ def serving(workers: int, servers: int, dedicated: bool) -> range:
 
 
 class Server:
-    """One part of the weights, and how far each worker is; `idle` ones push nothing but the last time."""
+    """One part of the weights, and how far each worker is; `idle` ones push nothing but the last time.
+
+    A segment ends with the last push of the last worker: what the weights are then, all pull, whatever the
+    first of them pushes in the next segment meanwhile.
+    """
 
     def __init__(
         self, mail: Mail, flats: Sequence[Tensor], workers: int, staleness: int, idle: Collection[int] = ()
@@ -51,8 +54,11 @@ class Server:
         self._changed = threading.Condition()
         self._clocks = dict.fromkeys(range(workers), 0)
         self._done: set[int] = set()
+        # The weights at the end of the segment, for those that have not pulled them yet.
+        self._finals: dict[int, list[Tensor]] = {}
         self._waiting: dict[int, tuple[int, bool]] = {}
         self._ended = False
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="plait-server", daemon=True)
         self._thread.start()
 
@@ -61,34 +67,44 @@ class Server:
         rank = self._mail.rank
         with self._changed:
             self._push(rank, changes, last)
-            self._waiting[rank] = (0, last)
             end = time.monotonic() + deadline_s
-            while not self._may_go_on(rank, last):
-                if not self._changed.wait(min(1.0, end - time.monotonic())) and time.monotonic() > end:
-                    raise PeerError(f"worker {rank} waited {deadline_s:g} s for the others", LostPeer.SILENT)
-            answer = [flat.clone() for flat in self._flats]
-            self._leave(rank, last)
-            return answer
+            while (found := self._pulled(rank, last)) is None:
+                if self._failure is not None:
+                    raise self._failure
+                if time.monotonic() > end:
+                    awaited = self._awaited(rank, last)
+                    raise PeerError(
+                        f"worker {rank} waited {deadline_s:g} s for workers {awaited} to push; they hang, or "
+                        f"are slower than parallel.timeout_s allows",
+                        LostPeer.SILENT,
+                        awaited[0] if awaited else None,
+                    )
+                self._changed.wait(min(1.0, deadline_s))
+            return [flat.clone() for flat in found]
 
     def close(self) -> None:
         self._ended = True
         self._thread.join()
 
     def _serve(self) -> None:
-        while not self._ended:
-            self._mail.wait(LOOK_S)
+        try:
+            while not self._ended:
+                self._mail.wait(LOOK_S)
+                with self._changed:
+                    self._take_pushes()
+                    self._answer()
+        except BaseException as failure:
             with self._changed:
-                for peer in self._mail.peers():
-                    while (message := self._mail.take(peer, PUSH)) is not None:
-                        last = message.content.note == "last"
-                        self._push(peer, [t for t in message.content.tensors if t is not None], last)
-                        self._waiting[peer] = (message.content.number, last)
-                        message.release()
-                self._answer()
+                self._failure = failure
+                self._changed.notify_all()
 
-    def _may_go_on(self, worker: int, last: bool) -> bool:
-        done = self._done if last else self._done | self._idle
-        return may_go_on(self._clocks, done, worker, self._staleness, last)
+    def _take_pushes(self) -> None:
+        for peer in self._mail.peers():
+            while (message := self._mail.take(peer, PUSH)) is not None:
+                last = message.content.note == "last"
+                self._push(peer, [t for t in message.content.tensors if t is not None], last)
+                self._waiting[peer] = (message.content.number, last)
+                message.release()
 
     def _push(self, worker: int, changes: Sequence[Tensor], last: bool) -> None:
         for flat, change in zip(self._flats, changes):
@@ -96,22 +112,33 @@ class Server:
         self._clocks[worker] += 1
         if last:
             self._done.add(worker)
+        if len(self._done) == len(self._clocks):
+            # All are through: the next segment starts from nothing.
+            final = [flat.clone() for flat in self._flats]
+            self._finals = dict.fromkeys(self._clocks, final)
+            self._clocks = dict.fromkeys(self._clocks, 0)
+            self._done.clear()
         self._changed.notify_all()
+
+    def _awaited(self, worker: int, last: bool) -> list[int]:
+        """Those whose pushes `worker` has to wait for."""
+        if last:
+            return [] if worker in self._finals else sorted(self._clocks.keys() - self._done)
+        return held_up_by(self._clocks, self._done | self._idle, worker, self._staleness)
+
+    def _pulled(self, worker: int, last: bool) -> list[Tensor] | None:
+        """The weights for `worker`, which has pushed; None where it has to wait."""
+        if self._awaited(worker, last):
+            return None
+        return self._finals.pop(worker) if last else self._flats
 
     def _answer(self) -> None:
         """Send the weights to whoever may go on."""
         for worker, (number, last) in list(self._waiting.items()):
-            if worker != self._mail.rank and self._may_go_on(worker, last):
-                self._mail.send(worker, PULL, number, self._flats)
-                self._leave(worker, last)
+            if (found := self._pulled(worker, last)) is not None:
+                self._mail.send(worker, PULL, number, found)
+                del self._waiting[worker]
         self._mail.flush(0.1)
-
-    def _leave(self, worker: int, last: bool) -> None:
-        del self._waiting[worker]
-        if last and not any(final for _, final in self._waiting.values()):
-            # All are through: the next segment starts from nothing.
-            self._clocks = dict.fromkeys(self._clocks, 0)
-            self._done.clear()
 
 
 class HetPipe:
@@ -131,6 +158,7 @@ class HetPipe:
         wave: int,
         deadline_s: float,
         dedicated: bool = False,
+        at_settle: Sequence[AtSettle] = (),
     ) -> None:
         self.tally = Tally()
         self._mails = list(mails)
@@ -141,13 +169,15 @@ class HetPipe:
         weights = list(sources[0]())
         kept = shards([t.numel() * t.element_size() for t in weights], len(mails))
         self._parts = [Vector(_only(sources[0], own)) for own in kept]
-        self._rest = Vector(*sources[1:])
+        self._at_settle = at_settle
+        self._rest = Vector(*sources[1:], *at_settle)
         self._bases = [[flat.clone() for flat in part.gather()] for part in self._parts]
         self._servers = serving(self._size, len(mails), dedicated)
+        self._idle = self._servers if dedicated else range(0)
         self._server: Server | None = None
         if self._rank in self._servers:
-            own, idle = self._servers.index(self._rank), self._servers if dedicated else ()
-            self._server = Server(mails[own], self._bases[own], self._size, staleness, idle)
+            own = self._servers.index(self._rank)
+            self._server = Server(mails[own], self._bases[own], self._size, staleness, self._idle)
         self._since = self._number = 0
 
     def after_update(self) -> None:
@@ -157,20 +187,36 @@ class HetPipe:
             self._exchange(last=False)
 
     def settle(self) -> tuple[int, ...]:
-        """Push what is left, wait until all have, and pull; running statistics are averaged."""
+        """Push what is left, wait until all have, and pull; the rest of the state is averaged."""
+        for source in self._at_settle:
+            source.prepare()
         before = [[flat.clone() for flat in part.gather()] for part in self._parts]
         self._exchange(last=True)
         moved = [distance(part.flats, old) ** 2 for part, old in zip(self._parts, before)]
         self.tally.distances.append(sum(moved) ** 0.5)
         for flat in self._rest.gather():
+            if self._rank in self._idle:
+                # It has taken no steps: what it holds is old.
+                flat.zero_()
             dist.all_reduce(flat)
-            flat /= self._size
+            flat /= self._size - len(self._idle)
         self._rest.scatter()
+        for source in self._at_settle:
+            source.finish()
         return self.living()
 
     def living(self) -> tuple[int, ...]:
         """All workers: the end of one is the end of the run."""
         return tuple(range(self._size))
+
+    def ended(self) -> set[int]:
+        return set()
+
+    def state(self) -> Mapping[str, Sequence[Tensor]]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        pass
 
     def close(self) -> None:
         dist.barrier()

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from plait.sync.averaging import GROUP_WAYS, AmongPeers, Peers
+from plait.sync.averaging import GROUP_WAYS, AmongPeers, AtSettle
 from plait.sync.connectivity import pairs
 from plait.sync.group_mean import GroupMean
+from plait.sync.peers import Peers
 from plait.sync.vector import Source
 
 
 class PairSync(AmongPeers):
-    """Averages with the partner that a random matching of each round gives; all take equally many steps."""
+    """Averages with the partner that a random matching of each round gives; all take equally many steps.
+
+    Rounds are counted from the run's first step; `first` is the one to begin with.
+    """
 
     tolerant = False
 
-    def __init__(self, peers: Peers, sources: Sequence[Source], seed: int) -> None:
-        super().__init__(peers, sources)
-        self._mean = GroupMean(peers.mail, peers.presence, GROUP_WAYS)
+    def __init__(
+        self,
+        peers: Peers,
+        sources: Sequence[Source],
+        seed: int,
+        first: int = 0,
+        at_settle: Sequence[AtSettle] = (),
+    ) -> None:
+        # A partner that is only slow, or stopped for a while, is waited for: all workers must agree.
+        peers = replace(peers, tolerant=False)
+        super().__init__(peers, sources, at_settle)
+        self._mean = GroupMean(peers, GROUP_WAYS)
         self._seed = seed
-        self._round = 0
+        self._round = first
 
     def after_update(self) -> None:
         """Average with this round's partner, and wait for it."""

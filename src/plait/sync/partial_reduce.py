@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from plait.sync.averaging import GROUP_WAYS, AmongPeers, Peers
+from plait.sync.averaging import GROUP_WAYS, AmongPeers, AtSettle
+from plait.sync.forming import Rounds
 from plait.sync.group_mean import GroupMean
-from plait.sync.rounds import Round, Rounds, Rules
+from plait.sync.peers import Peers
+from plait.sync.rounds import Round, Rules
 from plait.sync.vector import Source
 
 # How fast the measured time of a step follows a change.
@@ -24,12 +25,18 @@ class PartialReduce(AmongPeers):
 
     tolerant = True
 
-    def __init__(self, peers: Peers, sources: Sequence[Source], rules: Rules | None = None) -> None:
-        super().__init__(peers, sources)
+    def __init__(
+        self,
+        peers: Peers,
+        sources: Sequence[Source],
+        rules: Rules | None = None,
+        at_settle: Sequence[AtSettle] = (),
+    ) -> None:
+        super().__init__(peers, sources, at_settle)
         self.last = Round(-1)
-        self._rounds = Rounds(peers.store, f"{peers.prefix}/partial", peers.mail, peers.presence, rules)
-        self._mean = GroupMean(peers.mail, peers.presence, GROUP_WAYS)
-        self._left = time.monotonic()
+        self._rounds = Rounds(peers, f"{peers.prefix}/partial", rules)
+        self._mean = GroupMean(peers, GROUP_WAYS)
+        self._left = peers.now()
         self._step_s = 0.0
 
     def after_update(self) -> None:
@@ -37,7 +44,7 @@ class PartialReduce(AmongPeers):
 
     def average(self) -> None:
         """Average with whoever is ready; returns when that is done, or nobody came."""
-        arrived = time.monotonic()
+        arrived = self._peers.now()
         took = arrived - self._left
         self._step_s = took if not self._step_s else self._step_s + NEWEST * (took - self._step_s)
         with self.tally.waiting():
@@ -55,10 +62,10 @@ class PartialReduce(AmongPeers):
         self.tally.groups += 1
         self.tally.members += len(round_.members)
         self.tally.bytes_sent += self._mail.bytes_sent - sent
-        self._left = time.monotonic()
+        self._left = self._peers.now()
 
     def settle(self) -> tuple[int, ...]:
         members = super().settle()
         self._rounds.refresh()
-        self._left = time.monotonic()
+        self._left = self._peers.now()
         return members

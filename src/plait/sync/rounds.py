@@ -1,35 +1,21 @@
-"""Groups form from whoever is ready: rounds in the job's store, each led by the worker that came first.
+"""Decisions about rounds: who takes part in one, when it may close, and what its members do next.
 
-A worker that is ready takes a seat in the round that is open, in one atomic step of the store; the first
-seat leads. The others hand in what they have and wait for its word; it closes the round, again in one atomic
-step, when the rules allow. Where the leader ends or is stopped, those that waited close the round and meet
-in the next one at once.
+A round is one key of the job's store, and every change of it is one atomic compare-and-set. The first worker
+opens it and leads; others join. Then it has exactly one outcome: the leader commits the members, or someone
+who no longer waits for the leader voids it. Whoever comes second obeys.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from plait.cluster.mail import Mail
-from plait.cluster.messages import Message
-from plait.cluster.presence import Presence
 from plait.sync.connectivity import Group, cut_off, remembered
 
-UP, DOWN = 1, 13
-LOOK_S = 0.02
-KEPT = 256  # rounds whose records stay in the store
-RECALL = 16  # rounds in a row that may have none
-CLOSED = 1 << 40  # added to the seats of a round that takes no more
-ANSWER_S = 1.0  # for the answer of a round that is closed: its leader may itself have been stopped
-GRACE_S = 0.25  # for the word of someone who took a seat, once it may be the one that is gone
+VOID = "void"
 
 
 @dataclass(frozen=True)
@@ -40,7 +26,7 @@ class Rules:
     no longer than that. Others are waited for in the same way within `window` times a step. Every `every`
     rounds all have to be connected; who has to come for that is waited for until it is `overdue` times a
     step late. Where a wait may hold up the very worker that is waited for, as in pipelines, that must be
-    finite.
+    finite. Nobody is waited for who is `hung_s` late: it lives, but does not come.
     """
 
     minimum: int = 2
@@ -48,13 +34,28 @@ class Rules:
     patience: float = 1.0
     every: int = 10
     overdue: float = math.inf
+    hung_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A worker that came to a round: the last round it was in (-1: none), its step's time, when it came."""
+
+    rank: int
+    seen: int
+    step_s: float
+    time: float
+
+    def text(self) -> str:
+        return f"{self.rank}:{self.seen}:{self.step_s:.6g}:{self.time:.6f}"
 
 
 @dataclass(frozen=True)
 class Round:
     """One round: its members, who is expected when, and the groups before it.
 
-    `behind` are members whose last round lies so far back that their state counts for nothing.
+    `behind` are members whose last round lies so far back that their state counts for nothing. Times, that of
+    the round and those of `expected`, are on the workers' shared clock.
     """
 
     number: int
@@ -62,20 +63,64 @@ class Round:
     behind: Group = ()
     expected: tuple[tuple[int, float], ...] = ()
     past: tuple[Group, ...] = ()
+    time: float = 0.0
 
     def text(self) -> str:
-        """What the next round has to know of this one."""
+        """The record of the round once it is closed: what its members and the next round have to know."""
         expected = [[rank, round(t, 4)] for rank, t in self.expected]
-        return json.dumps([self.members, expected, self.past], separators=(",", ":"))
+        known = [self.members, self.behind, expected, self.past, round(self.time, 4)]
+        return json.dumps(known, separators=(",", ":"))
 
 
-def read_round(number: int, text: bytes) -> Round:
-    members, expected, past = json.loads(text)
+def read_round(number: int, text: str | bytes) -> Round:
+    members, behind, expected, past, time = json.loads(text)
     return Round(
         number,
         tuple(members),
-        expected=tuple((rank, t) for rank, t in expected),
-        past=tuple(tuple(group) for group in past),
+        tuple(behind),
+        tuple((rank, t) for rank, t in expected),
+        tuple(tuple(group) for group in past),
+        time,
+    )
+
+
+@dataclass(frozen=True)
+class Open:
+    """A round that takes members; the first entry leads."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def leader(self) -> int:
+        return self.entries[0].rank
+
+    def text(self) -> str:
+        return " ".join(["open", *(entry.text() for entry in self.entries)])
+
+    def joined(self, entry: Entry) -> Open:
+        return Open((*self.entries, entry))
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A round whose members are committed."""
+
+    round: Round
+
+    def text(self) -> str:
+        return f"closed {self.round.text()}"
+
+
+def read_outcome(number: int, text: bytes) -> Open | Closed | None:
+    """What the store holds of a round; None where it is void."""
+    kind, _, rest = text.decode().partition(" ")
+    if kind == VOID:
+        return None
+    if kind == "closed":
+        return Closed(read_round(number, rest))
+    found = (entry.split(":") for entry in rest.split(" "))
+    return Open(
+        tuple(Entry(int(rank), int(seen), float(step_s), float(t)) for rank, seen, step_s, t in found)
     )
 
 
@@ -85,6 +130,25 @@ def next_round(before: Round | None, number: int, workers: int, every: int) -> R
         return Round(number)
     past = remembered([*before.past, before.members], workers, every)
     return Round(number, expected=before.expected, past=past)
+
+
+def with_members(
+    empty: Round, entries: Sequence[Entry], everyone: Collection[int], now: float, every: int
+) -> Round:
+    """The round with those that came until `now`; of `everyone`, who never did is expected with the first."""
+    expected = dict.fromkeys(everyone, entries[0].time) | dict(empty.expected)
+    expected |= {entry.rank: now + entry.step_s for entry in entries}
+    members = tuple(entry.rank for entry in entries)
+    behind = tuple(entry.rank for entry in entries if is_behind(empty, entry.rank, entry.seen, every))
+    return Round(
+        empty.number,
+        members,
+        # Where all are, there is nothing better than what they have.
+        behind if behind != members else (),
+        tuple(expected.items()),
+        empty.past,
+        now,
+    )
 
 
 def is_behind(round_: Round, rank: int, seen: int, every: int) -> bool:
@@ -102,232 +166,55 @@ def may_close(
     if not away:
         return True
     known = dict(round_.expected)
-    late_s = rules.overdue * step_s
-    for part in cut_off(round_.past, round_.members, living, rules.every):
-        if waited_s < late_s or any(now - known.get(rank, now - waited_s) < late_s for rank in part):
-            return False
+    parts = cut_off(round_.past, round_.members, living, rules.every)
+    if any(_is_awaited(part, known, waited_s, now, step_s, rules) for part in parts):
+        return False
     few = len(round_.members) < min(rules.minimum, len(living))
-    wait_s = (rules.patience if few else rules.window) * step_s
+    wait_s = min((rules.patience if few else rules.window) * step_s, rules.hung_s)
     return waited_s >= wait_s or not any(abs(known.get(rank, now) - now) <= wait_s for rank in away)
 
 
-@dataclass(frozen=True)
-class _Guest:
-    """Someone who came to a round: the last round it was in, how long its steps take, what it brought."""
-
-    seen: int
-    step_s: float
-    message: Message
-
-
-class Rounds:
-    """This worker's way into rounds; all workers make one over the same store and prefix."""
-
-    def __init__(
-        self, store: dist.Store, prefix: str, mail: Mail, presence: Presence, rules: Rules | None = None
-    ) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._mail = mail
-        self._presence = presence
-        self._rules = rules or Rules()
-        self._rank = mail.rank
-        self._number = 0
-        self._seen = -1
-
-    def take_part(
-        self, flats: Sequence[Tensor], step_s: float, hurry: Callable[[], bool] = lambda: False
-    ) -> Round:
-        """The round that this worker was part of, possibly alone; `flats` hold its mean.
-
-        `step_s` is how long a step takes here. Where `hurry` says so, a round closes as it is. Flats that
-        some lack or have otherwise are averaged over the rest.
-        """
-        number = max(self._number, self._hint())
-        while True:
-            seat = self._store.add(self._key(number, "seats"), 1)
-            if seat == 1:
-                round_ = self._lead(number, flats, step_s, hurry)
-            else:
-                round_ = self._follow(number, flats, step_s) if seat < CLOSED else None
-            if round_ is not None:
-                self._number, self._seen = number + 1, number
-                return round_
-            number += 1
-
-    def refresh(self) -> None:
-        """This worker's state is everyone's again, however many rounds it missed."""
-        self._seen = -1
-
-    def _lead(
-        self, number: int, flats: Sequence[Tensor], step_s: float, hurry: Callable[[], bool]
-    ) -> Round | None:
-        """Open the round, wait for others, close it, and hand out the mean; None where others closed it."""
-        self._store.set(self._key(number, "leader"), str(self._rank))
-        # As much of the past as is needed should all be there again.
-        empty = next_round(self._before(number), number, len(self._presence.members), self._rules.every)
-        guests: dict[int, _Guest] = {}
-        started = time.monotonic()
-        look_s = max(0.002, min(LOOK_S, self._rules.window * step_s / 4))
-        while True:
-            self._receive(number, guests)
-            round_ = self._with(empty, guests, step_s)
-            waited_s = time.monotonic() - started
-            if may_close(round_, self._living(), waited_s, time.time(), step_s, self._rules) or hurry():
-                break
-            if waited_s > LOOK_S and self._store.add(self._key(number, "seats"), 0) >= CLOSED:
-                break  # this worker was stopped for so long that the others went on
-            self._mail.wait(look_s)
-        taken = self._close(number)
-        if taken >= CLOSED:
-            for guest in guests.values():
-                guest.message.release()
-            return None
-        self._await(number, guests, taken - 1)
-        round_ = self._with(empty, guests, step_s)
-        self._hand_out(round_, guests, flats)
-        self._store.set(self._key(number, "record"), round_.text())
-        for name in ("seats", "leader", "record") if number >= KEPT else ():
-            self._store.delete_key(self._key(number - KEPT, name))
-        return round_
-
-    def _follow(self, number: int, flats: Sequence[Tensor], step_s: float) -> Round | None:
-        """Hand in and take what the leader found; None where it is gone, and the round with it."""
-        leader = self._leader(number)
-        if leader is not None:
-            about = torch.tensor([self._seen, step_s], dtype=torch.float64)
-            self._mail.send(leader, UP, number, [about, *flats])
-            self._mail.flush(1.0)
-            if (message := self._hear(leader, number)) is not None:
-                return _taken(message, flats)
-        self._close(number)
-        return None
-
-    def _hear(self, leader: int, number: int) -> Message | None:
-        """What the leader hands out; None where it is gone, or handed out without this worker."""
-        void_at = math.inf
-        while time.monotonic() < void_at:
-            message = self._mail.take(leader, DOWN)
-            if message is not None and message.content.number == number:
-                return message
-            if message is not None:
-                message.release()
-            elif self._mail.is_gone(leader) or leader not in self._presence.living():
-                return None
-            else:
-                self._mail.wait(LOOK_S)
-                if void_at == math.inf and self._is_over(number):
-                    void_at = time.monotonic() + ANSWER_S
-        return None
-
-    def _is_over(self, number: int) -> bool:
-        """Whether the round is closed, so that its answer is on its way, or so long ago that it is gone."""
-        seats = self._store.add(self._key(number, "seats"), 0)
-        return seats < 2 or seats >= CLOSED
-
-    def _leader(self, number: int) -> int | None:
-        key, end = self._key(number, "leader"), time.monotonic() + GRACE_S
-        while not self._store.check([key]):
-            if time.monotonic() > end:
-                return None
-            self._mail.wait(0.001)
-        return int(self._store.get(key))
-
-    def _receive(self, number: int, guests: dict[int, _Guest]) -> None:
-        """Take what has arrived for this round; what is older is void."""
-        for peer in self._mail.peers():
-            while (message := self._mail.take(peer, UP)) is not None:
-                about = message.content.tensors[0]
-                if message.content.number != number or about is None:
-                    message.release()
-                    continue
-                seen, step_s = about.tolist()
-                guests[peer] = _Guest(int(seen), step_s, message)
-
-    def _await(self, number: int, guests: dict[int, _Guest], count: int) -> None:
-        """Wait for all that took a seat; one that is missing for long may be one that is gone."""
-        end = time.monotonic() + GRACE_S
-        while len(guests) < count and (time.monotonic() < end or self._all_are_there()):
-            self._mail.wait(LOOK_S)
-            self._receive(number, guests)
-
-    def _all_are_there(self) -> bool:
-        return len(self._living()) == len(self._presence.members)
-
-    def _with(self, empty: Round, guests: dict[int, _Guest], step_s: float) -> Round:
-        """The round as it is now."""
-        every = self._rules.every
-        seen = {self._rank: self._seen, **{rank: guest.seen for rank, guest in guests.items()}}
-        steps = {self._rank: step_s, **{rank: guest.step_s for rank, guest in guests.items()}}
-        now = time.time()
-        return Round(
-            empty.number,
-            tuple(seen),
-            tuple(rank for rank in seen if is_behind(empty, rank, seen[rank], every)),
-            (
-                *((rank, t) for rank, t in empty.expected if rank not in steps),
-                *((rank, now + seconds) for rank, seconds in steps.items()),
-            ),
-            empty.past,
-        )
-
-    def _hand_out(self, round_: Round, guests: dict[int, _Guest], flats: Sequence[Tensor]) -> None:
-        """Average what the members brought, in the order of ranks, and send it to each."""
-        counts = [0 if self._rank in round_.behind else 1 for _ in flats]
-        for rank in sorted(guests):
-            tensors = guests[rank].message.content.tensors[1:]
-            for i, (own, theirs) in enumerate(zip(flats, tensors)):
-                if theirs is not None and theirs.shape == own.shape and rank not in round_.behind:
-                    own.add_(theirs) if counts[i] else own.copy_(theirs)
-                    counts[i] += 1
-            guests[rank].message.release()
-        for own, count in zip(flats, counts):
-            own.div_(max(count, 1))
-        who = torch.tensor([*round_.members, -1, *round_.behind])
-        for rank in guests:
-            self._mail.send(rank, DOWN, round_.number, [who, *flats])
-        self._mail.flush(1.0)
-
-    def _living(self) -> tuple[int, ...]:
-        for peer in self._mail.peers():
-            if self._mail.is_gone(peer):
-                self._presence.forget(peer)
-        return self._presence.living()
-
-    def _close(self, number: int) -> int:
-        """Take no more into the round; the seats taken until now, more than `CLOSED` where it was closed."""
-        taken = self._store.add(self._key(number, "seats"), CLOSED) - CLOSED
-        self._store.set(f"{self._prefix}/hint", str(number + 1))
-        return int(taken)
-
-    def _hint(self) -> int:
-        """A round that is not later than the open one: only a place to start looking."""
-        return int(self._store.compare_set(f"{self._prefix}/hint", "", "0"))
-
-    def _key(self, number: int, name: str) -> str:
-        return f"{self._prefix}/{name}/{number}"
-
-    def _before(self, number: int) -> Round | None:
-        """The newest round before `number` that is written down; one whose leader was lost never is."""
-        end = time.monotonic() + LOOK_S
-        # The last one may be closed and just about to be.
-        while number and not self._store.check([self._key(number - 1, "record")]) and time.monotonic() < end:
-            self._mail.wait(0.001)
-        for earlier in range(number - 1, max(-1, number - 1 - RECALL), -1):
-            key = self._key(earlier, "record")
-            if self._store.check([key]):
-                return read_round(earlier, self._store.get(key))
-        return None
+def _is_awaited(
+    part: Collection[int],
+    known: Mapping[int, float],
+    waited_s: float,
+    now: float,
+    step_s: float,
+    rules: Rules,
+) -> bool:
+    """Whether someone of a part that is cut off is waited for."""
+    late_s = min(now - known.get(rank, now - waited_s) for rank in part)
+    if late_s >= rules.hung_s:
+        return False
+    allowed_s = rules.overdue * step_s
+    return waited_s < allowed_s or late_s < allowed_s
 
 
-def _taken(message: Message, flats: Sequence[Tensor]) -> Round:
-    """The round that a leader tells of, with the means that it found put into `flats`."""
-    who, *means = message.content.tensors
-    assert who is not None
-    ranks = who.tolist()
-    cut = ranks.index(-1)
-    for own, mean in zip(flats, means):
-        if mean is not None and mean.shape == own.shape:
-            own.copy_(mean)
-    message.release()
-    return Round(message.content.number, tuple(ranks[:cut]), tuple(ranks[cut + 1 :]))
+class Step(Enum):
+    """What someone who joined a round does next."""
+
+    WAIT = auto()
+    TAKE_PART = auto()  # the members are known, and this worker is one of them
+    GO_ON = auto()  # to the next round: this one is void, or closed without this worker
+    MAKE_VOID = auto()  # nobody waits for the leader any more; where it has committed, that holds
+    LEAVE = auto()  # the leader went away after it committed, and took the mean with it
+    COMPLAIN = auto()  # the leader is there and hands out nothing
+
+
+def next_step(
+    outcome: Open | Closed | None, rank: int, brings_mean: bool, leader_there: bool, too_long: bool
+) -> Step:
+    """The next step of `rank`, which joined the round, from what the store says of it.
+
+    `brings_mean` says that the leader averages for all, and hands out the mean; `too_long` that nothing has
+    happened for longer than anything may take.
+    """
+    if isinstance(outcome, Open):
+        return Step.WAIT if leader_there and not too_long else Step.MAKE_VOID
+    if outcome is None or rank not in outcome.round.members:
+        return Step.GO_ON
+    if not brings_mean:
+        return Step.TAKE_PART
+    if not leader_there:
+        return Step.LEAVE
+    return Step.COMPLAIN if too_long else Step.WAIT

@@ -1,0 +1,128 @@
+"""What workers average where they settle besides weights and statistics: one's state is then everyone's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.sync.averaging import AtSettle
+
+# For each tensor of an optimizer's state its type, its shape, and whether it lies beside its parameter.
+Layout = dict[str, list[Any]]
+
+
+def rest_of_state(
+    store: dist.Store,
+    prefix: str,
+    weights: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> list[AtSettle]:
+    """What a worker's state holds besides weights and statistics; workers that settle share `prefix`."""
+    return [OptimizerState(store, f"{prefix}/optimizer", weights, optimizer), Counters(buffers, scaler)]
+
+
+class OptimizerState:
+    """The floating tensors of an optimizer's state, the same ones on all workers that settle together.
+
+    A worker has none before its first step, nor of a parameter that it never used. So workers note in the
+    store, under `key`, what they have; what only others have starts from zeros.
+    """
+
+    def __init__(
+        self, store: dist.Store, key: str, weights: Sequence[Tensor], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._weights = weights
+        self._optimizer = optimizer
+        self._known: Layout = {}
+        self._is_filled = False
+
+    def prepare(self) -> None:
+        """Add what this worker has to what all have."""
+        self._is_filled = False
+        own = self._layout()
+        if own.keys() <= self._known.keys():
+            return
+        found = self._store.compare_set(self._key, "", _text(own)).decode()
+        while not own.keys() <= (known := json.loads(found)).keys():
+            found = self._store.compare_set(self._key, found, _text({**own, **known})).decode()
+
+    def __call__(self) -> list[Tensor]:
+        if not self._is_filled:
+            self._fill()
+        return list(self._held().values())
+
+    def finish(self) -> None:
+        """The optimizer holds its tensors itself."""
+
+    def _held(self) -> dict[str, Tensor]:
+        return {
+            f"{number}/{name}": value
+            for number, weight in enumerate(self._weights)
+            for name, value in sorted(self._optimizer.state.get(weight, {}).items())
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+
+    def _layout(self) -> Layout:
+        return {
+            path: [str(value.dtype).removeprefix("torch."), list(value.shape), self._is_beside(path, value)]
+            for path, value in self._held().items()
+        }
+
+    def _is_beside(self, path: str, value: Tensor) -> bool:
+        return value.device == self._weights[int(path.partition("/")[0])].device
+
+    def _fill(self) -> None:
+        if self._store.check([self._key]):
+            self._known = json.loads(self._store.get(self._key))
+        held = self._held()
+        for path, (dtype, shape, is_beside) in self._known.items():
+            number, _, name = path.partition("/")
+            weight = self._weights[int(number)]
+            # Counters such as Adam's may lie on the CPU, whatever device the weights are on.
+            device = weight.device if is_beside else torch.device("cpu")
+            if path not in held:
+                zeros = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                self._optimizer.state[weight][name] = zeros
+        self._is_filled = True
+
+
+def _text(layout: Layout) -> str:
+    return json.dumps(layout, separators=(",", ":"))
+
+
+class Counters:
+    """The numbers of a worker's state that are no floating tensors: counters of the model, the loss scale.
+
+    Workers take their mean, rounded where a number is whole.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], scaler: torch.amp.GradScaler) -> None:
+        self._buffers = [b for b in buffers if b.dim() == 0 and not b.is_floating_point()]
+        self._scaler = scaler
+        self._numbers = torch.zeros(0, dtype=torch.float64)
+
+    def prepare(self) -> None:
+        numbers = [float(buffer) for buffer in self._buffers]
+        if scale := self._scaler.state_dict():
+            numbers += [scale["scale"], scale["_growth_tracker"]]
+        self._numbers = torch.tensor(numbers, dtype=torch.float64)
+
+    def __call__(self) -> list[Tensor]:
+        return [self._numbers] if self._numbers.numel() else []
+
+    def finish(self) -> None:
+        numbers = self._numbers.tolist()
+        for buffer, number in zip(self._buffers, numbers):
+            buffer.fill_(round(number))
+        if scale := self._scaler.state_dict():
+            *_, size, steps = numbers
+            self._scaler.load_state_dict({**scale, "scale": size, "_growth_tracker": round(steps)})

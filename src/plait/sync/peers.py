@@ -1,0 +1,164 @@
+"""The other workers as an averaging reaches them: who is there, how long to wait for them, what they sent."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from plait.cluster.mail import Mail
+from plait.cluster.messages import Message
+from plait.cluster.presence import Presence
+from plait.core.errors import LostPeer, PeerError
+
+FLUSH_S = 0.25
+LOOK_S = 0.05
+# A wait looks around far more often; a longer gap means that this process was itself stopped.
+LONGEST_LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The job's store under a prefix, mail to the other workers, and who of them is there.
+
+    No wait for a living worker lasts longer than `timeout_s` without progress. A worker that is silent for a
+    lease counts as absent where the averaging is `tolerant`; otherwise it is waited for, and one that has
+    ended is an error. `now` is this worker's clock; only its differences are used.
+    """
+
+    store: dist.Store
+    prefix: str
+    mail: Mail
+    presence: Presence
+    timeout_s: float = 300.0
+    tolerant: bool = True
+    now: Callable[[], float] = time.monotonic
+
+    @property
+    def rank(self) -> int:
+        return self.mail.rank
+
+    def ended(self) -> set[int]:
+        """The workers that have ended and will not be back."""
+        return {peer for peer in self.mail.peers() if self.mail.is_gone(peer)}
+
+    def living(self) -> set[int]:
+        """The workers that are there, this one among them."""
+        ended = self.ended()
+        for peer in ended:
+            self.presence.forget(peer)
+        return set(self.presence.living()) if self.tolerant else set(self.presence.members) - ended
+
+    def is_there(self, peer: int) -> bool:
+        """Whether to wait for a message of `peer`."""
+        if not self.mail.is_gone(peer):
+            return not self.tolerant or peer in self.presence.living()
+        if not self.tolerant:
+            raise PeerError(
+                f"worker {peer} is gone while worker {self.rank} averaged with it; look at the log of worker "
+                f"{peer}",
+                LostPeer.GONE,
+                peer,
+            )
+        return False
+
+    def stopwatch(self, factor: float = 1.0) -> Stopwatch:
+        """What tells when nothing has happened for `factor` times `timeout_s`."""
+        return Stopwatch(self.now, factor * self.timeout_s)
+
+    def timed_out(self, waited: Stopwatch, who: Collection[int], what: str) -> PeerError:
+        """The error of a wait for `who`, which did not do `what`, in words."""
+        names = ", ".join(map(str, sorted(who)))
+        return PeerError(
+            f"worker {self.rank} waited {waited.limit_s:g} s for worker {names} {what}; it hangs, or is "
+            f"slower than parallel.timeout_s allows",
+            LostPeer.SILENT,
+            min(who, default=None),
+        )
+
+    def flush(self) -> None:
+        """Have what was sent leave this process: a slow link takes it only while somebody looks at it.
+
+        Where some worker is absent, part of it may never leave, and is not waited for.
+        """
+        waited, started = self.stopwatch(), self.now()
+        while not waited.is_over():
+            begun = time.monotonic()
+            self.mail.flush(LOOK_S)
+            if time.monotonic() - begun < LOOK_S:
+                return
+            all_there = len(self.living()) == len(self.presence.members)
+            if not all_there and self.now() - started > FLUSH_S:
+                return
+
+
+class Stopwatch:
+    """Counts how long nothing has happened; time in which this process was itself stopped does not count."""
+
+    def __init__(self, now: Callable[[], float], limit_s: float) -> None:
+        self._now = now
+        self._last = now()
+        self._waited_s = 0.0
+        self.limit_s = limit_s
+
+    def restart(self) -> None:
+        """Something has happened."""
+        self._last, self._waited_s = self._now(), 0.0
+
+    def is_over(self) -> bool:
+        """Whether nothing has happened for `limit_s`; asked many times a second."""
+        now = self._now()
+        self._waited_s += min(now - self._last, LONGEST_LOOK_S)
+        self._last = now
+        return self._waited_s >= self.limit_s
+
+
+class SharedClock:
+    """Seconds on one time line for all workers, without comparing the clocks of their hosts.
+
+    Whatever workers tell each other carries the sender's time, and who is behind goes forward to it
+    (Lamport's rule). So two workers that hear of each other differ by what a message takes.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._offset = -now()
+
+    def time(self) -> float:
+        return self._now() + self._offset
+
+    def hear(self, time: float) -> None:
+        """Someone's clock stood at `time`, just now or a moment ago."""
+        self._offset = max(self._offset, time - self._now())
+
+
+class Inbox:
+    """The messages of one channel by sender and number, which rises; earlier ones are released unread."""
+
+    def __init__(self, mail: Mail, channel: int) -> None:
+        self._mail = mail
+        self._channel = channel
+        self._kept: dict[int, deque[Message]] = defaultdict(deque)
+
+    def find(self, peer: int, number: int) -> Message | None:
+        """Message `number` of `peer`, if it has come."""
+        kept = self._kept[peer]
+        while (message := self._mail.take(peer, self._channel)) is not None:
+            kept.append(message)
+        while kept and kept[0].content.number < number:
+            kept.popleft().release()
+        return kept.popleft() if kept and kept[0].content.number == number else None
+
+    def is_past(self, peer: int, number: int) -> bool:
+        """Whether `peer` has sent later messages than `number` already, as far as `find` saw."""
+        kept = self._kept[peer]
+        return bool(kept) and kept[0].content.number > number
+
+    def drop_before(self, number: int) -> None:
+        """Release what came too late for earlier numbers: a sender may have few messages unread."""
+        for peer in self._mail.peers():
+            if (message := self.find(peer, number)) is not None:
+                self._kept[peer].appendleft(message)

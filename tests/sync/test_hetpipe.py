@@ -1,0 +1,84 @@
+"""HetPipe's parameter server: nobody is too far ahead, and a segment ends with the same weights for all."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from plait.cluster.messages import Content, Message
+from plait.core.errors import PeerError
+from plait.sync.hetpipe import PULL, Server, held_up_by
+
+
+class ScriptedMail:
+    """Mail of the server of worker 0: what the test puts in, and what the server sent."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[int, Message]] = []
+        self.sent: dict[int, list[float]] = {}
+
+    def push(self, peer: int, number: int, change: float, last: bool) -> None:
+        content = Content(number, (torch.full((2,), change),), "last" if last else "")
+        self.pushed.append((peer, Message(content, lambda: None)))
+
+    def peers(self) -> list[int]:
+        return [1, 2]
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(0.001)
+
+    def take(self, peer: int, channel: int) -> Message | None:
+        for i, (sender, message) in enumerate(self.pushed):
+            if sender == peer:
+                del self.pushed[i]
+                return message
+        return None
+
+    def send(self, peer: int, channel: int, number: int, tensors: Any) -> bool:
+        assert channel == PULL
+        self.sent[peer] = tensors[0].tolist()
+        return True
+
+    def flush(self, seconds: float) -> None:
+        pass
+
+
+def test_who_is_more_waves_ahead_than_allowed_waits_for_those_behind():
+    assert held_up_by({0: 3, 1: 1, 2: 0}, {2}, 0, 1) == [1]
+    assert held_up_by({0: 3, 1: 2, 2: 0}, {2}, 0, 1) == []
+    assert held_up_by({0: 3, 1: 2, 2: 0}, set(), 0, 2) == [2]
+    assert held_up_by({0: 0, 1: 2, 2: 0}, set(), 0, 0) == []
+
+
+def test_all_end_a_segment_with_the_same_weights_though_one_has_begun_the_next():
+    mail: Any = ScriptedMail()
+    server = Server(mail, [torch.zeros(2)], workers=3, staleness=0)
+    server.close()
+    # By hand, in the worst order: worker 1 is in the next segment before worker 0 has pulled.
+    with server._changed:
+        server._push(0, [torch.full((2,), 3.0)], last=True)
+        for peer in (1, 2):
+            mail.push(peer, 0, 3.0, last=True)
+        server._take_pushes()
+        server._answer()
+        assert mail.sent == {1: [3.0, 3.0], 2: [3.0, 3.0]}
+        mail.push(1, 1, 30.0, last=False)
+        server._take_pushes()
+        (found,) = server._pulled(0, last=True) or ()
+        assert found.tolist() == [3.0, 3.0]
+        # That push counts in the new segment: worker 1 waits for the others there.
+        assert server._awaited(1, last=False) == [0, 2]
+
+
+def test_a_wait_for_a_worker_that_does_not_push_names_it():
+    mail: Any = ScriptedMail()
+    server = Server(mail, [torch.zeros(2)], workers=3, staleness=0)
+    mail.push(1, 0, 1.0, last=False)
+    with pytest.raises(PeerError, match=r"worker 0 waited 0.2 s for workers \[2\] to push"):
+        server.exchange([torch.zeros(2)], last=False, deadline_s=0.2)
+    server.close()

@@ -1,0 +1,90 @@
+"""Waits and clocks of workers that average: time in which a worker was itself stopped does not count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plait.cluster.messages import Content, Message
+from plait.sync.peers import Inbox, SharedClock, Stopwatch
+
+
+class Clock:
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_stopwatch_is_over_when_nothing_happened_for_long_while_this_process_ran():
+    clock = Clock()
+    watch = Stopwatch(clock, 5.0)
+    for _ in range(40):
+        clock.now += 0.1
+        assert not watch.is_over()
+    # Stopped for an hour: the others had no chance.
+    clock.now += 3600.0
+    assert watch.is_over()
+    watch.restart()
+    clock.now += 3600.0
+    assert not watch.is_over()
+    for _ in range(39):
+        clock.now += 0.1
+        assert not watch.is_over()
+    clock.now += 0.2
+    assert watch.is_over()
+
+
+def test_workers_whose_clocks_differ_share_one_time_once_they_heard_of_each_other():
+    clocks = [Clock(0.0), Clock(1e6), Clock(-30.0)]
+    shared = []
+    for clock in clocks:
+        shared.append(SharedClock(clock))
+        # They start one after the other.
+        for each in clocks:
+            each.now += 0.5
+    for clock in shared:
+        clock.hear(shared[0].time())
+    times = [clock.time() for clock in shared]
+    assert max(times) - min(times) < 1e-6
+    # Who is ahead stays there: time never goes back.
+    shared[1].hear(times[0] - 10.0)
+    assert shared[1].time() == times[1]
+
+
+class ScriptedMail:
+    """Mail that has brought some numbers."""
+
+    rank = 0
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.released: list[int] = []
+        self._messages = [
+            Message(
+                Content(number, (torch.zeros(1),), ""), lambda number=number: self.released.append(number)
+            )
+            for number in numbers
+        ]
+
+    def peers(self) -> list[int]:
+        return [1]
+
+    def take(self, peer: int, channel: int) -> Message | None:
+        return self._messages.pop(0) if self._messages else None
+
+
+def test_an_inbox_gives_the_number_asked_for_and_releases_what_came_too_late():
+    mail: Any = ScriptedMail([3, 4, 6])
+    inbox = Inbox(mail, 1)
+    inbox.drop_before(4)
+    assert mail.released == [3]
+    message = inbox.find(1, 4)
+    assert message is not None
+    assert message.content.number == 4
+    assert inbox.find(1, 5) is None
+    assert inbox.is_past(1, 5)
+    assert not inbox.is_past(1, 6)
+    assert inbox.find(1, 6) is not None
+    assert mail.released == [3]
