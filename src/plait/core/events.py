@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -70,7 +71,8 @@ class EventLog:
         self._path = path
         self._rank = rank
         self._flush_s = flush_s
-        self._flushed = time.monotonic()
+        # The first event is written at once: it says that a run has begun.
+        self._flushed = -math.inf
         self._kept: deque[bytes] = deque(maxlen=MOST_KEPT)
         self._has_warned = False
 
