@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from plait.core.errors import InputError, LostPeer
+from plait.core.errors import LostPeer
 
 
 @dataclass
@@ -126,8 +126,7 @@ def _accused(state: RankState, accuser: RankState) -> Cause:
 def ends_all(failure: Mapping[str, object]) -> bool:
     """Whether a worker's own report ends the job even where the loss of a worker is tolerated.
 
-    Wrong input and a full or read-only disk would end one worker after the other. A worker that was waited
-    for in vain is there, and hangs: the others cannot go on without it.
+    Wrong input, a full disk or a loss that is no number would end one worker after the other. A worker that
+    was waited for in vain is there, and hangs: the others cannot go on without it.
     """
-    wrong_input = failure["exit_status"] == InputError.exit_status
-    return wrong_input or bool(failure["everywhere"]) or failure["lost"] == LostPeer.SILENT.value
+    return bool(failure["everywhere"]) or failure["lost"] == LostPeer.SILENT.value

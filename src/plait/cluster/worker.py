@@ -235,8 +235,12 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
         exit_status=failure.exit_status if isinstance(failure, PlaitError) else 1,
         lost=lost.value if lost is not None else None,
         peer=peer,
-        everywhere=isinstance(failure, OSError) and failure.errno in DISK_ERRORS,
+        everywhere=failure.everywhere if isinstance(failure, PlaitError) else _is_of_the_disk(failure),
     )
+
+
+def _is_of_the_disk(failure: BaseException) -> bool:
+    return isinstance(failure, OSError) and failure.errno in DISK_ERRORS
 
 
 def _lost_peer(failure: BaseException) -> tuple[LostPeer | None, int | None]:

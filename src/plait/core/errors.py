@@ -10,10 +10,12 @@ from pathlib import Path
 class PlaitError(Exception):
     """Plait cannot go on, and the message says why in the user's words.
 
-    `exit_status` is what the command line ends with: 1 for a run that failed.
+    `exit_status` is what the command line ends with: 1 for a run that failed. `everywhere` says that the cause
+    holds for every worker of the run, such as wrong input or a full disk, and not for one alone.
     """
 
     exit_status = 1
+    everywhere = True
 
 
 class InputError(PlaitError):
@@ -86,6 +88,8 @@ class PeerError(PlaitError, RuntimeError):
 
     Whoever raises it has not failed itself: the cause lies with the other worker.
     """
+
+    everywhere = False
 
     def __init__(self, message: str, kind: LostPeer, peer: int | None = None) -> None:
         super().__init__(message)

@@ -165,8 +165,9 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
         save_file(tensors, path)
     except SafetensorError as failure:
         # Its own error has no number; the disk's is in its words.
-        number = re.search(r"os error (\d+)", str(failure))
-        raise OSError(int(number[1]) if number else errno.EIO, str(failure), str(path)) from failure
+        found = re.search(r"os error (\d+)", str(failure))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from failure
 
 
 def _replace(aside: Path, final: Path) -> None:

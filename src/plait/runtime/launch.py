@@ -179,6 +179,7 @@ def launch_entry(
     `files` say what the run is. A new run has them before any worker starts, a resumed one once the workers
     have taken it up: until then they may refuse. `finish` may change what rank 0 returned.
     """
+    _check_alone()
     with folder.lock():
         return _Run(folder, display, resume, files).supervise(
             placement.launch(
@@ -190,6 +191,16 @@ def launch_entry(
                 preload=("torch._dynamo",),
             ),
             finish,
+        )
+
+
+def _check_alone() -> None:
+    """Refuse to start all workers once more in each process that torchrun has started."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError(
+            f"found {os.environ['WORLD_SIZE']} processes started by torchrun, of which each would train the "
+            f"whole job: Plait starts its own workers; run the script with python alone, and say how many "
+            f"workers with parallel.workers"
         )
 
 

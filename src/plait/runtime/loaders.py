@@ -65,6 +65,12 @@ def load_stream(items: Iterable[Any], pin: bool) -> Iterator[Any]:
         yield item
 
 
+class LoaderError(PlaitError):
+    """A loader process of this worker has ended."""
+
+    everywhere = False
+
+
 class LoaderPool:
     """Processes that answer tasks by `make(task)`, each over a socket of its own.
 
@@ -128,7 +134,7 @@ class LoaderPool:
         code = process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
         hint = "; was memory short? Use fewer data.loaders" if code == -signal.SIGKILL else ""
-        return PlaitError(f"data.loaders: a loader process (pid {process.pid}) ended by {how}{hint}")
+        return LoaderError(f"data.loaders: a loader process (pid {process.pid}) ended by {how}{hint}")
 
 
 # The workers' ends of all sockets, which a loader must not hold open.
