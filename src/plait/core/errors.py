@@ -10,8 +10,8 @@ from pathlib import Path
 class PlaitError(Exception):
     """Plait cannot go on, and the message says why in the user's words.
 
-    `exit_status` is what the command line ends with: 1 for a run that failed. `everywhere` says that the cause
-    holds for every worker of the run, such as wrong input or a full disk, and not for one alone.
+    `exit_status` is what the command line ends with: 1 for a run that failed. `everywhere` says that the
+    cause holds for every worker of the run, such as wrong input or a full disk, and not for one alone.
     """
 
     exit_status = 1
