@@ -11,6 +11,7 @@ import torch
 
 from plait.core.errors import CheckpointError, JobError
 from plait.planner.depth import Schedule
+from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import (
@@ -163,3 +164,14 @@ def test_equal_runs_report_the_loss_of_their_last_step_however_they_log(tmp_path
         for every in (None, 1, 4)
     ]
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("flags", ["fp asimd bf16", "fpu avx512f avx512_bf16", "fp asimd"])
+def test_a_processor_that_emulates_bf16_is_told_of(
+    flags: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+):
+    monkeypatch.setattr(Path, "read_text", lambda self: f"Features : {flags}\n")
+    cpu = torch.device("cpu")
+    assert (build.emulated("bf16", cpu) is None) == ("bf16" in flags)
+    assert build.emulated("float32", cpu) is None
+    assert build.emulated("bf16", torch.device("cuda")) is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -251,3 +253,21 @@ def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractCont
     if precision not in AUTOCAST:
         return contextlib.nullcontext
     return lambda: torch.autocast(device.type, AUTOCAST[precision])
+
+
+def emulated(precision: str, device: torch.device) -> str | None:
+    """What to tell a user whose processor computes `precision` in software; None where it does not."""
+    if precision != "bf16" or device.type != "cpu" or _has_bf16():
+        return None
+    # Torch says so too, at length and in terms of its own.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    return "precision: this processor has no bf16 arithmetic, so it is emulated; float32 is faster here"
+
+
+def _has_bf16() -> bool:
+    """Whether the processor has instructions for bf16; taken to be so where the system does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(text.split())

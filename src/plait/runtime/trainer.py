@@ -102,6 +102,8 @@ class Trainer:
         self.steps = steps
         self._lr_factor = build_lr_factor(self.settings.lr_schedule, steps)
         self.recorder.start(self.step, None if steps == UNKNOWN_STEPS else steps)
+        if slow := emulated(self.settings.precision, self.parts.device):
+            self.recorder.warn(slow)
         if self.engine is not None and self.engine.chosen is not None:
             self.recorder.note(self.engine.chosen)
 
