@@ -19,7 +19,7 @@ from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime import loading
-from plait.runtime.build import UNKNOWN_STEPS, Parts, total_steps
+from plait.runtime.build import UNKNOWN_STEPS, Parts, emulated, total_steps
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.folder import RunFolder
