@@ -45,6 +45,8 @@ from support.hosts import Hosts, missing_for_hosts
 
 MARK = "PLAIT_CHAOS"
 STEPS = 60
+# Trials of a sweep do not sleep: so many that a fault meets them.
+SWEEP_STEPS = 200
 TIMEOUT_S = 4.0
 # More than anything takes here; whoever is not done by then hangs.
 LONGEST_S = 150.0
@@ -104,8 +106,8 @@ MODES: dict[str, Mode] = {
     "local-sgd": _sync("local-sgd", 2, exact=True),
     "diloco": _sync("local-sgd", 2, exact=True, outer="nesterov"),
     "hetpipe": _sync("hetpipe", 2),
-    "sweep": Mode(2, exact=False, sweep=True),
-    "sweep-loaders": Mode(2, {"data.loaders": 2}, exact=False, sweep=True),
+    "sweep": Mode(2, {"steps": SWEEP_STEPS}, exact=False, sweep=True),
+    "sweep-loaders": Mode(2, {"steps": SWEEP_STEPS, "data.loaders": 2}, exact=False, sweep=True),
     "two-hosts": Mode(2, hosts=("w0:1", "w1:1")),
     "two-hosts-stash": _pipeline("stash", hosts=("w0:1", "w1:1")),
     "three-hosts-partial": Mode(
@@ -186,10 +188,19 @@ class Trial:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, MARK: self.mark, "TMPDIR": str(self._tmp), "OMP_NUM_THREADS": "1"},
+                env=os.environ | self._environment(),
                 start_new_session=True,
                 cwd=self.folder,
             )
+
+    def _environment(self) -> dict[str, str]:
+        # Without GPUs: CUDA cannot share memory between processes whose /dev/shm is not the host's.
+        return {
+            MARK: self.mark,
+            "TMPDIR": str(self._tmp),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
 
     def output(self, resume: bool) -> Path:
         return self.folder / ("resumed.txt" if resume else "output.txt")
@@ -348,7 +359,8 @@ class Chaos:
         if row.fault == "kill-early":
             _wait_for_start(trial, process, draw.random())
         else:
-            row.step = draw.randrange(0, STEPS - 15)
+            # Whoever has not taken a step cannot be done without yet.
+            row.step = draw.randrange(int(trial.mode.tolerant), STEPS - 15)
             if not trial.await_step(process, row.step):
                 row.wrong.append(
                     f"it never came to step {row.step}: {trial.output(False).read_text()[-500:]}"

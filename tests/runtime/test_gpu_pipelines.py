@@ -6,12 +6,16 @@ Two workers on one GPU stand for two hosts where NCCL is told that they are: it 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from plait.planner.depth import Schedule
 from plait.sync.all_reduce import AllReduce
@@ -88,3 +92,22 @@ def test_workers_that_sum_by_nccl_take_the_steps_of_one_process() -> None:
                 parameter -= 0.1 * parameter.grad
     assert first == second
     assert first[-1] < 0.9 * first[0]
+
+
+def test_a_run_on_a_gpu_leaves_no_shared_memory_behind(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        yaml.safe_dump(
+            {
+                "model": "plait.workloads.mlp:mlp_tiny",
+                "data": {"kind": "digits", "batch_size": 32},
+                "optimizer": {"kind": "sgd", "lr": 0.02},
+                "steps": 5,
+                "parallel": {"workers": 2, "plan": "model-parallel", "schedule": "stash"},
+                "run_dir": str(tmp_path / "runs"),
+            }
+        )
+    )
+    subprocess.run([sys.executable, "-m", "plait", "train", str(job), "-q"], check=True, timeout=100)
+    assert set(os.listdir("/dev/shm")) - before == set()

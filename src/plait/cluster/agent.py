@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ def main() -> None:
     status = Agent(order, supervisor).run()
     # The store's thread is still there; it ends with the process.
     os._exit(status)
+
+
+def remove_shared_files(pids: Sequence[int], folder: Path = Path("/dev/shm")) -> None:
+    """Remove what processes that have ended left of memory they shared.
+
+    torch and CUDA keep a file for each process that shares GPU memory, and name it after the process.
+    """
+    for pid in pids:
+        for path in (*folder.glob(f"torch_{pid}_*"), *folder.glob(f"cuda.shm.*.{pid:x}.*")):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _cores() -> set[int]:
@@ -262,6 +274,7 @@ class Agent:
             for worker in self._workers:
                 worker.kill()
             self._server.close()
+            remove_shared_files([worker.pid for worker in self._workers if worker.pid is not None])
             self._drain()
 
     def _turn(self) -> None:
