@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.hosts import Hosts, missing_for_hosts
 
 MARK = "PLAIT_CHAOS"
-STEPS = 60
+STEPS = 90
 # Trials of a sweep do not sleep: so many that a fault meets them.
 SWEEP_STEPS = 200
 TIMEOUT_S = 4.0
@@ -360,7 +360,7 @@ class Chaos:
             _wait_for_start(trial, process, draw.random())
         else:
             # Whoever has not taken a step cannot be done without yet.
-            row.step = draw.randrange(int(trial.mode.tolerant), STEPS - 15)
+            row.step = draw.randrange(int(trial.mode.tolerant), STEPS // 2)
             if not trial.await_step(process, row.step):
                 row.wrong.append(
                     f"it never came to step {row.step}: {trial.output(False).read_text()[-500:]}"
@@ -383,8 +383,9 @@ class Chaos:
         tolerant = trial.mode.tolerant
         expected: dict[str, tuple[int, ...]] = {
             "kill-worker": (0,) if tolerant else (1,),
-            "kill-agent": (1,),
-            "kill-server": (1,),
+            # A lost host is done without, too, unless it is the first.
+            "kill-agent": (0, 1) if tolerant and trial.mode.hosts else (1,),
+            "kill-server": (0, 1) if tolerant and trial.mode.hosts else (1,),
             "kill-launcher": (-9,),
             "kill-all": (-9,),
             "kill-early": (-9, 1, 0),

@@ -85,7 +85,10 @@ def test_what_messages_say_changes_nothing(words: str):
 def test_errors_of_torch_that_tell_of_a_lost_peer_are_told_from_faults():
     for words in ("[gloo] Connection closed by peer [127.0.0.1]:1", "Timed out waiting 5000ms for recv"):
         assert describe_failure(0, "h", RuntimeError(words)).lost is not None
+        assert describe_failure(0, "h", RuntimeError(words)).traceback == ""
+        assert "another worker" in describe_failure(0, "h", RuntimeError(words)).summary
     assert describe_failure(0, "h", RuntimeError("shape mismatch")).lost is None
+    assert "shape mismatch" in describe_failure(0, "h", RuntimeError("shape mismatch")).summary
     assert describe_failure(0, "h", ValueError("Timed out waiting")).lost is None
     assert describe_failure(0, "h", DataError("Connection reset by peer")).lost is None
 

@@ -100,6 +100,7 @@ def test_a_run_on_a_gpu_leaves_no_shared_memory_behind(tmp_path: Path) -> None:
     job.write_text(
         yaml.safe_dump(
             {
+                "name": "shared",
                 "model": "plait.workloads.mlp:mlp_tiny",
                 "data": {"kind": "digits", "batch_size": 32},
                 "optimizer": {"kind": "sgd", "lr": 0.02},

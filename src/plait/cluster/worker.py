@@ -226,17 +226,26 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
     """The report of a worker that `failure` ended."""
     lost, peer = _lost_peer(failure)
     known = isinstance(failure, PlaitError)
+    summary = str(failure) if known else f"{type(failure).__name__}: {failure}"
+    if lost is not None and not known:
+        summary = f"{_MISSED[lost]} ({str(failure).strip().splitlines()[0]})"
     return Failure(
         rank=rank,
         host=host,
-        summary=str(failure) if known else f"{type(failure).__name__}: {failure}",
-        # A message in the user's own words needs no traceback.
-        traceback="" if known else "".join(traceback.format_exception(failure)),
+        summary=summary,
+        # What is said in words needs no traceback.
+        traceback="" if known or lost is not None else "".join(traceback.format_exception(failure)),
         exit_status=failure.exit_status if isinstance(failure, PlaitError) else 1,
         lost=lost.value if lost is not None else None,
         peer=peer,
         everywhere=failure.everywhere if isinstance(failure, PlaitError) else _is_of_the_disk(failure),
     )
+
+
+_MISSED = {
+    LostPeer.GONE: "another worker has broken off the connection",
+    LostPeer.SILENT: "waited in vain for another worker: it hangs, or the network between them is cut",
+}
 
 
 def _is_of_the_disk(failure: BaseException) -> bool:
