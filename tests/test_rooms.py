@@ -14,6 +14,7 @@ LEVEL = {
     "core": 0,
     "cluster": 1,
     "workloads": 1,
+    "verification": 1,
     "graph": 2,
     "profiler": 3,
     "planner": 4,

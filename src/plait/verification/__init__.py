@@ -1,0 +1,9 @@
+"""Whether what was built computes what the plain model computes: observing, comparing, saying where they part."""
+
+from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
+from plait.verification.observe import Observation, observe_step, same_random_numbers
+
+__all__ = [
+    "Difference", "Noise", "Observation", "find_differences", "measure_noise", "observe_step", "perturb",
+    "same_random_numbers",
+]  # fmt: skip

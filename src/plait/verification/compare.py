@@ -1,0 +1,123 @@
+"""How far two observations are apart, beside how far rounding takes the plain model from itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plait.verification.observe import Observation
+
+# So many times as far as the plain model moves when its input is rounded otherwise.
+FACTOR = 64.0
+# At least so many steps of rounding of the largest value: sums in another order.
+STEPS = 64.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """By name, how far apart two right computations may be."""
+
+    allowed: dict[str, float]
+
+    def of(self, name: str, expected: Tensor) -> float:
+        return self.allowed.get(name, _floor(expected))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two observations part. `amount` is infinite where one of them has no such value, or another shape."""
+
+    name: str
+    amount: float
+    allowed: float
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+def perturb(batch: Any, seed: int = 0) -> Any:
+    """The batch with every floating-point number moved by about one step of rounding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.device, leaf.dtype) * 2 - 1
+        return leaf * (1 + signs * torch.finfo(leaf.dtype).eps)
+
+    return pytree.tree_map(move, batch)
+
+
+def measure_noise(
+    expected: Observation, again: Callable[[int], Observation], times: int = 2, factor: float = FACTOR
+) -> Noise:
+    """How far rounding takes the plain model: `again(seed)` observes it on a perturbed batch or weights."""
+    moved = [again(seed) for seed in range(times)]
+    allowed = {}
+    for name, value in expected.items():
+        if value is None:
+            continue
+        others = [other[name] for other in moved if other.get(name) is not None]
+        amounts = [
+            _apart(value, other) for other in others if other is not None and other.shape == value.shape
+        ]
+        allowed[name] = max([_floor(value), *(factor * amount for amount in amounts)])
+    return Noise(allowed)
+
+
+def find_differences(expected: Observation, found: Observation, noise: Noise) -> Sequence[Difference]:
+    """Where `found` is further from `expected` than rounding takes it, in the order of the names."""
+    differences = []
+    for name, value in expected.items():
+        if name not in found:
+            differences.append(Difference(name, torch.inf, 0.0, "missing"))
+            continue
+        other = found[name]
+        if value is None or other is None:
+            if value is not None or other is not None:
+                why = "there is one, but the plain model has none" if value is None else "none"
+                # A gradient of zeros where the plain model has none trains as none does, but for weight decay.
+                differences.append(Difference(name, torch.inf, 0.0, why))
+            continue
+        if value.shape != other.shape or value.dtype != other.dtype:
+            why = f"{_kind(other)} instead of {_kind(value)}"
+            differences.append(Difference(name, torch.inf, 0.0, why))
+            continue
+        amount, allowed = _apart(value, other), noise.of(name, value)
+        if not amount <= allowed:
+            why = f"off by {amount:.3g}, where rounding explains {allowed:.1g}"
+            differences.append(Difference(name, amount, allowed, why))
+    extra = [name for name in found if name not in expected]
+    return differences + [Difference(n, torch.inf, 0.0, "the plain model has none") for n in extra]
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """The largest difference; values that are both NaN, or the same infinity, are equal."""
+    if one.numel() == 0:
+        return 0.0
+    a, b = (_comparable(t) for t in (one, other))
+    same = (a == b) | (a.isnan() & b.isnan())
+    amount = torch.where(same, torch.zeros_like(a), (a - b).abs()).max().item()
+    return amount if amount == amount else torch.inf
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().cpu()
+    return torch.view_as_real(plain).double() if plain.is_complex() else plain.double()
+
+
+def _floor(value: Tensor) -> float:
+    if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
+        return 0.0
+    finite = _comparable(value).abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    return STEPS * torch.finfo(value.dtype).eps * finite
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

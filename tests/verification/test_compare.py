@@ -1,0 +1,105 @@
+"""Observations are equal up to rounding, and nothing beyond rounding passes for it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from plait.verification import find_differences, measure_noise, observe_step, perturb, same_random_numbers
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def look(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    def forward() -> tuple[Tensor, Tensor]:
+        out = model(x)
+        return out, out.square().sum()
+
+    return observe_step(model, forward)
+
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+
+
+def differences(change) -> list[str]:
+    expected = look(make(), X)
+    noise = measure_noise(expected, lambda seed: look(make(), perturb(X, seed)))
+    other = make()
+    with torch.no_grad():
+        change(other)
+    return [difference.name for difference in find_differences(expected, look(other, X), noise)]
+
+
+def test_the_same_model_has_no_differences():
+    assert differences(lambda model: None) == []
+
+
+def test_the_same_sum_in_another_order_has_none():
+    expected = look(make(), X)
+    noise = measure_noise(expected, lambda seed: look(make(), perturb(X, seed)))
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
+    found = look(make(), X[order])
+    found["output"] = found["output"][order.argsort()]  # type: ignore[index]
+    assert find_differences(expected, found, noise) == []
+
+
+def test_a_weight_changed_beyond_rounding_is_seen_from_the_output_on():
+    names = differences(lambda model: model[3].weight[0, 0].add_(1e-3))
+    assert names[0] == "output"
+    assert "the loss" in names
+
+
+def test_a_momentum_changed_is_seen_in_the_buffers_alone():
+    assert differences(lambda model: setattr(model[1], "momentum", 0.2)) == [
+        "the buffer 1.running_mean",
+        "the buffer 1.running_var",
+    ]
+
+
+def test_a_gradient_that_is_missing_or_too_many_is_seen():
+    assert differences(lambda model: model[0].weight.requires_grad_(False)) == ["the gradient of 0.weight"]
+    frozen = make()
+    frozen[0].weight.requires_grad_(False)
+    expected = look(frozen, X)
+    found = find_differences(expected, look(make(), X), measure_noise(expected, lambda _: expected))
+    assert [(d.name, d.amount) for d in found] == [("the gradient of 0.weight", torch.inf)]
+
+
+def test_shapes_types_and_missing_values_are_differences():
+    one = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(1)}
+    other = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.float64), "d": torch.zeros(1)}
+    noise = measure_noise(one, lambda _: one)
+    assert [d.name for d in find_differences(one, other, noise)] == ["a", "b", "c", "d"]
+
+
+def test_nan_and_infinity_equal_themselves_and_nothing_else():
+    value = torch.tensor([1.0, torch.nan, torch.inf])
+    noise = measure_noise({"x": value}, lambda _: {"x": value})
+    assert find_differences({"x": value}, {"x": value.clone()}, noise) == []
+    for index, wrong in ((1, 0.0), (2, -torch.inf), (0, torch.nan)):
+        other = value.clone()
+        other[index] = wrong
+        assert len(find_differences({"x": value}, {"x": other}, noise)) == 1
+
+
+def test_random_numbers_repeat_within_and_go_on_as_before_afterwards():
+    def draw() -> list[float]:
+        return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+    def draws() -> list[list[float]]:
+        random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
+        return [draw()]
+
+    first = draws()
+    with same_random_numbers(3):
+        inside = draw()
+    first.append(draw())
+    assert [*draws(), draw()] == first
+    with same_random_numbers(3):
+        assert draw() == inside
