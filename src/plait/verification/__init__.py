@@ -1,4 +1,4 @@
-"""Whether what was built computes what the plain model computes: observing, comparing, saying where they part."""
+"""Whether what was built computes what the plain model computes, and where they part."""
 
 from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
 from plait.verification.observe import Observation, observe_step, same_random_numbers

@@ -30,7 +30,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two observations part. `amount` is infinite where one of them has no such value, or another shape."""
+    """Where two observations part; `amount` is infinite where one has no such value, or another shape."""
 
     name: str
     amount: float
@@ -82,7 +82,7 @@ def find_differences(expected: Observation, found: Observation, noise: Noise) ->
         if value is None or other is None:
             if value is not None or other is not None:
                 why = "there is one, but the plain model has none" if value is None else "none"
-                # A gradient of zeros where the plain model has none trains as none does, but for weight decay.
+                # Also a gradient of zeros where there should be none: weight decay and momentum act on it.
                 differences.append(Difference(name, torch.inf, 0.0, why))
             continue
         if value.shape != other.shape or value.dtype != other.dtype:

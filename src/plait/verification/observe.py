@@ -18,7 +18,7 @@ Observation = Mapping[str, Tensor | None]
 
 @contextlib.contextmanager
 def same_random_numbers(seed: int) -> Iterator[None]:
-    """Within, torch, numpy and Python draw what they always draw after `seed`; afterwards they go on as before."""
+    """Within, torch, numpy and Python draw what follows `seed`; afterwards they go on as before."""
     before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     random.seed(seed)
