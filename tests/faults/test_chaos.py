@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(
         ("loaders", "kill-worker"),
         ("stash", "kill-server"),
         ("partial-loaders", "stop-worker"),
-        ("diloco", "kill-all"),
         ("sweep", "stop-worker"),
         ("two-hosts", "kill-worker"),
     ],
