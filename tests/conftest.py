@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Agents and servers of workers start dozens of times: they should not compile Plait's sources each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# Where the tests run in the background of a shell, Ctrl-C is ignored, and so it would be by all they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

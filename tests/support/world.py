@@ -128,7 +128,7 @@ def _collect(ranks: list[Any], folder: Path, deadline_s: float, may_die: tuple[i
         ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
         if not ready:
             silent = sorted(set(waiting.values()) - set(may_die))
-            stacks = [f"rank {r} hung at:\n{(folder / f'stacks-{r}').read_text()}" for r in silent]
+            stacks = [f"rank {r} hung at:\n{_stack(folder / f'stacks-{r}')}" for r in silent]
             story = "\n".join([*failures, *stacks])
             raise WorldError(f"no answer from ranks {silent} within {deadline_s} s\n{story}")
         for pipe in ready:
@@ -141,6 +141,14 @@ def _collect(ranks: list[Any], folder: Path, deadline_s: float, may_die: tuple[i
     if failures:
         raise WorldError("\n".join(failures))
     return results
+
+
+def _stack(path: Path) -> str:
+    """What a silent rank leaves behind; one that started late on a busy machine leaves it late."""
+    end = time.monotonic() + 10.0
+    while not (text := path.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return text
 
 
 def _wait_to_kill(ranks: list[Any], deadline_s: float, moment: Callable[[], bool]) -> tuple[int, ...]:
