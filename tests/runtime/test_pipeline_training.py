@@ -175,6 +175,22 @@ def test_workers_of_other_hosts_that_meet_in_an_evaluation_only_end_cleanly(tmp_
     assert again["test"] == pytest.approx(first["test"])
 
 
+def train_in_own_folder(rank: int, settings: TrainSettings, folder: Path, resume: bool) -> dict[str, Any]:
+    return train_rank(rank, settings, folder / f"host{rank}", resume, hosts=["a", "b"])
+
+
+def test_a_pipeline_on_hosts_without_a_shared_disk_goes_on_from_the_first_hosts_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Only the first host has the checkpoint; the others hear its state."""
+    first = planned((1, 1), Schedule.FLUSH, steps=9)
+    run_ranks(2, train_in_own_folder, first, tmp_path, False)
+    result = run_ranks(2, train_in_own_folder, replace(first, steps=20), tmp_path, True)[0]
+    assert (result["reason"], result["step"]) == ("finished", 20)
+    _, expected = train_here(digits_job(steps=20), tmp_path / "plain")
+    assert largest_difference(final_weights(tmp_path / "host0"), expected) < 1e-10
+
+
 def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple[int, int, float]]]:
     """Version, step and factor of each update of a stage's replicas in a stretch that ends early."""
     arrangement = check_pipeline(settings, 3)

@@ -87,6 +87,7 @@ class PipelineTrainer(StretchTrainer):
         super().__init__(worker, settings, parts, folder)
         self._arrangement = check_pipeline(settings, worker.world_size)
         self._hosts = hosts
+        self._tied = further_names(parts.model)
         self._gathered: State = ({}, {})
 
     def _make_engine(self) -> None:
@@ -99,7 +100,6 @@ class PipelineTrainer(StretchTrainer):
     def begin(self, steps: int) -> None:
         """Get ready to go on: cut the model, with the state it has now, into its stages."""
         super().begin(steps)
-        self._tied = further_names(self.parts.model)
         traced = trace_parts(self.settings, self.parts)
         self._channels, self._pipeline = open_pipeline(
             self.worker, self.settings, self.parts, traced, self._arrangement, self._hosts
