@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plait.core.errors import JobError
 from plait.core.events import read
@@ -21,8 +23,9 @@ from plait.runtime.events import Operations
 from plait.runtime.events import Step as StepEvent
 from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
-from plait.runtime.settings import CheckpointSettings, TrainSettings
-from plait.runtime.stretch import Microbatch, StretchWork
+from plait.runtime.sampling import GlobalBatch, Position
+from plait.runtime.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
+from plait.runtime.stretch import Microbatch, StretchWork, cut_step
 from plait.sync.wish import TopologyWish
 from support.plans import placed, planned
 from support.training import TestWorker, digits_job, largest_difference, train_here
@@ -189,6 +192,32 @@ def test_a_pipeline_on_hosts_without_a_shared_disk_goes_on_from_the_first_hosts_
     assert (result["reason"], result["step"]) == ("finished", 20)
     _, expected = train_here(digits_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "host0"), expected) < 1e-10
+
+
+@given(st.integers(1, 100), st.integers(1, 40), st.data())
+def test_a_smaller_batch_keeps_the_size_of_its_microbatches(usual: int, pieces: int, data: Any) -> None:
+    count = data.draw(st.integers(1, usual))
+    batch = GlobalBatch(0, tuple(range(count)), Position())
+    whole = GlobalBatch(0, tuple(range(usual)), Position())
+    expected = [len(m.samples) for m in cut_step(0, whole, pieces, usual)]
+    sizes = [len(m.samples) for m in cut_step(0, batch, pieces, usual)]
+    assert len(expected) == min(pieces, usual)
+    assert sum(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= max(*expected, 3)
+    if min(expected) > 1:
+        assert min(sizes) > 1 or count == 1
+
+
+def test_the_last_batch_of_an_epoch_leaves_no_microbatch_of_one_sample_to_batch_normalisation(
+    tmp_path: Path,
+) -> None:
+    """1,437 samples in batches of 62 leave 11, and 31 microbatches of two samples each are asked for."""
+    model = ModelSettings("support.traced_models:NormedRows")
+    data = DataSettings("digits", 62)
+    settings = planned((1,), Schedule.FLUSH, 31, model=model, data=data, steps=None, epochs=1)
+    result = run_ranks(1, train_rank, settings, tmp_path)[0]
+    assert (result["reason"], result["step"]) == ("finished", 24)
 
 
 def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple[int, int, float]]]:

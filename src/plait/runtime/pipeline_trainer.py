@@ -109,7 +109,8 @@ class PipelineTrainer(StretchTrainer):
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Take the steps through the pipeline; it is empty at their end."""
-        pieces = [cut_step(self.step + i, b, self._arrangement.microbatches) for i, b in enumerate(steps)]
+        usual, many = self.settings.data.batch_size, self._arrangement.microbatches
+        pieces = [cut_step(self.step + i, b, many, usual) for i, b in enumerate(steps)]
         together = [m for piece in pieces for m in piece]
         if self._arrangement.schedule.synchronous:
             # Read a step later: nobody waits for the sum of the step that has just ended.
