@@ -156,6 +156,23 @@ def test_what_a_pipeline_cannot_do_is_refused_in_words() -> None:
         check_pipeline(with_choices(planned((1, 1), Schedule.FLUSH), vertical_sync=True), 2)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "depths"),
+    [
+        (Schedule.GPIPE, (1, 1), {0: 1}),
+        (Schedule.STASH, (2, 1), {0: 1, 1: 2}),
+        (Schedule.STASH, (3, 1), {0: 1, 1: 3}),
+        (Schedule.TWO_BUFFERED, (1, 1), {0: 1, 1: 5}),
+        (Schedule.FLUSH, (1, 1), {0: 1, 1: 3}),
+    ],
+)
+def test_depths_that_leave_workers_waiting_for_each_other_are_refused_before_the_start(
+    schedule: Schedule, replicas: tuple[int, ...], depths: dict[int, int]
+) -> None:
+    with pytest.raises(JobError, match=r"parallel\.depths: .*wait"):
+        check_pipeline(with_choices(planned(replicas, schedule), depths=depths), sum(replicas))
+
+
 def with_choices(settings: TrainSettings, **choices: Any) -> TrainSettings:
     assert settings.pipeline is not None
     return replace(settings, pipeline=replace(settings.pipeline, **choices))

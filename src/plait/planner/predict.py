@@ -161,7 +161,7 @@ def depths_that_hide_messages(
         own = math.ceil(layout.devices_from(s) / layout.replicas(s))
         wanted = own + math.ceil(travel / (bottleneck_s * stages[s].replicas))
         if depths:
-            wanted = max(wanted, least_depth(layout, s, depths[-1]))
+            wanted = max(wanted, least_depth(layout, s, depths[-1], updates=True))
         depths.append(wanted)
     return tuple(reversed(depths))
 

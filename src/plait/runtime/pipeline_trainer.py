@@ -16,6 +16,7 @@ from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import JobError
 from plait.planner.depth import Schedule
+from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
 from plait.planner.schedules import operations
 from plait.runtime import checkpoint as checkpoints
@@ -67,10 +68,27 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
     arrangement = with_choices(arrange(plan), settings.pipeline)
     if settings.sync.kind != "all-reduce":
         check_columns(settings, arrangement)
-    # Refuses depths that would have a stage wait for ever.
-    many = max(plan.microbatches, 4 * workers)
-    operations(plan.schedule, arrangement.layout, many, arrangement.depths)
+    _check_depths(arrangement)
     return arrangement
+
+
+def _check_depths(arrangement: Arrangement) -> None:
+    """Refuse depths that would have workers wait for each other for ever.
+
+    Fewer microbatches are the same order with some of them left out, so the most that a run takes without
+    draining stand for all; a few rounds of what is in flight stand for a stretch without end.
+    """
+    layout, schedule = arrangement.layout, arrangement.schedule
+    many, batch = max(1, arrangement.local(arrangement.microbatches, 0)), 1
+    if not schedule.synchronous:
+        many = 4 * len(layout.workers) + 3 * arrangement.most_in_flight()
+    if schedule is Schedule.TWO_BUFFERED:
+        batch = arrangement.batch_of_two_buffers
+        many += 3 * batch
+    try:
+        operations(schedule, layout, many, arrangement.depths, batch)
+    except PlanError as failure:
+        raise JobError(f"parallel.depths: {failure}") from None
 
 
 class PipelineTrainer(StretchTrainer):
