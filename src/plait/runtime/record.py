@@ -172,7 +172,7 @@ class Recorder:
         self._leave_out(seconds)
 
     def _leave_out(self, seconds: float) -> None:
-        """Count `seconds` that have just passed as no time of the steps, also of those not yet written down."""
+        """Count `seconds` that have just passed as no time of the steps, told of or not."""
         self._mark += seconds
         step, epoch, lr, ended = self._last
         if ended is not None:
