@@ -24,6 +24,7 @@ from plait.runtime import planned as module
 from plait.runtime.folder import RunFolder
 from plait.runtime.launch import Placement
 from plait.runtime.planned import PlanWish, planned
+from plait.runtime.profiling import profile_job
 from plait.runtime.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
 from support.graphs import chain
 from support.plans import planned as cut_evenly
@@ -252,3 +253,14 @@ def test_the_time_in_which_a_pipeline_opens_is_no_time_of_its_steps(tmp_path: Pa
     result = run_ranks(1, train_rank, cut_evenly((1,), Schedule.FLUSH, 1), tmp_path, opening_s=1.0)[0]
     steps_s = 20 * 64 / result["samples_per_s"]
     assert result["seconds"] - steps_s > 0.9
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_profile_is_of_the_precision_that_the_job_trains_in(precision: Any) -> None:
+    model = ModelSettings("plait.workloads.mlp:mlp", {"inputs": 64, "hidden": [32]})
+    plain = profile_job(digits_job(model=model), 16, repeats=1)
+    half = profile_job(digits_job(model=model, precision=precision), 16, repeats=1)
+    names = {"bf16": "bfloat16", "fp16": "float16"}
+    assert (plain.dtype, half.dtype) == ("float64", names[precision])
+    assert half.graph.nodes[-1].output_bytes == plain.graph.nodes[-1].output_bytes / 4
+    assert half.graph.parameter_bytes() == plain.graph.parameter_bytes() / 2
