@@ -17,8 +17,8 @@ from torch import Tensor
 
 from plait.cluster.gpu import GpuMemory
 
-# The number of the message (a microbatch), the whole message's bytes, the description's bytes; a channel of the
-# other direction, and how many messages the sender has received on that.
+# The number of the message (a microbatch), the whole message's bytes, the description's bytes; a channel of
+# the other direction, and how many messages the sender has received on that.
 _PREFIX = struct.Struct("<qqqqq")
 _ALIGNMENT = 64
 

@@ -4,7 +4,7 @@ Both ends agree on a size and every message has it; one that needs more is prece
 size that says so. Smaller ones cost nothing but their rest.
 
 gloo says of no send that it is done until somebody waits for it. So every message also tells how many its
-sender has received on one of the channels of the other direction, each in turn: those have left their buffers.
+sender has received on one of the other direction's channels, each in turn: those have left their buffers.
 """
 
 from __future__ import annotations

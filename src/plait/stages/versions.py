@@ -218,8 +218,12 @@ def _writes_to_parameters(step: Callable[[], Any]) -> bool:
     optimizer = getattr(step, "__self__", None)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer).step.__module__.startswith("torch.optim.") and not hooked
+    hooks = (
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    )
+    own = all(getattr(hook, "__module__", "").startswith("plait.") for hook in hooks)
+    return own and type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 def _memory_like(masters: Sequence[Parameter]) -> list[Tensor]:
