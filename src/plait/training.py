@@ -45,6 +45,7 @@ def _planned(
     from plait.runtime.pipeline_trainer import check_pipeline
     from plait.runtime.planned import (
         PlanWish,
+        describe_clipping,
         describe_updates,
         on_fewer_workers,
         other_microbatch,
@@ -79,7 +80,8 @@ def _planned(
         settings = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
     check_slow(wish.slow, workers)
     check_pipeline(settings, workers)
-    words += [describe_updates(plan, settings), "" if is_made else other_microbatch(plan, settings)]
+    words += [describe_updates(plan, settings), describe_clipping(plan, settings)]
+    words += [] if is_made else [other_microbatch(plan, settings)]
     for line in filter(None, words):
         display.printed(line)
     return settings, placement

@@ -47,11 +47,6 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
         )
     if settings.precision == "fp16":
         raise JobError("precision: found 'fp16', which pipelines cannot scale; use bf16 or float32")
-    if settings.clip_norm is not None and not plan.schedule.synchronous:
-        raise JobError(
-            f"clip_norm: needs the whole model's gradient at once, which {plan.schedule.value} never "
-            f"has; use schedule flush, gpipe or zero-bubble"
-        )
     if settings.accumulate > 1:
         raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
     wrong = [stage for stage in settings.pipeline.recompute if not 0 <= stage < len(plan.stages)]

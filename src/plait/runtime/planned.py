@@ -126,6 +126,16 @@ def on_fewer_workers(plan: Plan, placement: Placement) -> tuple[Plan, Placement]
     return replace(plan, stages=stages), replace(placement, hosts=tuple(hosts))
 
 
+def describe_clipping(plan: Plan, settings: TrainSettings) -> str:
+    """What clip_norm means under an asynchronous schedule, in words; nothing where it is as elsewhere."""
+    if plan.schedule.synchronous or settings.clip_norm is None or len(plan.stages) == 1:
+        return ""
+    return (
+        f"clip_norm: under {plan.schedule.value} each of the {len(plan.stages)} stages clips the norm of its "
+        f"own gradient to {settings.clip_norm:g}, as the whole model's is never there at once"
+    )
+
+
 def describe_updates(plan: Plan, settings: TrainSettings) -> str:
     """What an update is under an asynchronous schedule, in words; nothing where it is just a batch."""
     if plan.schedule.synchronous:
