@@ -87,10 +87,17 @@ class Data(OpenSection):
     collate_fn: Text | None = None
 
 
+class Group(OpenSection):
+    """An entry of `optimizer.groups`: which parameters, and the options that they have of their own."""
+
+    match: Text = Field(min_length=1)
+
+
 class Optimizer(OpenSection):
     """`optimizer`: any of torch.optim in lower case, or a user's own."""
 
     kind: Text = "sgd"
+    groups: list[Group] = Field(default_factory=list)
 
 
 class LrSchedule(OpenSection):
@@ -209,6 +216,8 @@ class Job(Section):
                 f"expected at least one sample a worker: a batch of {slots} or more, or fewer workers"
             )
         _check_numbers(self.optimizer.options, "optimizer")
+        for number, group in enumerate(self.optimizer.groups):
+            _check_numbers(group.options, f"optimizer.groups[{number}]")
         _check_numbers(self.lr_schedule.options, "lr_schedule")
         _check_numbers(self.parallel.sync_options, "parallel.sync_options")
         self._check_plan()
@@ -299,7 +308,11 @@ class Job(Section):
             ),
             loss=self.loss,
             loss_args=self.loss_args,
-            optimizer=run.OptimizerSettings(self.optimizer.kind, self.optimizer.options),
+            optimizer=run.OptimizerSettings(
+                self.optimizer.kind,
+                self.optimizer.options,
+                tuple(run.GroupSettings(group.match, group.options) for group in self.optimizer.groups),
+            ),
             lr_schedule=run.LrScheduleSettings(
                 self.lr_schedule.kind, self.lr_schedule.warmup_steps, self.lr_schedule.options
             ),

@@ -9,7 +9,8 @@ from typing import Any
 
 from plait.cluster.hosts import LOCAL, Host
 from plait.config import Job, as_job, check_slow
-from plait.runtime.folder import choose_folder
+from plait.core.codec import encode
+from plait.runtime.folder import RunFolder, choose_folder
 from plait.runtime.launch import Display, Placement, Silent, launch
 from plait.runtime.settings import TrainSettings
 
@@ -27,20 +28,30 @@ def train(
     """
     job = as_job(job)
     settings, placement = job.settings(), job.placement()
+    # Where a run goes on, its folder is there, and holds the plan it had.
+    before = choose_folder(Path(job.run_dir), job.name, True, run_folder) if resume else None
     if job.parallel.plan != "data-parallel":
-        settings, placement = _planned(job, settings, placement, display or Silent())
-    folder = choose_folder(Path(job.run_dir), job.name, resume, run_folder)
+        settings, placement = _planned(job, settings, placement, display or Silent(), before)
+    folder = before or choose_folder(Path(job.run_dir), job.name, False, run_folder)
     result = launch(settings, placement, folder, display or Silent(), resume=resume, job_text=job.text())
     return {**result, "run": str(folder.path)}
 
 
 def _planned(
-    job: Job, settings: TrainSettings, placement: Placement, display: Display
+    job: Job, settings: TrainSettings, placement: Placement, display: Display, before: RunFolder | None
 ) -> tuple[TrainSettings, Placement]:
     """The job's settings with its plan, which says how many workers there are where the job does not."""
     from plait.planner import describe_plan
     from plait.runtime.pipeline_trainer import check_pipeline
-    from plait.runtime.planned import PlanWish, planned
+    from plait.runtime.planned import (
+        PlanWish,
+        describe_clipping,
+        describe_updates,
+        on_fewer_workers,
+        other_microbatch,
+        planned,
+        settings_before,
+    )
 
     wish = job.parallel
     settings, plan = planned(
@@ -54,12 +65,23 @@ def _planned(
             wish.depths,
             tuple(wish.recompute),
         ),
+        settings_before(before.settings) if before is not None else None,
     )
     if wish.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
     workers = sum(host.slots for host in placement.hosts)
+    is_made = wish.plan in ("auto", "model-parallel")
+    words = [describe_plan(plan)] if wish.plan == "auto" else []
+    if is_made and plan.devices_used < workers:
+        words.append(f"{plan.devices_used} of {workers} workers run it: the plan has no use for the others")
+        plan, placement = on_fewer_workers(plan, placement)
+        workers = plan.devices_used
+        assert settings.pipeline is not None
+        settings = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
     check_slow(wish.slow, workers)
     check_pipeline(settings, workers)
-    if wish.plan == "auto":
-        display.printed(describe_plan(plan))
+    words += [describe_updates(plan, settings), describe_clipping(plan, settings)]
+    words += [] if is_made else [other_microbatch(plan, settings)]
+    for line in filter(None, words):
+        display.printed(line)
     return settings, placement

@@ -269,3 +269,21 @@ def test_a_file_that_is_no_job_is_refused(text: str, message: str, tmp_path: Pat
     assert message in str(caught.value)
     with pytest.raises(JobError, match="no such file"):
         read_job(tmp_path / "none.yaml")
+
+
+def test_groups_of_the_optimizer_are_read_and_mistakes_in_them_told():
+    groups = [{"match": "*.bias|*norm*", "weight_decay": 0.0}]
+    job = {
+        "name": "a",
+        "model": "m:m",
+        "data": {"kind": "digits", "batch_size": 4},
+        "steps": 1,
+        "optimizer": {"kind": "adamw", "lr": 0.1, "groups": groups},
+    }
+    found = make_job(job).settings().optimizer
+    assert [(group.match, group.options) for group in found.groups] == [
+        ("*.bias|*norm*", {"weight_decay": 0.0})
+    ]
+    assert found.options == {"lr": 0.1}
+    with pytest.raises(JobError, match=r"optimizer\.groups.*match"):
+        make_job({**job, "optimizer": {"groups": [{"weight_decay": 0.0}]}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli import app
+from plait.cluster.hosts import LOCAL, Host
 from plait.config import make_job
+from plait.core.codec import encode
 from plait.core.errors import JobError
-from plait.planner import Plan, Settings, data_parallel_plan, machines
+from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
 from plait.runtime import planned
+from plait.runtime.folder import RunFolder
+from plait.runtime.launch import Placement, Silent
+from plait.runtime.settings import TrainSettings
+from plait.training import train
 from support.graphs import chain
 
 JOB: dict[str, Any] = {
@@ -74,3 +81,37 @@ def test_a_run_tells_of_the_plan_that_was_made_for_it(
     told = CliRunner().invoke(app, ["train", str(tmp_path / "job.yaml"), "--plan", "auto"]).stderr
     assert "1 stage on 1 device, schedule stash, 3 microbatches a step: 1.5 s predicted" in told
     assert "Every device holds the whole model" in told
+
+
+def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_under_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for two devices of four; and going on, the run is not measured again."""
+    two = make_plan(chain([1.0] * 2, output_bytes=1e3), machines(2, 1e9), Settings(straight=True))
+    made = [replace(two, machines=machines(4, 1e9))]
+    launched: list[tuple[TrainSettings, Placement]] = []
+
+    def launch(settings: Any, placement: Any, folder: RunFolder, *_: Any, **__: Any) -> dict[str, Any]:
+        launched.append((settings, placement))
+        folder.settings.write_text(json.dumps(encode(settings)))
+        return {"reason": "stopped"}
+
+    monkeypatch.setattr(planned, "_make", lambda *_: made.pop())
+    monkeypatch.setattr("plait.training.launch", launch)
+    job = {**JOB, "run_dir": str(tmp_path), "parallel": {"workers": 4, "plan": "auto"}}
+    told = Told()
+    train(job, display=told)
+    assert "2 of 4 workers run it" in told.lines[1]
+    assert "an update takes the batch of 64 samples" in told.lines[2]
+    train(job, resume=True)
+    (first, there), (second, again) = launched
+    assert there.hosts == again.hosts == (Host(LOCAL, 2),)
+    assert first.pipeline == second.pipeline
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def printed(self, line: str) -> None:
+        self.lines.append(line)

@@ -110,6 +110,28 @@ def test_a_message_keeps_its_memory_until_released_and_no_more_than_a_window_is_
     assert buffers <= 8
 
 
+def send_back_and_forth(rank: int) -> int:
+    """Two channels there and two back, of messages that grow now and then; the most buffers of a channel."""
+    channels = open_channels(rank, FAR[:2], window=64)
+    for number in range(40):
+        for channel in (2 * rank, 2 * rank + 1):
+            sent = [torch.full((1 << (4 + number // 4),), float(number))]
+            channels.send(1 - rank, channel, number, sent, "a test")
+        for channel in (2 - 2 * rank, 3 - 2 * rank):
+            message = channels.receive(1 - rank, channel, number, "a test")
+            assert message.content.tensors[0] is not None
+            assert float(message.content.tensors[0][-1]) == number
+            message.release()
+    links: Any = channels._links[1 - rank]
+    most = max(len(out.under_way) + len(out.free) for out in links._outgoing.values())
+    channels.close()
+    return most
+
+
+def test_messages_that_another_host_has_received_leave_their_buffers() -> None:
+    assert max(run_ranks(2, send_back_and_forth)) <= 4
+
+
 def wait_for_the_silent(rank: int, hosts: tuple[str, ...]) -> Any:
     channels = open_channels(rank, hosts, deadline_s=1.0)
     if rank == 1:

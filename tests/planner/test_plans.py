@@ -203,7 +203,7 @@ def test_bad_input_is_refused_with_what_would_have_to_change(make, message):
         (lambda plan: plan.update(microbatches=0), "microbatches: found 0, expected 1 to 65536"),
         (lambda plan: plan.update(microbatches=-2), "microbatches: found -2"),
         (lambda plan: plan.update(microbatches=2**40), "microbatches: found 1099511627776"),
-        (lambda plan: plan.update(pipelines=0), "pipelines: found 0, expected 1 to"),
+        (lambda plan: plan.update(pipelines=0), "pipelines: found 0, expected 1"),
         (lambda plan: plan.update(depths=[1]), "depths: found 1, expected one for each of"),
         (lambda plan: plan.update(depths=[0] * len(plan["stages"])), "depths: found 0, expected 1 to"),
         (lambda plan: plan.update(step_s=-1.0), "step_s: found -1, expected a number from 0 to"),

@@ -3,14 +3,17 @@
 import itertools
 import math
 from collections import Counter, deque
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.planner import PlanError, Schedule
+from plait.planner import PlanError, Schedule, schedules
 from plait.planner.depth import in_flight
 from plait.planner.greedy import interleaved_depth
+from plait.planner.machines import machines
 from plait.planner.operations import (
     Backward,
     BackwardInput,
@@ -22,6 +25,7 @@ from plait.planner.operations import (
     peer_behind,
     straight_layout,
 )
+from plait.planner.predict import depths_that_hide_messages
 from plait.planner.schedules import batch_of_two_buffers, messages_per_channel, operations
 from plait.planner.simulator import Link, StageCosts, simulate
 
@@ -316,3 +320,58 @@ def test_depths_that_would_deadlock_are_refused_with_what_is_needed():
 def test_what_no_schedule_can_run_is_refused(schedule, layout, count, depths, message):
     with pytest.raises(PlanError, match=message):
         operations(schedule, layout, count, depths)
+
+
+def runs_through(schedule: Schedule, layout: Layout, microbatches: int, depths: dict[int, int]) -> bool:
+    """Whether the schedule's orders come to their end, written down without a check of depths."""
+    with mock.patch.object(schedules, "_check"), mock.patch.object(schedules, "_check_progress", create=True):
+        lists = operations(schedule, layout, microbatches, depths)
+    costs = [StageCosts(1.0, 2.0, 1.0)] * len(layout.stages)
+    try:
+        simulate(layout, lists, costs, lambda sender, receiver: Link(1e9))
+    except PlanError:
+        return False
+    return True
+
+
+@given(
+    st.sampled_from([Schedule.STASH, Schedule.TWO_BUFFERED, Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE]),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=4),
+    st.integers(1, 60),
+    st.data(),
+)
+@settings(max_examples=300)
+def test_depths_are_refused_exactly_where_a_simulated_run_stops(
+    schedule: Schedule, stages: list[tuple[int, int]], microbatches: int, data: st.DataObject
+) -> None:
+    layout = straight_layout([replicas for replicas, _ in stages])
+    chosen = data.draw(st.sets(st.integers(0, len(stages) - 1), min_size=1))
+    depths = {stage: stages[stage][1] for stage in chosen}
+    try:
+        operations(schedule, layout, microbatches, depths)
+        accepted = True
+    except PlanError:
+        accepted = False
+    assert accepted == runs_through(schedule, layout, microbatches, depths)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 1e6, 1e7, 1e8])), min_size=2, max_size=4),
+    st.floats(0.05, 1.0),
+)
+def test_depths_that_hide_messages_never_stop_a_pipeline(
+    stages: list[tuple[int, float]], bottleneck_s: float
+) -> None:
+    layout = straight_layout([replicas for replicas, _ in stages])
+    fields = [SimpleNamespace(output_bytes=size, replicas=replicas) for replicas, size in stages]
+    cluster = machines(len(layout.workers), 1e9)
+    depths = dict(enumerate(depths_that_hide_messages(fields, cluster, layout, bottleneck_s)))
+    most = 3 * max(depth * layout.replicas(stage) for stage, depth in depths.items())
+    for schedule in (Schedule.STASH, Schedule.FLUSH):
+        assert runs_through(schedule, layout, most, depths)
+
+
+def test_depths_that_hide_messages_count_whole_rounds_of_replicas() -> None:
+    layout = straight_layout((2, 4, 3, 1))
+    assert not runs_through(Schedule.STASH, layout, 60, {0: 8, 1: 3, 2: 4, 3: 1})
+    assert runs_through(Schedule.STASH, layout, 60, {0: 8, 1: 4, 2: 4, 3: 1})

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from plait.core.errors import JobError
-from plait.runtime.optim import build_lr_factor, build_optimizer, check_lr_schedule, optimizer_kinds
-from plait.runtime.settings import LrScheduleSettings, OptimizerSettings
+from plait.planner.depth import Schedule
+from plait.runtime.optim import (
+    build_lr_factor,
+    build_optimizer,
+    check_groups,
+    check_lr_schedule,
+    optimizer_kinds,
+)
+from plait.runtime.settings import GroupSettings, LrScheduleSettings, OptimizerSettings
+from plait.runtime.sweep.trials import is_fusable
+from support.plans import planned
+from support.training import (
+    digits_job,
+    largest_difference,
+    saved_weights,
+    train_each,
+    train_here,
+)
+from support.world import run_ranks
 
 
 def factors(kind: str, total: int, warmup: int = 0, **options: object) -> list[float]:
@@ -74,3 +93,78 @@ def test_a_wrong_schedule_is_explained():
         build_lr_factor(LrScheduleSettings("cosin"), 10)
     with pytest.raises(JobError, match="lr_schedule.gama: step takes no 'gama'; did you mean 'gamma'"):
         build_lr_factor(LrScheduleSettings("step", 0, {"every_steps": 1, "gama": 1}), 10)
+
+
+NO_DECAY = GroupSettings("*.bias|*norm*", {"weight_decay": 0.0})
+SLOW_HEAD = GroupSettings("head.*", {"lr": 0.01, "momentum": 0.5})
+
+
+def test_a_parameter_is_in_the_first_group_that_its_name_matches():
+    names = ["conv.weight", "norm1.weight", "head.weight", "head.bias"]
+    weights = {torch.nn.Parameter(torch.ones(1)): name for name in names}
+    settings = OptimizerSettings("sgd", {"lr": 0.1, "weight_decay": 0.5}, (NO_DECAY, SLOW_HEAD))
+    groups = build_optimizer(settings, weights, weights).param_groups
+    assert [[weights[p] for p in group["params"]] for group in groups] == [
+        ["conv.weight"],
+        ["norm1.weight", "head.bias"],
+        ["head.weight"],
+    ]
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.1, 0.5), (0.1, 0.0), (0.01, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [GroupSettings("*.bais")],
+            r"groups\[0\].match: found '\*.bais', which no.*nearest names: head.bias",
+        ),
+        (
+            [GroupSettings("head.*"), GroupSettings("head.bias")],
+            r"groups\[1\].match: .*'head.bias', is in groups",
+        ),
+    ],
+)
+def test_a_group_that_no_parameter_is_in_is_refused_with_the_nearest_names(groups, message):
+    with pytest.raises(JobError, match=message):
+        check_groups(groups, ["conv.weight", "norm1.weight", "head.weight", "head.bias"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_decy": 0.0}, r"optimizer.groups\[0\].weight_decy: SGD takes no.*'weight_decay'"),
+        ({"lr": "fast"}, r"optimizer.groups\[0\].lr: found 'fast', expected a number"),
+    ],
+)
+def test_an_option_of_a_group_that_the_optimizer_does_not_take_is_refused(options, message):
+    settings = OptimizerSettings("sgd", {"lr": 0.1}, (GroupSettings("*", options),))
+    with pytest.raises(JobError, match=message):
+        build_optimizer(settings, [torch.nn.Parameter(torch.ones(1))])
+
+
+def with_groups(job):
+    groups = (GroupSettings("*.bias", {"weight_decay": 0.0}), GroupSettings("5.*", {"lr": 0.01}))
+    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+    return replace(job, optimizer=OptimizerSettings("sgd", options, groups))
+
+
+def test_groups_train_alike_in_one_process_on_workers_that_share_batches_and_in_stages(tmp_path: Path):
+    """The head, layer 5, is in the second stage, and the first has none of its group."""
+    _, expected = train_here(with_groups(digits_job(steps=6)), tmp_path / "plain")
+    _, without = train_here(digits_job(steps=6), tmp_path / "without")
+    assert largest_difference(expected, without) > 1e-3
+    jobs = {
+        "data-parallel": with_groups(digits_job(steps=6)),
+        "pipeline": with_groups(planned((1, 1), Schedule.FLUSH, steps=6)),
+        "stash": with_groups(planned((1, 1), Schedule.STASH, 1, steps=6)),
+    }
+    run_ranks(2, train_each, jobs, tmp_path)
+    assert largest_difference(saved_weights(tmp_path / "pipeline"), expected) < 1e-10
+    _, again = train_here(with_groups(digits_job(steps=6)), tmp_path / "pipeline", resume=True)
+    assert largest_difference(again, expected) < 1e-10
+
+
+def test_trials_with_groups_are_not_fused():
+    assert is_fusable(digits_job())
+    assert not is_fusable(with_groups(digits_job()))

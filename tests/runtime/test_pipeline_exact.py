@@ -91,6 +91,19 @@ def test_replicated_stages_under_stashing_equal_the_same_delayed_gradients() -> 
     )
 
 
+def test_stages_that_never_drain_clip_their_own_gradients() -> None:
+    """What stages share is clipped apart."""
+    clipped = {"steps": 6, "optimizer": "sgd", "clip_norm": 0.02}
+    assert_same(
+        Case("lstm", THREE, Schedule.STASH, **clipped),
+        Case("transformer", THREE, Schedule.TWO_BUFFERED, **clipped),
+        Case("cnn", SPREAD, Schedule.STASH, **clipped),
+        Case("cnn", (((0,), (1,), (2,), (0,)),), Schedule.STASH, **clipped),
+        tolerance=1e-12,
+        skip=("running_mean", "running_var", "num_batches_tracked"),
+    )
+
+
 def test_recompute_deeper_warm_up_and_gloo_between_hosts_change_nothing() -> None:
     everywhere = frozenset({0, 1, 2})
     assert_same(

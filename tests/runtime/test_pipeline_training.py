@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plait.core.errors import JobError
 from plait.core.events import read
@@ -21,8 +23,9 @@ from plait.runtime.events import Operations
 from plait.runtime.events import Step as StepEvent
 from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
-from plait.runtime.settings import CheckpointSettings, TrainSettings
-from plait.runtime.stretch import Microbatch, StretchWork
+from plait.runtime.sampling import GlobalBatch, Position
+from plait.runtime.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
+from plait.runtime.stretch import Microbatch, StretchWork, cut_step
 from plait.sync.wish import TopologyWish
 from support.plans import placed, planned
 from support.training import TestWorker, digits_job, largest_difference, train_here
@@ -140,9 +143,7 @@ def test_an_asynchronous_run_whose_workers_hold_several_stages_stops_when_asked_
 
 
 def test_what_a_pipeline_cannot_do_is_refused_in_words() -> None:
-    settings = planned((1, 1), Schedule.STASH, clip_norm=1.0)
-    with pytest.raises(JobError, match="clip_norm: .* stash"):
-        check_pipeline(settings, 2)
+    settings = planned((1, 1), Schedule.STASH)
     with pytest.raises(JobError, match="for 2 devices, but the job has 3 workers; use -np 2"):
         check_pipeline(settings, 3)
     with pytest.raises(JobError, match="precision: found 'fp16'"):
@@ -151,6 +152,23 @@ def test_what_a_pipeline_cannot_do_is_refused_in_words() -> None:
         check_pipeline(with_choices(planned((1, 1), Schedule.STASH), recompute=(9,)), 2)
     with pytest.raises(JobError, match="parallel.vertical_sync: found schedule flush"):
         check_pipeline(with_choices(planned((1, 1), Schedule.FLUSH), vertical_sync=True), 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "depths"),
+    [
+        (Schedule.GPIPE, (1, 1), {0: 1}),
+        (Schedule.STASH, (2, 1), {0: 1, 1: 2}),
+        (Schedule.STASH, (3, 1), {0: 1, 1: 3}),
+        (Schedule.TWO_BUFFERED, (1, 1), {0: 1, 1: 5}),
+        (Schedule.FLUSH, (1, 1), {0: 1, 1: 3}),
+    ],
+)
+def test_depths_that_leave_workers_waiting_for_each_other_are_refused_before_the_start(
+    schedule: Schedule, replicas: tuple[int, ...], depths: dict[int, int]
+) -> None:
+    with pytest.raises(JobError, match=r"parallel\.depths: .*wait"):
+        check_pipeline(with_choices(planned(replicas, schedule), depths=depths), sum(replicas))
 
 
 def with_choices(settings: TrainSettings, **choices: Any) -> TrainSettings:
@@ -173,6 +191,48 @@ def test_workers_of_other_hosts_that_meet_in_an_evaluation_only_end_cleanly(tmp_
     first = run_ranks(2, train_rank, settings, tmp_path / "run", hosts=["a", "b"])[0]
     again = run_ranks(2, train_rank, settings, tmp_path / "run", True, hosts=["a", "b"])[0]
     assert again["test"] == pytest.approx(first["test"])
+
+
+def train_in_own_folder(rank: int, settings: TrainSettings, folder: Path, resume: bool) -> dict[str, Any]:
+    return train_rank(rank, settings, folder / f"host{rank}", resume, hosts=["a", "b"])
+
+
+def test_a_pipeline_on_hosts_without_a_shared_disk_goes_on_from_the_first_hosts_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Only the first host has the checkpoint; the others hear its state."""
+    first = planned((1, 1), Schedule.FLUSH, steps=9)
+    run_ranks(2, train_in_own_folder, first, tmp_path, False)
+    result = run_ranks(2, train_in_own_folder, replace(first, steps=20), tmp_path, True)[0]
+    assert (result["reason"], result["step"]) == ("finished", 20)
+    _, expected = train_here(digits_job(steps=20), tmp_path / "plain")
+    assert largest_difference(final_weights(tmp_path / "host0"), expected) < 1e-10
+
+
+@given(st.integers(1, 100), st.integers(1, 40), st.data())
+def test_a_smaller_batch_keeps_the_size_of_its_microbatches(usual: int, pieces: int, data: Any) -> None:
+    count = data.draw(st.integers(1, usual))
+    batch = GlobalBatch(0, tuple(range(count)), Position())
+    whole = GlobalBatch(0, tuple(range(usual)), Position())
+    expected = [len(m.samples) for m in cut_step(0, whole, pieces, usual)]
+    sizes = [len(m.samples) for m in cut_step(0, batch, pieces, usual)]
+    assert len(expected) == min(pieces, usual)
+    assert sum(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= max(*expected, 3)
+    if min(expected) > 1:
+        assert min(sizes) > 1 or count == 1
+
+
+def test_the_last_batch_of_an_epoch_leaves_no_microbatch_of_one_sample_to_batch_normalisation(
+    tmp_path: Path,
+) -> None:
+    """1,437 samples in batches of 62 leave 11, and 31 microbatches of two samples each are asked for."""
+    model = ModelSettings("support.traced_models:NormedRows")
+    data = DataSettings("digits", 62)
+    settings = planned((1,), Schedule.FLUSH, 31, model=model, data=data, steps=None, epochs=1)
+    result = run_ranks(1, train_rank, settings, tmp_path)[0]
+    assert (result["reason"], result["step"]) == ("finished", 24)
 
 
 def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple[int, int, float]]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.hosts import LOCAL, Host
-from plait.core.codec import decode
-from plait.planner import Plan, Schedule
+from plait.core.codec import decode, encode
+from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
@@ -22,7 +24,8 @@ from plait.runtime import planned as module
 from plait.runtime.folder import RunFolder
 from plait.runtime.launch import Placement
 from plait.runtime.planned import PlanWish, planned
-from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
+from plait.runtime.profiling import profile_job
+from plait.runtime.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
 from support.graphs import chain
 from support.plans import planned as cut_evenly
 from support.training import TestWorker, digits_job, train_here
@@ -58,11 +61,22 @@ def plan_of(batch: int, workers: int, wish: PlanWish, **changes: Any) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize(("batch", "sizes"), [(64, [8, 32]), (65, [8, 33]), (15, [2, 8])])
-def test_a_free_wish_is_measured_in_small_pieces_and_in_one_a_worker(
+@pytest.mark.parametrize(("batch", "sizes"), [(64, [32, 64]), (65, [33, 65]), (15, [8, 15])])
+def test_a_free_wish_is_measured_in_whole_batches_and_in_one_piece_a_worker(
     measured: list[list[int]], batch: int, sizes: list[int]
 ) -> None:
     plan = plan_of(batch, 2, PlanWish("auto"))
+    assert measured == [sizes]
+    assert (plan.schedule, plan.microbatches, len(plan.stages)) == (Schedule.STASH, 1, 2)
+    # Two layers on the whole batch, forward and backward.
+    assert plan.step_s == pytest.approx(2 * (1 + batch), rel=1e-3)
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(64, [8, 32]), (65, [8, 33]), (15, [2, 8])])
+def test_a_job_that_needs_whole_batches_is_measured_in_small_pieces_and_in_one_a_worker(
+    measured: list[list[int]], batch: int, sizes: list[int]
+) -> None:
+    plan = plan_of(batch, 2, PlanWish("auto"), clip_norm=1.0)
     assert measured == [sizes]
     assert (plan.schedule, plan.microbatches, plan.stages[0].replicas) == (Schedule.FLUSH, 2, 2)
     # Four layers on the larger share of the batch, forward and backward.
@@ -70,21 +84,23 @@ def test_a_free_wish_is_measured_in_small_pieces_and_in_one_a_worker(
 
 
 @pytest.mark.parametrize(
-    "wish",
+    ("wish", "size"),
     [
-        PlanWish("auto", schedule="stash"),
-        PlanWish("auto", microbatches=8),
-        PlanWish("auto", vertical_sync=True),
-        PlanWish("auto", depths={0: 2}),
-        PlanWish("model-parallel"),
+        (PlanWish("auto", schedule="stash"), 64),
+        (PlanWish("auto", microbatches=8), 8),
+        (PlanWish("auto", vertical_sync=True), 64),
+        (PlanWish("auto", depths={0: 2}), 64),
+        (PlanWish("model-parallel"), 64),
+        (PlanWish("model-parallel", microbatches=8), 8),
     ],
 )
 def test_a_wish_that_steers_the_pipeline_has_its_microbatches_alone_measured(
-    measured: list[list[int]], wish: PlanWish
+    measured: list[list[int]], wish: PlanWish, size: int
 ) -> None:
     plan = plan_of(64, 2, wish)
-    assert measured == [[8]]
-    assert plan.microbatches == 8
+    assert measured == [[size]]
+    assert plan.microbatches == 64 // size
+    assert plan.microbatch_samples == size
     assert plan.schedule is (Schedule.NONE if wish.plan == "model-parallel" else Schedule.STASH)
 
 
@@ -92,19 +108,113 @@ def test_a_wish_that_steers_the_pipeline_has_its_microbatches_alone_measured(
 def test_a_batch_with_fewer_samples_than_workers_is_planned_as_single_samples(
     measured: list[list[int]], batch: int, workers: int
 ) -> None:
-    plan = plan_of(batch, workers, PlanWish("auto"))
+    plan = plan_of(batch, workers, PlanWish("auto", schedule="2bw"))
     assert measured == [[1]]
-    assert (plan.schedule, plan.microbatches) == (Schedule.STASH, batch)
+    assert (plan.schedule, plan.microbatches) == (Schedule.TWO_BUFFERED, batch)
 
 
 def test_one_worker_takes_its_batch_in_one_piece(measured: list[list[int]]) -> None:
     plan = plan_of(64, 1, PlanWish("auto"))
-    assert measured == [[16, 64]]
-    assert (plan.schedule, plan.microbatches, plan.devices_used) == (Schedule.FLUSH, 1, 1)
+    assert measured == [[64]]
+    assert (plan.microbatches, plan.devices_used) == (1, 1)
 
 
 def test_a_job_that_clips_gradients_gets_a_schedule_that_can(measured: list[list[int]]) -> None:
     assert plan_of(1, 2, PlanWish("auto"), clip_norm=1.0).schedule is Schedule.FLUSH
+
+
+@pytest.mark.parametrize(
+    ("layers", "workers", "words"),
+    [
+        ([1.0] * 4, 2, "an update takes the batch of 64 samples"),
+        ([3.0, 1.0, 1.0, 1.0], 3, "stage 0 about 128, stage 1 about 64 samples"),
+        ([1.0], 2, "an update takes the batch of 64 samples"),
+    ],
+)
+def test_under_stash_an_update_takes_no_less_than_the_batch_of_the_job(
+    layers: list[float], workers: int, words: str
+) -> None:
+    made = fastest_plan(chain(layers, output_bytes=1e3, parameter_bytes=1e3), machines(workers, 1e9))
+    settings = digits_job(data=DataSettings("digits", 64))
+    assert words in module.describe_updates(made, settings)
+
+
+def test_smaller_updates_than_the_batch_are_told_of(measured: list[list[int]]) -> None:
+    settings = digits_job(data=DataSettings("digits", 64))
+    plan = plan_of(64, 2, PlanWish("auto", microbatches=8))
+    assert "a batch makes 8 microbatches" in module.describe_updates(plan, settings)
+    assert "all stages 8 samples" in module.describe_updates(plan, settings)
+    assert module.describe_updates(plan_of(64, 2, PlanWish("auto", "flush")), settings) == ""
+    double = plan_of(64, 2, PlanWish("auto", "2bw", microbatches=1))
+    assert "an update takes 2 microbatches, and a batch makes 1: all stages 128" in module.describe_updates(
+        double, settings
+    )
+
+
+def read_plan(folder: Path, plan: Plan, wish: dict[str, Any], batch: int = 64) -> tuple[Plan, str]:
+    path = folder / "plan.json"
+    save_plan(plan, path)
+    settings = digits_job(data=DataSettings("digits", batch))
+    _, found = planned(settings, Placement(), PlanWish(str(path), **wish))
+    return found, module.other_microbatch(found, settings)
+
+
+def test_a_plan_file_keeps_its_microbatches_unless_stash_is_put_over_another_schedule(tmp_path: Path) -> None:
+    graph, two = chain([1.0] * 4, output_bytes=1e3), machines(2, 1e9)
+    plan = fastest_plan(graph, two, Settings(Schedule.FLUSH, 8, straight=True))
+    assert read_plan(tmp_path, plan, {})[0].microbatches == 8
+    assert read_plan(tmp_path, plan, {"schedule": "stash"})[0].microbatches == 1
+    assert read_plan(tmp_path, plan, {"schedule": "stash", "microbatches": 8})[0].microbatches == 8
+    assert read_plan(tmp_path, replace(plan, schedule=Schedule.STASH), {})[0].microbatches == 8
+
+
+def test_a_plan_for_other_microbatches_than_those_that_run_says_so(tmp_path: Path) -> None:
+    graph, two = chain([1.0] * 4, output_bytes=1e3), machines(2, 1e9)
+    plan = replace(fastest_plan(graph, two, Settings(Schedule.FLUSH, 2)), microbatch_samples=16)
+    assert "microbatches of 16 samples, but here they have 32" in read_plan(tmp_path, plan, {})[1]
+    assert read_plan(tmp_path, plan, {"microbatches": 4})[1] == ""
+    assert read_plan(tmp_path, replace(plan, microbatch_samples=None), {})[1] == ""
+
+
+def test_a_run_that_goes_on_keeps_its_plan_until_the_job_changes(
+    measured: list[list[int]], tmp_path: Path
+) -> None:
+    settings = digits_job(data=DataSettings("digits", 64))
+    placement = Placement((Host(LOCAL, 2),))
+    first, plan = planned(settings, placement, PlanWish("auto"))
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(encode(first)))
+    before = module.settings_before(path)
+    assert planned(settings, placement, PlanWish("auto"), before)[1] == plan
+    assert len(measured) == 1
+    assert planned(settings, placement, PlanWish("auto", "2bw"), before)[1].schedule is Schedule.TWO_BUFFERED
+    planned(settings, Placement((Host(LOCAL, 3),)), PlanWish("auto"), before)
+    planned(replace(settings, data=DataSettings("digits", 32)), placement, PlanWish("auto"), before)
+    assert len(measured) == 4
+    assert module.settings_before(tmp_path / "elsewhere.json") is None
+
+
+def test_a_plan_for_fewer_devices_than_workers_leaves_out_the_hosts_it_has_no_use_for() -> None:
+    graph = chain([1.0] * 2, output_bytes=1e3)
+    plan = fastest_plan(graph, machines(2, 1e9), Settings(straight=True))
+    stages = (replace(plan.stages[0], devices=(1,)), replace(plan.stages[1], devices=(4,)))
+    plan = replace(plan, stages=stages, machines=machines(6, 1e9))
+    hosts = (Host("a", 2), Host("b", 2), Host("c", 2))
+    found, placement = module.on_fewer_workers(plan, Placement(hosts))
+    assert placement.hosts == (Host("a", 1), Host("c", 1))
+    assert [stage.devices for stage in found.stages] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_pipelines_that_agree_by_averaging_are_planned_side_by_side(
+    measured: list[list[int]], workers: int
+) -> None:
+    sync = SyncSettings("partial-reduce")
+    settings = digits_job(data=DataSettings("digits", 64), sync=sync)
+    made, plan = planned(settings, Placement((Host(LOCAL, workers),)), PlanWish("auto"))
+    assert plan.pipelines > 1
+    assert plan.devices_used == workers
+    pipeline_trainer.check_pipeline(made, workers)
 
 
 def train_rank(rank: int, settings: TrainSettings, folder: Path, opening_s: float = 0.0) -> dict[str, Any]:
@@ -128,10 +238,10 @@ def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
 ) -> None:
     monkeypatch.setattr(module, "_MEASURE_S", 0.1)
     model = ModelSettings("plait.workloads.mlp:mlp", {"inputs": 64, "hidden": [32, 32]})
-    job = digits_job(model=model, data=DataSettings("digits", 65), steps=25)
+    job = digits_job(model=model, data=DataSettings("digits", 65), steps=25, clip_norm=1.0)
     made, plan = planned(job, Placement((Host(LOCAL, 2),), threads=1, timeout_s=60.0), PlanWish("auto"))
     assert (plan.schedule, plan.microbatches, plan.stages[0].replicas) == (Schedule.FLUSH, 2, 2)
-    assert "The same batch as 8 microbatches under schedule stash" in plan.why
+    assert "The same batch as 8 microbatches under schedule flush" in plan.why
     assert 0 < plan.step_s < 0.5
     result = run_ranks(2, train_rank, made, tmp_path / "planned")[0]
     plain, _ = train_here(job, tmp_path / "plain")
@@ -143,3 +253,14 @@ def test_the_time_in_which_a_pipeline_opens_is_no_time_of_its_steps(tmp_path: Pa
     result = run_ranks(1, train_rank, cut_evenly((1,), Schedule.FLUSH, 1), tmp_path, opening_s=1.0)[0]
     steps_s = 20 * 64 / result["samples_per_s"]
     assert result["seconds"] - steps_s > 0.9
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_profile_is_of_the_precision_that_the_job_trains_in(precision: Any) -> None:
+    model = ModelSettings("plait.workloads.mlp:mlp", {"inputs": 64, "hidden": [32]})
+    plain = profile_job(digits_job(model=model), 16, repeats=1)
+    half = profile_job(digits_job(model=model, precision=precision), 16, repeats=1)
+    names = {"bf16": "bfloat16", "fp16": "float16"}
+    assert (plain.dtype, half.dtype) == ("float64", names[precision])
+    assert half.graph.nodes[-1].output_bytes == plain.graph.nodes[-1].output_bytes / 4
+    assert half.graph.parameter_bytes() == plain.graph.parameter_bytes() / 2

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from plait.core.errors import CheckpointError, JobError
+from plait.core.events import read
 from plait.planner.depth import Schedule
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
+from plait.runtime.events import Step
 from plait.runtime.folder import RunFolder
+from plait.runtime.record import Recorder
 from plait.runtime.settings import (
     CheckpointSettings,
     DataSettings,
@@ -25,7 +28,7 @@ from plait.runtime.settings import (
 from support.averaging import job_store
 from support.plans import cut_in_two
 from support.syncs import train_at_own_pace
-from support.training import digits_job, pipeline_rank, saved_weights, train_here, train_rank
+from support.training import TestWorker, digits_job, pipeline_rank, saved_weights, train_here, train_rank
 from support.world import run_ranks
 
 JOB = digits_job(steps=6, checkpoint=CheckpointSettings(every_steps=3, keep_last=3))
@@ -175,3 +178,22 @@ def test_a_processor_that_emulates_bf16_is_told_of(
     assert (build.emulated("bf16", cpu) is None) == ("bf16" in flags)
     assert build.emulated("float32", cpu) is None
     assert build.emulated("bf16", torch.device("cuda")) is None
+
+
+def test_an_evaluation_is_no_time_of_the_steps_that_an_event_is_yet_to_tell_of(tmp_path: Path) -> None:
+    """The steps of a pipeline are told of later, with the moment at which they ended."""
+    settings = digits_job(steps=10)
+    settings = replace(settings, log_every_steps=None)
+    folder, worker = RunFolder(tmp_path), TestWorker()
+    recorder = Recorder(worker, settings, build.build(settings, torch.device("cpu")), folder)  # type: ignore[arg-type]
+    recorder.start(0, 10)
+    began = recorder._mark
+    recorder.step(1, 0, torch.tensor(1.0), 0.1, 64, began + 0.5)
+    recorder.step(2, 0, torch.tensor(1.0), 0.1, 64, began + 0.55)
+    recorder.evaluated(2, {"loss": 1.0}, 360, 2.0)
+    recorder.saved(2, 1.0, best=False)
+    recorder.log_rest()
+    result = recorder.end(2, "early-stop", {}, None)
+    seconds = [r.event.seconds for r in read(folder.events()) if isinstance(r.event, Step)]
+    assert seconds == pytest.approx([0.5, 0.05])
+    assert result["samples_per_s"] == pytest.approx(128 / 0.55, rel=1e-3)

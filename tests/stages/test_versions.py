@@ -11,7 +11,39 @@ from torch import nn
 
 from plait.stages.versions import WeightVersions
 
+
+class WritesData(torch.optim.Optimizer):
+    """SGD that writes `p.data`, as many optimizers from outside torch do."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.write(p, p.grad, group["lr"])
+
+    def write(self, p: Any, grad: torch.Tensor, lr: float) -> None:
+        data = p.data
+        data.mul_(0.99)
+        data.add_(grad.data, alpha=-lr * float(data.norm()))
+
+
+class WritesDetached(WritesData):
+    def write(self, p: Any, grad: torch.Tensor, lr: float) -> None:
+        torch._foreach_add_([p.detach().view(-1)], [grad.reshape(-1)], alpha=-lr)
+
+
+class ReplacesData(WritesData):
+    def write(self, p: Any, grad: torch.Tensor, lr: float) -> None:
+        p.data = p.data - lr * grad
+
+
 OPTIMIZERS: dict[str, Any] = {
+    "writes p.data": WritesData,
+    "writes a view of p.detach()": WritesDetached,
+    "replaces p.data": ReplacesData,
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
     "foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),

@@ -364,7 +364,19 @@ class Delayed:
                     part = grad * share
                     master.grad = part if master.grad is None else master.grad + part
 
+    def _clip(self, stage: int) -> None:
+        """Clip the gradients of the parameters that the same stages use, of `stage` among them, together."""
+        together: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for first in dict.fromkeys(self.first[name] for name in self.names[stage]):
+            users = [s for s, names in enumerate(self.names) if first in {self.first[n] for n in names}]
+            if self.masters[first].grad is not None:
+                together.setdefault(tuple(users), []).append(self.masters[first])
+        for parameters in together.values():
+            nn.utils.clip_grad_norm_(parameters, self.case.clip_norm)
+
     def _update(self, stage: int) -> None:
+        if self.case.clip_norm is not None:
+            self._clip(stage)
         for first in dict.fromkeys(self.first[name] for name in self.names[stage]):
             # A tied parameter is updated once a round, with the gradients of all its stages.
             if self.masters[first].grad is not None:

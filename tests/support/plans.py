@@ -24,7 +24,7 @@ def planned(
 
 def placed(layout: Layout, schedule: Schedule, microbatches: int = 4, **changes: Any) -> TrainSettings:
     """The same with the workers of each stage as `layout` has them."""
-    return in_stages(digits_job(steps=20, **changes), layout, schedule, microbatches)
+    return in_stages(digits_job(**{"steps": 20} | changes), layout, schedule, microbatches)
 
 
 def cut_in_two(

@@ -342,3 +342,10 @@ class Positions(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.c(self.b((x + self.positions).flatten(1)))
         return y
+
+
+class NormedRows(nn.Sequential):
+    """Batch normalisation of vectors, which needs more than one of them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))

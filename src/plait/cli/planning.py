@@ -238,6 +238,7 @@ def plan(
         hide_messages=hide_messages,
     )
     made = fastest_plan(graph, machines, settings)
+    made = replace(made, microbatch_samples=measured.batch if measured is not None else None)
     target = output or profile.with_name(profile.name.split(".")[0] + ".plan.json")
     with os_errors_as_messages():
         save_plan(made, target)

@@ -17,9 +17,14 @@ from torch import Tensor
 
 from plait.cluster.gpu import GpuMemory
 
-# The number of the message (a microbatch), the whole message's bytes, the description's bytes.
-_PREFIX = struct.Struct("<qqq")
+# The number of the message (a microbatch), the whole message's bytes, the description's bytes; a channel of
+# the other direction, and how many messages the sender has received on that.
+_PREFIX = struct.Struct("<qqqqq")
 _ALIGNMENT = 64
+
+# A channel, and how many of its messages have been received.
+Received = tuple[int, int]
+NONE_RECEIVED: Received = (-1, 0)
 
 Signature = tuple[tuple[str, tuple[int, ...]] | None, ...]
 
@@ -121,9 +126,15 @@ class Buffer:
             return False
         return packing.head_size <= self.capacity and packing.size <= self.size
 
-    def write(self, number: int, packing: Packing, tensors: Sequence[Tensor | None]) -> None:
+    def write(
+        self,
+        number: int,
+        packing: Packing,
+        tensors: Sequence[Tensor | None],
+        received: Received = NONE_RECEIVED,
+    ) -> None:
         """Copy a message into the buffer, from whatever device its tensors are on."""
-        head = _PREFIX.pack(number, packing.size, len(packing.description)) + packing.description
+        head = _PREFIX.pack(number, packing.size, len(packing.description), *received) + packing.description
         self._bytes[: len(head)] = head
         for view, tensor in zip(self._view(packing), tensors):
             if view is not None and tensor is not None:
@@ -133,12 +144,17 @@ class Buffer:
 
     def write_need(self, size: int) -> None:
         """Say that the next message needs a buffer of `size` bytes instead of a message."""
-        self._bytes[: _PREFIX.size] = _PREFIX.pack(-1, size, 0)
+        self._bytes[: _PREFIX.size] = _PREFIX.pack(-1, size, 0, *NONE_RECEIVED)
 
     def need(self) -> int | None:
         """The size that `write_need` asked for; None where there is a message."""
-        _, size, length = _PREFIX.unpack_from(self._bytes)
+        _, size, length, *_ = _PREFIX.unpack_from(self._bytes)
         return None if length else int(size)
+
+    def received(self) -> Received:
+        """What the sender had received when it wrote this."""
+        *_, channel, count = _PREFIX.unpack_from(self._bytes)
+        return channel, count
 
     def read(self) -> Content:
         """The message in the buffer; its tensors are views, good until the next one is written.
@@ -147,7 +163,7 @@ class Buffer:
         """
         if self.gpu is not None:
             self.gpu.written.wait()
-        number, _, length = _PREFIX.unpack_from(self._bytes)
+        number, _, length, *_ = _PREFIX.unpack_from(self._bytes)
         packing = _packing_from(bytes(self._bytes[_PREFIX.size : _PREFIX.size + length]))
         return Content(number, self._view(packing), packing.note)
 

@@ -2,6 +2,9 @@
 
 Both ends agree on a size and every message has it; one that needs more is preceded by a message of the old
 size that says so. Smaller ones cost nothing but their rest.
+
+gloo says of no send that it is done until somebody waits for it. So every message also tells how many its
+sender has received on one of the other direction's channels, each in turn: those have left their buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.messages import Buffer, Message, packing_of
+from plait.cluster.messages import NONE_RECEIVED, Buffer, Message, Received, packing_of
 
 _FIRST_CAPACITY = 1 << 12
 # The tag on which two ends tell each other at their close what they have posted, and for how many channels.
@@ -25,14 +28,20 @@ _MOST_CHANNELS = 1024
 
 @dataclass
 class _Outgoing:
+    """What was sent on one channel: messages under way, and how many have left."""
+
     capacity: int = _FIRST_CAPACITY
     under_way: deque[tuple[dist.Work, Buffer]] = field(default_factory=deque)
     free: list[Buffer] = field(default_factory=list)
+    left: int = 0
 
-    def retire(self) -> None:
-        """Take back the buffers of messages that have left."""
-        while self.under_way and self.under_way[0][0].is_completed():
-            self.free.append(self.under_way.popleft()[1])
+    def wait_for_first(self, seconds: float) -> None:
+        """Take back the buffer of the oldest message, once it has left."""
+        work, buffer = self.under_way[0]
+        work.wait(timedelta(seconds=seconds))
+        self.under_way.popleft()
+        self.free.append(buffer)
+        self.left += 1
 
 
 @dataclass
@@ -40,6 +49,7 @@ class _Incoming:
     capacity: int = _FIRST_CAPACITY
     posted: tuple[dist.Work, Buffer] | None = None
     free: list[Buffer] = field(default_factory=list)
+    received: int = 0
 
 
 class RemoteLink:
@@ -50,6 +60,8 @@ class RemoteLink:
         self._window = window
         self._outgoing: dict[int, _Outgoing] = defaultdict(_Outgoing)
         self._incoming: dict[int, _Incoming] = defaultdict(_Incoming)
+        # Channels with messages that the peer does not know to have been received, in the order of these.
+        self._to_tell: dict[int, None] = {}
 
     def send(
         self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str, seconds: float
@@ -63,14 +75,28 @@ class RemoteLink:
             self._start(channel, out, wish)
             out.capacity = packing.size
         while len(out.under_way) >= self._window:
-            out.under_way[0][0].wait(timedelta(seconds=seconds))
-            out.retire()
-        out.retire()
+            out.wait_for_first(seconds)
         fitting = [b for b in out.free if b.capacity == out.capacity]
         out.free = fitting[1:]
         buffer = fitting[0] if fitting else Buffer(torch.empty(out.capacity, dtype=torch.uint8))
-        buffer.write(number, packing, tensors)
+        buffer.write(number, packing, tensors, self._received())
         self._start(channel, out, buffer)
+
+    def _received(self) -> Received:
+        """What to tell the peer next of its own messages."""
+        channel = next(iter(self._to_tell), None)
+        if channel is None:
+            return NONE_RECEIVED
+        del self._to_tell[channel]
+        return channel, self._incoming[channel].received
+
+    def _take_back(self, received: Received, seconds: float) -> None:
+        """Take back the buffers of the messages that the peer has received."""
+        channel, count = received
+        if channel >= 0:
+            out = self._outgoing[channel]
+            while out.left < count:
+                out.wait_for_first(seconds)
 
     def _start(self, channel: int, out: _Outgoing, buffer: Buffer) -> None:
         work = dist.isend(buffer.flat, self._peer, tag=channel)
@@ -97,10 +123,13 @@ class RemoteLink:
             work, buffer = into.posted
             work.wait(timedelta(seconds=seconds))
             into.posted = None
+            into.received += 1
+            self._take_back(buffer.received(), seconds)
             need = buffer.need()
             if need is None:
                 break
             into.capacity = need
+        self._to_tell[channel] = None
         self.expect(channel)
         return Message(buffer.read(), lambda: into.free.append(buffer))
 

@@ -37,9 +37,10 @@ class Stage:
     """A slice of the model: its layers (node ids in order) and the devices that replicate it.
 
     Seconds and bytes are for one microbatch on one replica. `cost_s` is what the stage adds to the
-    bottleneck: compute, synchronisation and traffic, shared by its replicas. `activation_bytes` is what
-    autograd keeps beside the stage's inputs, `working_bytes` what a layer at work takes besides. `in_flight`
-    microbatches are held at most, and `memory_bytes` is what a device needs for all that (planner/memory.py).
+    bottleneck: compute, updates and synchronisation, shared by its replicas; messages are counted apart.
+    `activation_bytes` is what autograd keeps beside the stage's inputs, `working_bytes` what a layer at work
+    takes besides. `in_flight` microbatches are held at most, and `memory_bytes` is what a device needs for
+    all that (planner/memory.py).
     """
 
     layers: tuple[str, ...]
@@ -105,7 +106,7 @@ class Plan:
     `exact` whether the plan is proven best. `step_s` and `idle_share` come from replaying the schedule with
     `microbatches`. With several `pipelines`, every stage's devices are dealt to them in equal slices.
     `depths`, where given, are the microbatches that each stage keeps in flight instead of the schedule's
-    own number.
+    own number. `microbatch_samples` are those of the profile that it was made from, where that is known.
     """
 
     stages: tuple[Stage, ...]
@@ -124,6 +125,7 @@ class Plan:
     recompute: bool
     why: str
     depths: tuple[int, ...] = ()
+    microbatch_samples: int | None = None
 
     @property
     def devices_used(self) -> int:

@@ -161,7 +161,7 @@ def depths_that_hide_messages(
         own = math.ceil(layout.devices_from(s) / layout.replicas(s))
         wanted = own + math.ceil(travel / (bottleneck_s * stages[s].replicas))
         if depths:
-            wanted = max(wanted, least_depth(layout, s, depths[-1]))
+            wanted = max(wanted, least_depth(layout, s, depths[-1], updates=True))
         depths.append(wanted)
     return tuple(reversed(depths))
 
@@ -178,9 +178,13 @@ def choose_microbatches(
     """The fewest microbatches a step that come within 5% of the best time for each, and fit.
 
     Few microbatches leave a synchronous pipeline idle while it fills and drains; many make the batch large.
-    Asynchronous pipelines stay full, so as many as there are devices will do.
+    Asynchronous pipelines stay full however many there are. Under stash an update takes one for each replica
+    of its stage: as many as the stage with the fewest has make it take a batch there. Under 2bw, whose update
+    takes many, as many as there are devices will do.
     """
     depth = sum(len(workers) for workers in layout.stages)
+    if schedule is Schedule.STASH:
+        return min(len(workers) for workers in layout.stages)
     if not schedule.synchronous:
         return depth
     seconds: dict[int, float] = {}

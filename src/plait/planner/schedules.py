@@ -27,6 +27,7 @@ from plait.planner import greedy
 from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
 from plait.planner.operations import Backward, Forward, Layout, Op, Operations, Update
+from plait.planner.play import EverybodyWaits, Lane, played
 
 
 def operations(
@@ -57,7 +58,10 @@ def operations(
             lists[stage, replica] = _one_stage(schedule, stage, own, depth, rounds, every)
     if layout.shared:
         return greedy.merged(layout, lists, together=schedule.synchronous)
-    return {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
+    found = {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
+    if depths:
+        _check_progress(schedule, layout, found, microbatches, depths)
+    return found
 
 
 def messages_per_channel(schedule: Schedule, layout: Layout, depths: Mapping[int, int] | None = None) -> int:
@@ -136,30 +140,46 @@ def _check(schedule: Schedule, layout: Layout, microbatches: int, depths: Mappin
                 f"found depth {depth} for stage {stage}, expected at least 1 for a stage "
                 f"below {len(layout.stages)}"
             )
-    if schedule not in (Schedule.INTERLEAVED, Schedule.GPIPE):
-        _check_depths(schedule, layout, microbatches, depths)
 
 
-def least_depth(layout: Layout, stage: int, depth_behind: int) -> int:
+def least_depth(layout: Layout, stage: int, depth_behind: int, updates: bool) -> int:
     """The fewest microbatches in flight with which `stage` does not starve the stage behind it.
 
     Before its backward of b, a replica behind, one of R' with d' in flight, has taken b + R'(d' - 1)
     forward; the stage before, R replicas with d in flight, sends that one only once its backward of
-    b + R'(d' - 1) - R d is done, which must come before b.
+    b + R'(d' - 1) - R d is done, which must come before b. With `updates` after every round, as under
+    stash, all backwards of that one's round must be done, for replicas wait for each other at updates.
     """
-    return layout.replicas(stage + 1) * (depth_behind - 1) // layout.replicas(stage) + 1
+    ahead, replicas = layout.replicas(stage + 1) * (depth_behind - 1), layout.replicas(stage)
+    return (math.ceil(ahead / replicas) if updates else ahead // replicas) + 1
 
 
-def _check_depths(schedule: Schedule, layout: Layout, microbatches: int, depths: Mapping[int, int]) -> None:
-    """Refuse depths under which a stage would wait for one that waits for it."""
+def _check_progress(
+    schedule: Schedule, layout: Layout, lists: Operations, microbatches: int, depths: Mapping[int, int]
+) -> None:
+    """Refuse depths under which workers end up waiting for each other, found by playing them through."""
+    lanes = [Lane(worker, iter(ops)) for worker, ops in lists.items()]
+    try:
+        played(layout, lanes)
+    except EverybodyWaits:
+        _name_shallow_stage(schedule, layout, microbatches, depths)
+        raise PlanError(
+            f"depths {dict(depths)} leave all workers of schedule {schedule.value} waiting for each other; "
+            f"give earlier stages more, or leave them out"
+        ) from None
+
+
+def _name_shallow_stage(
+    schedule: Schedule, layout: Layout, microbatches: int, depths: Mapping[int, int]
+) -> None:
+    """Raise with the first stage that keeps too few microbatches in flight for the one behind it, if any."""
     for stage in range(len(layout.stages) - 1):
         depth = in_flight(schedule, layout, stage, microbatches, depths)
         behind = in_flight(schedule, layout, stage + 1, microbatches, depths)
-        needed = least_depth(layout, stage, behind)
-        holds_all = depth >= math.ceil(microbatches / layout.replicas(stage))
-        if depth < needed and not holds_all:
+        needed = least_depth(layout, stage, behind, updates=schedule is Schedule.STASH)
+        if depth < needed:
             raise PlanError(
                 f"stage {stage} keeps {depth} microbatches in flight on each of {layout.replicas(stage)} "
                 f"replicas, but stage {stage + 1} keeps {behind} on each of {layout.replicas(stage + 1)} "
                 f"and would wait for ever; give stage {stage} at least {needed}"
-            )
+            ) from None

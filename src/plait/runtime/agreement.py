@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -137,10 +137,25 @@ class Agreement:
             if parameter.grad is not None:
                 squares += parameter.grad.double().square().sum()
         dist.all_reduce(squares)
-        factor = most / (float(squares.sqrt()) + 1e-6)
-        grads: list[Tensor] = [p.grad for p in self._own.values() if p.grad is not None]
-        if factor < 1 and grads:
-            torch._foreach_mul_(grads, factor)
+        _scale_down(self._own.values(), most, float(squares.sqrt()))
+
+    def clip_own(self, most: float) -> None:
+        """Scale the gradients of these parameters to a norm of `most` at most; all holders have the same."""
+        clip_alone(list(self._own.values()), most)
+
+
+def clip_alone(parameters: Sequence[Parameter], most: float) -> None:
+    """Scale the gradients of `parameters` to a norm of `most` at most, whatever other gradients there are."""
+    squares = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
+    if squares:
+        _scale_down(parameters, most, float(torch.stack(squares).sum().sqrt()))
+
+
+def _scale_down(parameters: Iterable[Parameter], most: float, norm: float) -> None:
+    factor = most / (norm + 1e-6)
+    grads: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
+    if factor < 1 and grads:
+        torch._foreach_mul_(grads, factor)
 
 
 def make_agreements(

@@ -19,7 +19,7 @@ from plait.cluster.worker import Worker
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.runtime.evaluate import Metric, find_metric
-from plait.runtime.optim import build_optimizer, check_lr_schedule
+from plait.runtime.optim import build_optimizer, check_groups, check_lr_schedule
 from plait.runtime.samples import Collate, DataSource
 from plait.runtime.sampling import Position, mix, steps_per_epoch
 from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
@@ -208,10 +208,13 @@ def build(settings: TrainSettings, device: torch.device, sets: DataPair | None =
     model.to(device, torch.float64 if settings.precision == "float64" else None)
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
-    optimizer = build_optimizer(settings.optimizer, [p for p in model.parameters() if p.requires_grad])
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    check_groups(settings.optimizer.groups, [names[parameter] for parameter in trained])
+    optimizer = build_optimizer(settings.optimizer, trained, names)
     return Parts(
         model=model,
-        names={parameter: name for name, parameter in model.named_parameters()},
+        names=names,
         loss=build_loss(settings.loss, settings.loss_args),
         metric=find_metric(settings.evaluate.metric, settings.loss),
         optimizer=optimizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from plait.runtime.evaluate import sums_of
 from plait.runtime.open_pipeline import State, open_pipeline, trace_parts
 from plait.runtime.sampling import mix
 from plait.runtime.settings import TrainSettings
+from plait.runtime.stretch import pieces_of
 from plait.runtime.whole_state import rest_of_state
 from plait.sync.averaging import Averaging
 from plait.sync.options import read_options
@@ -125,7 +127,7 @@ class Column:
 
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:
         """Update on `count` samples and average; the loss, on the head, which alone has the `contents`."""
-        pieces = min(self.arrangement.microbatches, count)
+        pieces = self.pieces_of(count)
         sizes = [count * (i + 1) // pieces - count * i // pieces for i in range(pieces)]
         for group, base in zip(self.pipeline.optimizer.param_groups, self._parts.base_lrs):
             group["lr"] = base * lr
@@ -134,6 +136,11 @@ class Column:
         if self._rank == self.head != self._last:
             self._loss = float(self._hear(self._last, "a batch's loss")[0][0])
         return self._loss
+
+    def pieces_of(self, count: int) -> int:
+        """How many microbatches a share of `count` samples makes."""
+        usual = math.ceil(self._settings.data.batch_size / len(self.peers))
+        return pieces_of(count, usual, self.arrangement.microbatches)
 
     def _agree(self) -> None:
         """Send what others of the column wait for, then come to agree with those of the other columns."""

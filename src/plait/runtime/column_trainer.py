@@ -78,7 +78,7 @@ class HeadTrainer(OwnPaceTrainer):
         if not batch.count:
             return torch.zeros((), dtype=torch.float64)
         self._column.tell("update", step=step, share=share, count=batch.count, lr=factor)
-        pieces = loading.cut(batch.content, batch.count, self._column.arrangement.microbatches)
+        pieces = loading.cut(batch.content, batch.count, self._column.pieces_of(batch.count))
         loss = self._column.update(step, share, batch.count, factor, self._on_device(c for c, _ in pieces))
         return torch.tensor(loss, dtype=torch.float64)
 

@@ -76,7 +76,7 @@ def open_pipeline(
         channels,
         pipelines.Parts(
             parts.loss,
-            lambda parameters: build_optimizer(settings.optimizer, parameters),
+            lambda parameters: build_optimizer(settings.optimizer, parameters, parts.names),
             parts.device,
             parts.autocast,
             worker.rendezvous,

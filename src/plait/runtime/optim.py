@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, resolve
-from plait.runtime.settings import LrScheduleSettings, OptimizerSettings
+from plait.core.shown import shown
+from plait.runtime.settings import GroupSettings, LrScheduleSettings, OptimizerSettings
 from plait.runtime.update_kernels import use_fused_kernels
 
 LrFactor = Callable[[int], float]
@@ -40,7 +43,16 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
             f"or 'package.module:name'{did_you_mean(kind, kinds)}"
         )
     check_arguments(factory, settings.options, "optimizer", JobError, positional=1)
-    _check_numbers(factory, settings.options)
+    _check_numbers(factory, settings.options, "optimizer")
+    for number, group in enumerate(settings.groups):
+        check_arguments(
+            factory,
+            {**settings.options, **group.options},
+            f"optimizer.groups[{number}]",
+            JobError,
+            positional=1,
+        )
+        _check_numbers(factory, group.options, f"optimizer.groups[{number}]")
     take_step = getattr(factory, "step", None)
     closure = inspect.signature(take_step).parameters.get("closure") if take_step is not None else None
     if closure is not None and closure.default is closure.empty:
@@ -50,23 +62,81 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
     return factory
 
 
-def _check_numbers(factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check_numbers(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
     """Refuse text where the optimizer's own value is a number."""
     parameters = inspect.signature(factory).parameters
     for name, value in options.items():
         usual = parameters[name].default if name in parameters else None
         if isinstance(value, str) and isinstance(usual, (int, float)):
-            raise JobError(f"optimizer.{name}: found {value!r}, expected a number")
+            raise JobError(f"{where}.{name}: found {value!r}, expected a number")
+
+
+def group_of(groups: Sequence[GroupSettings], name: str) -> int:
+    """The place of the first of `groups` that a parameter's name matches, counted from 1; else 0."""
+    for place, group in enumerate(groups, 1):
+        if any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in group.match.split("|")):
+            return place
+    return 0
+
+
+def check_groups(groups: Sequence[GroupSettings], names: Iterable[str]) -> None:
+    """Refuse a group that no parameter is in: its patterns are misspelt, or those before take them all."""
+    names = list(names)
+    found = {group_of(groups, name) for name in names}
+    for place, group in enumerate(groups, 1):
+        if place in found:
+            continue
+        where = f"optimizer.groups[{place - 1}].match: found {shown(group.match)}"
+        taken = [name for name in names if group_of([group], name)]
+        if taken:
+            raise JobError(
+                f"{where}, but all that it matches, such as {taken[0]!r}, is in groups before it; leave it "
+                f"out, or put it first"
+            )
+        words = [pattern.strip().strip("*") for pattern in group.match.split("|")]
+        near = [close for word in words for close in difflib.get_close_matches(word, names, 3, 0.0)]
+        raise JobError(
+            f"{where}, which no parameter that is trained matches; expected patterns such as *.bias, "
+            f"separated by |; the nearest names: {', '.join(dict.fromkeys(near))}"
+        )
+
+
+def _grouped(
+    groups: Sequence[GroupSettings],
+    parameters: Sequence[torch.nn.Parameter],
+    names: Mapping[torch.Tensor, str],
+) -> list[dict[str, Any]]:
+    """The parameters as torch's groups: the others first, then each of `groups`, also one without any.
+
+    So all stages of a pipeline have the same groups.
+    """
+    found: list[dict[str, Any]] = [{"params": []}]
+    found += [{"params": [], **_as_tuples(group.options)} for group in groups]
+    for parameter in parameters:
+        found[group_of(groups, names.get(parameter, ""))]["params"].append(parameter)
+    return found
+
+
+def _as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
 
 
 def build_optimizer(
-    settings: OptimizerSettings, parameters: Iterable[torch.nn.Parameter]
+    settings: OptimizerSettings,
+    parameters: Iterable[torch.nn.Parameter],
+    names: Mapping[torch.Tensor, str] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of `parameters`, which steps with torch's fused kernels where that is sooner."""
+    """The optimizer of `parameters`, which steps with torch's fused kernels where that is sooner.
+
+    Their `names` say in which of the settings' groups they are.
+    """
     factory = find_optimizer(settings)
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.options.items()}
+    options = _as_tuples(settings.options)
+    content: list[Any] = list(parameters)
+    if settings.groups:
+        content = _grouped(settings.groups, content, names or {})
     try:
-        optimizer = factory(list(parameters), **options)
+        optimizer = factory(content, **options)
     except (ValueError, TypeError) as failure:
         raise JobError(f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}") from None
     use_fused_kernels(optimizer)

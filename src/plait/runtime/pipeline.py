@@ -143,7 +143,13 @@ class Pipeline:
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
         agreements = make_agreements(rendezvous, arrangement, stages_of, self.parameters, parts.topology)
         tied = make_tied(
-            arrangement, stages_of, self.modules, self.parameters, self.optimizer.step, rendezvous
+            arrangement,
+            stages_of,
+            self.modules,
+            self.parameters,
+            self.optimizer.step,
+            rendezvous,
+            parts.clip_norm,
         )
         cores = parts.cores // torch.get_num_threads()
         beside = summed_beside_backward(rank, arrangement, parts.device, rendezvous.hosts, cores)
@@ -384,7 +390,7 @@ class Pipeline:
         start = time.time()
         self._updates.agree(updates, work)
         if self._parts.clip_norm is not None:
-            self._updates.clip(self._parts.clip_norm, self._parts.device)
+            self._updates.clip(updates, self._parts.clip_norm, self._parts.device)
         if self.before_update is not None:
             self.before_update()
         self._updates.write(updates)

@@ -16,6 +16,7 @@ from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import JobError
 from plait.planner.depth import Schedule
+from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
 from plait.planner.schedules import operations
 from plait.runtime import checkpoint as checkpoints
@@ -46,11 +47,6 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
         )
     if settings.precision == "fp16":
         raise JobError("precision: found 'fp16', which pipelines cannot scale; use bf16 or float32")
-    if settings.clip_norm is not None and not plan.schedule.synchronous:
-        raise JobError(
-            f"clip_norm: needs the whole model's gradient at once, which {plan.schedule.value} never "
-            f"has; use schedule flush, gpipe or zero-bubble"
-        )
     if settings.accumulate > 1:
         raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
     wrong = [stage for stage in settings.pipeline.recompute if not 0 <= stage < len(plan.stages)]
@@ -67,10 +63,27 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
     arrangement = with_choices(arrange(plan), settings.pipeline)
     if settings.sync.kind != "all-reduce":
         check_columns(settings, arrangement)
-    # Refuses depths that would have a stage wait for ever.
-    many = max(plan.microbatches, 4 * workers)
-    operations(plan.schedule, arrangement.layout, many, arrangement.depths)
+    _check_depths(arrangement)
     return arrangement
+
+
+def _check_depths(arrangement: Arrangement) -> None:
+    """Refuse depths that would have workers wait for each other for ever.
+
+    Fewer microbatches are the same order with some of them left out, so the most that a run takes without
+    draining stand for all; a few rounds of what is in flight stand for a stretch without end.
+    """
+    layout, schedule = arrangement.layout, arrangement.schedule
+    many, batch = max(1, arrangement.local(arrangement.microbatches, 0)), 1
+    if not schedule.synchronous:
+        many = 4 * len(layout.workers) + 3 * arrangement.most_in_flight()
+    if schedule is Schedule.TWO_BUFFERED:
+        batch = arrangement.batch_of_two_buffers
+        many += 3 * batch
+    try:
+        operations(schedule, layout, many, arrangement.depths, batch)
+    except PlanError as failure:
+        raise JobError(f"parallel.depths: {failure}") from None
 
 
 class PipelineTrainer(StretchTrainer):
@@ -87,6 +100,7 @@ class PipelineTrainer(StretchTrainer):
         super().__init__(worker, settings, parts, folder)
         self._arrangement = check_pipeline(settings, worker.world_size)
         self._hosts = hosts
+        self._tied = further_names(parts.model)
         self._gathered: State = ({}, {})
 
     def _make_engine(self) -> None:
@@ -99,7 +113,6 @@ class PipelineTrainer(StretchTrainer):
     def begin(self, steps: int) -> None:
         """Get ready to go on: cut the model, with the state it has now, into its stages."""
         super().begin(steps)
-        self._tied = further_names(self.parts.model)
         traced = trace_parts(self.settings, self.parts)
         self._channels, self._pipeline = open_pipeline(
             self.worker, self.settings, self.parts, traced, self._arrangement, self._hosts
@@ -109,7 +122,8 @@ class PipelineTrainer(StretchTrainer):
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Take the steps through the pipeline; it is empty at their end."""
-        pieces = [cut_step(self.step + i, b, self._arrangement.microbatches) for i, b in enumerate(steps)]
+        usual, many = self.settings.data.batch_size, self._arrangement.microbatches
+        pieces = [cut_step(self.step + i, b, many, usual) for i, b in enumerate(steps)]
         together = [m for piece in pieces for m in piece]
         if self._arrangement.schedule.synchronous:
             # Read a step later: nobody waits for the sum of the step that has just ended.

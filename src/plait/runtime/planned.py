@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from plait.core.codec import encode
-from plait.core.errors import JobError
+from plait.core.codec import decode, encode
+from plait.core.errors import ArtefactError, JobError
+from plait.graph.graph import Graph
 from plait.planner import (
     Machines,
     MemorySettings,
     Plan,
+    PlanError,
     Schedule,
     Settings,
     data_parallel_plan,
@@ -26,12 +31,17 @@ from plait.planner import (
 )
 from plait.profiler.profile import Profile
 from plait.runtime import build
+from plait.runtime.arrangement import arrange, microbatches_per_update
 from plait.runtime.launch import Placement
 from plait.runtime.profiling import profile_together
 from plait.runtime.settings import OptimizerSettings, PipelineSettings, TrainSettings
 
 # Microbatches a worker has of each step where nothing else is asked for.
 _PER_WORKER = 4
+# What enters a pipeline at once is a whole batch: under stash an update takes that, and under none
+# nothing follows it before it is back.
+_WHOLE_BATCHES = (Schedule.STASH, Schedule.NONE)
+log = logging.getLogger(__name__)
 # How long layers are measured at least: a machine's speed changes from one second to the next.
 _MEASURE_S = 3.0
 
@@ -58,20 +68,123 @@ class PlanWish:
         )
 
 
-def planned(settings: TrainSettings, placement: Placement, wish: PlanWish) -> tuple[TrainSettings, Plan]:
-    """`settings` with the plan that `wish` asks for, and the plan; measures the job where it must."""
+def planned(
+    settings: TrainSettings, placement: Placement, wish: PlanWish, before: TrainSettings | None = None
+) -> tuple[TrainSettings, Plan]:
+    """`settings` with the plan that `wish` asks for, and the plan; measures the job where it must.
+
+    A run that goes on, whose settings were `before`, keeps its plan: another measurement might give another,
+    and with it other updates.
+    """
     if wish.plan in ("auto", "model-parallel"):
-        plan = _make(settings, placement, wish)
+        plan = _kept(settings, placement, wish, before) or _make(settings, placement, wish)
     else:
         plan = _read(Path(wish.plan), settings, wish)
     chosen = PipelineSettings(encode(plan), wish.vertical_sync, dict(wish.depths), wish.recompute)
     return replace(settings, pipeline=chosen), plan
 
 
+def settings_before(path: Path) -> TrainSettings | None:
+    """What the settings file of a run that goes on holds; None where there is none to read."""
+    try:
+        return decode(TrainSettings, json.loads(path.read_text()), str(path))
+    except (OSError, ValueError, ArtefactError):
+        return None
+
+
+def _kept(
+    settings: TrainSettings, placement: Placement, wish: PlanWish, before: TrainSettings | None
+) -> Plan | None:
+    """The plan that the run had, if the job asks for the same now on as many workers."""
+    if before is None or before.pipeline is None:
+        return None
+    plan = decode(Plan, before.pipeline.plan, "plan")
+    workers = sum(host.slots for host in placement.hosts)
+    same = (
+        plan.machines.count == workers
+        and before.data.batch_size == settings.data.batch_size
+        and wish.schedule in (None, plan.schedule.value)
+        and wish.microbatches in (None, plan.microbatches)
+    )
+    log.info(
+        "the run %s", "goes on under the plan it has" if same else "is planned anew: the job has changed"
+    )
+    return plan if same else None
+
+
+def on_fewer_workers(plan: Plan, placement: Placement) -> tuple[Plan, Placement]:
+    """The plan and where its workers run, without those that it leaves idle."""
+    used = sorted({device for stage in plan.stages for device in stage.devices})
+    number = {device: rank for rank, device in enumerate(used)}
+    hosts, first = [], 0
+    for host in placement.hosts:
+        kept = sum(first <= device < first + host.slots for device in used)
+        first += host.slots
+        if kept:
+            hosts.append(replace(host, slots=kept))
+    stages = tuple(replace(s, devices=tuple(number[device] for device in s.devices)) for s in plan.stages)
+    return replace(plan, stages=stages), replace(placement, hosts=tuple(hosts))
+
+
+def describe_clipping(plan: Plan, settings: TrainSettings) -> str:
+    """What clip_norm means under an asynchronous schedule, in words; nothing where it is as elsewhere."""
+    if plan.schedule.synchronous or settings.clip_norm is None or len(plan.stages) == 1:
+        return ""
+    return (
+        f"clip_norm: under {plan.schedule.value} each of the {len(plan.stages)} stages clips the norm of its "
+        f"own gradient to {settings.clip_norm:g}, as the whole model's is never there at once"
+    )
+
+
+def describe_updates(plan: Plan, settings: TrainSettings) -> str:
+    """What an update is under an asynchronous schedule, in words; nothing where it is just a batch."""
+    if plan.schedule.synchronous:
+        return ""
+    batch, pieces = settings.data.batch_size, plan.microbatches
+    arrangement = arrange(plan)
+    counts = [microbatches_per_update(arrangement, s) * plan.pipelines for s in range(len(plan.stages))]
+    if set(counts) == {pieces}:
+        return f"schedule {plan.schedule.value}: an update takes the batch of {batch} samples"
+    shares = [f"stage {s} about {batch * n / pieces:.0f}" for s, n in enumerate(counts)]
+    words = f"all stages {shares[0].partition(' about ')[2]}" if len(set(counts)) == 1 else ", ".join(shares)
+    each = "a batch enters the pipeline whole" if pieces == 1 else f"a batch makes {pieces} microbatches"
+    return (
+        f"schedule {plan.schedule.value}: {each}, and an update takes one for each replica of its stage: "
+        if plan.schedule is Schedule.STASH
+        else f"schedule {plan.schedule.value}: an update takes {counts[0]} microbatches, and a batch makes "
+        f"{pieces}: "
+    ) + f"{words} samples, with the learning rate of the job, where data.batch_size is {batch}"
+
+
+def other_microbatch(plan: Plan, settings: TrainSettings) -> str:
+    """What to say where the plan was made for other microbatches than will run; nothing where it was not."""
+    size = math.ceil(settings.data.batch_size / plan.microbatches)
+    if plan.microbatch_samples is None or abs(plan.microbatch_samples - size) <= 1:
+        return ""
+    return (
+        f"parallel.plan: the plan was made for microbatches of {plan.microbatch_samples} samples, but here "
+        f"they have {size} (a batch of {settings.data.batch_size} in {plan.microbatches}), so its times and "
+        f"memory do not hold; profile with --batch {size}, or set parallel.microbatches"
+    )
+
+
+def with_whole_batches(plan: Plan) -> Plan:
+    """The plan with as many microbatches as make an update of stash take one batch, where that can be.
+
+    A stage with R replicas updates after R microbatches, so the stage with the fewest takes a batch and the
+    others more: never less than what the learning rate was chosen for. Other schedules need one a replica.
+    """
+    counts = [len(stage.devices) for stage in plan.stages]
+    return replace(plan, microbatches=min(counts) if plan.schedule is Schedule.STASH else max(counts))
+
+
 def _read(path: Path, settings: TrainSettings, wish: PlanWish) -> Plan:
     plan = load_plan(path)
     if wish.schedule not in (None, plan.schedule.value):
         plan = replace(plan, schedule=Schedule(wish.schedule), depths=())
+        if plan.schedule in _WHOLE_BATCHES:
+            # How the plan's own schedule cuts a batch says nothing of updates of one that never drains.
+            plan = with_whole_batches(plan)
     plan = replace(plan, microbatches=wish.microbatches or plan.microbatches)
     if plan.microbatches > settings.data.batch_size:
         raise JobError(
@@ -84,7 +197,9 @@ def _read(path: Path, settings: TrainSettings, wish: PlanWish) -> Plan:
 def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan:
     workers = sum(host.slots for host in placement.hosts)
     batch = settings.data.batch_size
-    microbatches = wish.microbatches or min(batch, _PER_WORKER * workers)
+    schedule = _schedule(settings, wish)
+    usual = 1 if schedule in _WHOLE_BATCHES else min(batch, _PER_WORKER * workers)
+    microbatches = wish.microbatches or usual
     small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
     build.check(settings)
     sizes = {small, whole} if wish.leaves_pieces_open else {small}
@@ -93,21 +208,48 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan
     profiles = dict(zip(sorted(sizes), found))
     cluster = _machines(placement, profiles[small])
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
-    asked = Settings(_schedule(settings, wish), microbatches, memory=memory)
+    asked = Settings(schedule, microbatches, memory=memory)
     graph = profiles[small].loaded_graph()
     if wish.plan == "model-parallel":
-        return model_parallel_plan(graph, cluster, asked)
-    best = fastest_plan(graph, cluster, asked)
+        plan = model_parallel_plan(graph, cluster, asked)
+        return replace(plan, schedule=schedule, microbatch_samples=small)
+    if settings.sync.kind != "all-reduce":
+        return replace(_side_by_side(graph, cluster, asked, settings.sync.kind), microbatch_samples=small)
+    best = replace(fastest_plan(graph, cluster, asked), microbatch_samples=small)
+    if schedule is Schedule.STASH and wish.microbatches is None:
+        best = with_whole_batches(best)
+        best = replace(best, microbatches=min(best.microbatches, batch))
     if wish.leaves_pieces_open and batch >= workers:
         one_each = Settings(Schedule.FLUSH, workers, memory=memory)
-        best = faster_plan(best, data_parallel_plan(profiles[whole].loaded_graph(), cluster, one_each))
+        shared = data_parallel_plan(profiles[whole].loaded_graph(), cluster, one_each)
+        best = faster_plan(best, replace(shared, microbatch_samples=whole))
     return best
+
+
+def _side_by_side(graph: Graph, cluster: Machines, asked: Settings, kind: str) -> Plan:
+    """The fastest plan of pipelines side by side, which agree by averaging: equal workers in every stage."""
+    found = []
+    for pipelines in range(2, cluster.count + 1):
+        if cluster.count % pipelines == 0:
+            with contextlib.suppress(PlanError):
+                pieces = max(asked.microbatches or 1, pipelines)
+                each = replace(asked, pipelines=pipelines, straight=True, microbatches=pieces)
+                found.append(fastest_plan(graph, cluster, each))
+    if not found:
+        raise JobError(
+            f"parallel.plan: found auto with sync {kind}, which needs pipelines side by side with as many "
+            f"workers in every stage, and {cluster.count} workers make none; use plan: data-parallel, or "
+            f"sync: all-reduce"
+        )
+    return min(found, key=lambda plan: plan.step_s / plan.microbatches)
 
 
 def _schedule(settings: TrainSettings, wish: PlanWish) -> Schedule:
     """The schedule of a pipeline: the job's, or stash where nothing in the job needs whole batches."""
     if wish.schedule is not None:
         return Schedule(wish.schedule)
+    if wish.plan == "model-parallel":
+        return Schedule.NONE
     needs_batches = settings.clip_norm is not None or settings.sync.kind != "all-reduce"
     open_ = wish.plan == "auto" and not wish.vertical_sync
     return Schedule.FLUSH if needs_batches and open_ else Schedule.STASH

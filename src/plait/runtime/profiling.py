@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ def _profile_sizes(
     try:
         for size in batch_sizes:
             model, inputs, target = _example(settings, size, device)
-            with telling_of_types(model, inputs):
+            with telling_of_types(model, inputs), _autocast(settings, device):
                 found = profile_model(
                     model,
                     inputs,
@@ -82,6 +84,8 @@ def _profile_sizes(
                     name=settings.model.factory,
                     on_progress=on_progress,
                 )
+            if settings.precision in build.AUTOCAST:
+                found = replace(found, dtype=str(build.AUTOCAST[settings.precision]).removeprefix("torch."))
             profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
         if device.type == "cpu":
             # Weights of a stage lie as its products want them, which updates feel.
@@ -93,6 +97,13 @@ def _profile_sizes(
     finally:
         torch.set_num_threads(before)
     return tuple(replace(each, graph=_with_updates(each.graph, updates)) for each in profiles)
+
+
+def _autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
+    """What the job's forwards run in; weights are cast in every step, as they are in a run."""
+    if settings.precision not in build.AUTOCAST:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, build.AUTOCAST[settings.precision], cache_enabled=False)
 
 
 def _loss_of(settings: TrainSettings, target: Any) -> Callable[[Any], torch.Tensor]:

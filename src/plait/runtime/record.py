@@ -165,11 +165,18 @@ class Recorder:
                 self._board.add_scalar(f"test/{name}", value, step)
         self._progress |= {f"test_{name}": value for name, value in numbers.items()}
         self._report(force=True)
-        self._mark += seconds
+        self._leave_out(seconds)
 
     def saved(self, step: int, seconds: float, best: bool) -> None:
         self._record(events.CheckpointSaved(step, round(seconds, 6), best))
+        self._leave_out(seconds)
+
+    def _leave_out(self, seconds: float) -> None:
+        """Count `seconds` that have just passed as no time of the steps, told of or not."""
         self._mark += seconds
+        step, epoch, lr, ended = self._last
+        if ended is not None:
+            self._last = step, epoch, lr, ended + seconds
 
     def refused(self, path: Path, reason: str) -> None:
         self._record(events.CheckpointRefused(str(path), reason))

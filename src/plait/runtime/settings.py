@@ -36,11 +36,23 @@ class DataSettings:
 
 
 @dataclass(frozen=True)
+class GroupSettings:
+    """Parameters, by patterns that their names match, that have options of their own."""
+
+    match: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
-    """`kind` is any optimizer of torch.optim in lower case, or `package.module:name`."""
+    """`kind` is any optimizer of torch.optim in lower case, or `package.module:name`.
+
+    A parameter has the options of the first of `groups` that its name matches put over the others.
+    """
 
     kind: str = "sgd"
     options: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[GroupSettings, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.cluster.messages import Message
@@ -44,6 +44,8 @@ class Flight:
     loss: Tensor | None = None
     deferred: DeferWeights | None = None
     messages: list[Message] = field(default_factory=list)
+    # Where forward runs again: what it met in the buffers that it writes, by their identity.
+    buffers: dict[int, Tensor] = field(default_factory=dict)
 
     def let_go_of_outputs(self) -> None:
         """Keep the outputs' places in the graph, from which backward starts, but not their memory."""
@@ -95,7 +97,7 @@ class StageRunner:
         for weights, version in zip(self.versions, flight.versions):
             weights.use(version)
         if self.recompute:
-            with torch.no_grad(), self._noting_written_buffers():
+            with torch.no_grad(), self._keeping_written_buffers(flight):
                 self._run(flight)
         else:
             self._run(flight)
@@ -162,23 +164,49 @@ class StageRunner:
         return {value.name: tensor for value, tensor in zip(self.stage.outputs, given)}
 
     def _run_again(self, flight: Flight) -> None:
-        """Forward with gradients this time; what it writes to buffers was written before."""
+        """Forward with gradients this time, from the buffers that the first forward met.
+
+        It runs on copies: what it writes to buffers (running statistics) was written before, and the graph
+        may keep what it reads of them.
+        """
         for weights, version in zip(self.versions, flight.versions):
             weights.put(version)
-        kept = [buffer.clone() for buffer in self._written or ()]
-        self._run(flight)
+        buffers = {id(buffer): buffer for buffer in self.stage.module.buffers()}
+        met = flight.buffers
+        copies = {key: met[key] if key in met else buffer.detach().clone() for key, buffer in buffers.items()}
+        with _in_place_of(self.stage.module, copies):
+            self._run(flight)
         flight.let_go_of_outputs()
-        for buffer, before in zip(self._written or (), kept):
-            # The graph holds the buffer, though it does not read it: this write is none to autograd.
-            buffer.data.copy_(before)
+        flight.buffers = {}
 
     @contextlib.contextmanager
-    def _noting_written_buffers(self) -> Iterator[None]:
-        """Find out, the first time, which buffers a forward writes (running statistics)."""
-        if self._written is not None:
+    def _keeping_written_buffers(self, flight: Flight) -> Iterator[None]:
+        """Leave in the flight what the buffers that a forward writes held before it."""
+        if self._written is None:
+            before = [(b, b.clone(), b._version) for b in self.stage.module.buffers()]
             yield
-            return
-        # Autograd counts no version for batch normalisation's writes: only the values tell.
-        before = [(buffer, buffer.clone()) for buffer in self.stage.module.buffers()]
+            # A stage does the same in every forward. Only batch normalisation's kernels write without a new
+            # version, and these read nothing of what they write.
+            changed = [
+                (b, old) for b, old, version in before if b._version != version or not torch.equal(b, old)
+            ]
+            self._written = [b for b, _ in changed]
+            flight.buffers = {id(b): old for b, old in changed}
+        else:
+            flight.buffers = {id(b): b.clone() for b in self._written}
+            yield
+
+
+@contextlib.contextmanager
+def _in_place_of(module: nn.Module, tensors: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let the module compute with `tensors` in place of its buffers, by the identity of these."""
+    places = [(owner, name) for owner in module.modules() for name in owner._buffers]
+    before = [owner._buffers[name] for owner, name in places]
+    try:
+        for (owner, name), buffer in zip(places, before):
+            if buffer is not None:
+                owner._buffers[name] = tensors[id(buffer)]
         yield
-        self._written = [buffer for buffer, value in before if not torch.equal(buffer, value)]
+    finally:
+        for (owner, name), buffer in zip(places, before):
+            owner._buffers[name] = buffer

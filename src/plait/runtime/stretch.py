@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,22 @@ class Microbatch:
     samples: Sequence[int]
 
 
-def cut_step(step: int, batch: GlobalBatch, pieces: int) -> list[Microbatch]:
-    """A step's batch in at most `pieces` microbatches, whose sizes differ by one at most."""
-    pieces = min(pieces, len(batch.samples))
+def pieces_of(count: int, usual: int, pieces: int) -> int:
+    """How many microbatches `count` samples make, where the `usual` number of them makes `pieces`.
+
+    The last batch of an epoch keeps the size of microbatches, not their number: none has a single sample
+    (of which batch normalisation makes nothing, and which under stash would be an update) unless all have.
+    """
+    pieces = min(pieces, usual)
+    if count >= usual:
+        return pieces
+    fitting = math.ceil(count * pieces / usual)
+    return fitting if usual < 2 * pieces else max(1, min(fitting, count // 2))
+
+
+def cut_step(step: int, batch: GlobalBatch, pieces: int, usual: int) -> list[Microbatch]:
+    """A step's batch in microbatches whose sizes differ by one at most; `usual` samples make `pieces`."""
+    pieces = pieces_of(len(batch.samples), usual, pieces)
     return [Microbatch(step, i, batch.epoch, share(batch.samples, i, pieces)) for i in range(pieces)]
 
 

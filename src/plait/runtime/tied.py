@@ -20,6 +20,7 @@ from plait.cluster.groups import new_group
 from plait.cluster.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError
 from plait.planner.operations import Forward, Update
+from plait.runtime.agreement import clip_alone
 from plait.runtime.arrangement import Arrangement, version_of
 from plait.stages.versions import WeightVersions
 
@@ -38,7 +39,8 @@ class Tied:
     """The parameters that a set of stages shares, on one of the workers that hold them.
 
     `modules` are the worker's stages among them. `group` sums over all holders; None where there is one.
-    `step` is the optimizer's, which writes only to parameters that have a gradient.
+    `step` is the optimizer's, which writes only to parameters that have a gradient. Their gradients are
+    clipped to a norm of `clip_norm`, apart from those of the stages.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Tied:
         masters: Sequence[Parameter],
         step: Callable[[], Any],
         group: dist.ProcessGroup | None,
+        clip_norm: float | None = None,
     ) -> None:
         self.masters = masters
         self.held_stages = frozenset(modules)
@@ -58,6 +61,7 @@ class Tied:
         self._own = min(modules)
         self._step = step
         self._group = group
+        self._clip_norm = clip_norm
         self._left: dict[int, list[Tensor | None]] = {stage: [None] * len(masters) for stage in modules}
         # The oldest version that forwards of each stage may still ask for.
         self._oldest = dict.fromkeys(modules, 0)
@@ -109,6 +113,8 @@ class Tied:
                 ) from failure
             for master, grad in zip(self.masters, round_.grads):
                 master.grad = grad
+            if self._clip_norm is not None:
+                clip_alone(self.masters, self._clip_norm)
             # Other stages of this worker have made other updates since: the rate is that of this one.
             work.set_rate(Update(self._own, following))
             self.versions.update(self._step, min(self._oldest.values()))
@@ -143,6 +149,7 @@ def make_tied(
     parameters: Mapping[str, Parameter],
     step: Callable[[], Any],
     rendezvous: Rendezvous,
+    clip_norm: float | None = None,
 ) -> list[Tied]:
     """Those that this worker holds; all workers call it together. None where pipelines drain at updates."""
     found: list[Tied] = []
@@ -155,7 +162,7 @@ def make_tied(
         masters = [master for master in masters if master.requires_grad]
         own = {stage: modules[stage] for stage in stages if stage in modules}
         if own and masters:
-            found.append(Tied(arrangement, stages, own, masters, step, group))
+            found.append(Tied(arrangement, stages, own, masters, step, group, clip_norm))
     return found
 
 

@@ -103,10 +103,17 @@ class Updates:
                 lost.peer,
             ) from failure
 
-    def clip(self, most: float, device: torch.device) -> None:
-        """Scale all gradients of the model to a norm of `most` at most; all workers call it together."""
-        (agreement,) = set(self._agreements.values())
-        agreement.clip(most, device)
+    def clip(self, updates: Sequence[Update], most: float, device: torch.device) -> None:
+        """Scale gradients to a norm of `most` at most: of the whole model, or of a stage that updates alone.
+
+        Where pipelines drain at updates, all workers call it together. Otherwise the gradient of the whole
+        model is never there at once, and each stage clips its own; all its holders have the same.
+        """
+        agreement = self._agreements[updates[-1].stage]
+        if updates[-1].stage in self._versions:
+            agreement.clip_own(most)
+        else:
+            agreement.clip(most, device)
 
     def write(self, updates: Sequence[Update]) -> None:
         """Let the optimizer write the next version, and forget the gradients."""

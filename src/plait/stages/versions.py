@@ -2,7 +2,9 @@
 
 Autograd remembers the weights a microbatch went forward with, and refuses to go backward once they were
 written over. So each version has leaf parameters of its own, put into the module before a forward, and the
-optimizer's first write to a parameter lands in a buffer that nobody uses. No optimizer has to know of it.
+optimizer's first write to a parameter lands in a buffer that nobody uses. No optimizer has to know of it:
+those of torch.optim write to the parameters themselves, where the write can be sent elsewhere; for others,
+which may write to `p.data` or replace it, the weights are copied first.
 """
 
 from __future__ import annotations
@@ -109,13 +111,24 @@ class WeightVersions:
         if newest < needed_from and self._versions[newest].users == 0:
             # Nobody needs what is written over: the same buffers, under the next number.
             step()
-            self._versions[self.newest] = self._versions.pop(newest)
+            self._versions[self.newest] = self._in_place(self._versions.pop(newest))
             self._in_module = None
             return
         buffers = self._free.pop() if self._free else _memory_like(self.masters)
-        with WriteElsewhere(self.masters, buffers):
+        if _writes_to_parameters(step):
+            with WriteElsewhere(self.masters, buffers):
+                step()
+        else:
+            for master, buffer in zip(self.masters, buffers):
+                master.data = buffer.copy_(master.data)
             step()
         self._versions[self.newest] = self._leaves_of_masters()
+
+    def _in_place(self, version: _Version) -> _Version:
+        """The version that was written over; new leaves where the optimizer has put other memory in place."""
+        pairs = zip(self.masters, version.leaves)
+        kept = all(master.data_ptr() == leaf.data_ptr() for master, leaf in pairs)
+        return version if kept else self._leaves_of_masters()
 
     def settle(self) -> None:
         """Put the masters themselves back into the module; nothing is in flight any more."""
@@ -198,6 +211,19 @@ class WriteElsewhere(TorchDispatchMode):
         if key in self._buffers:
             parameter, buffer = self._buffers.pop(key)
             parameter.data = buffer.copy_(parameter.data)
+
+
+def _writes_to_parameters(step: Callable[[], Any]) -> bool:
+    """Whether `step` is known to write to the parameters themselves, as all optimizers of torch.optim do."""
+    optimizer = getattr(step, "__self__", None)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    hooks = (
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    )
+    own = all(getattr(hook, "__module__", "").startswith("plait.") for hook in hooks)
+    return own and type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 def _memory_like(masters: Sequence[Parameter]) -> list[Tensor]:

@@ -72,7 +72,7 @@ def _place(key: str) -> list[str]:
 def is_fusable(settings: TrainSettings) -> bool:
     """Whether the fused optimizers have this one with these options; others train one by one."""
     kind = KINDS.get(settings.optimizer.kind)
-    if kind is None:
+    if kind is None or settings.optimizer.groups:
         return False
     known = {*kind.hyperparameters, *kind.common, "betas"}
     return known.issuperset(settings.optimizer.options)
