@@ -59,6 +59,8 @@ def test_the_json_of_a_plan_keeps_its_contract(tmp_path: Path):
     assert found["solve_s"] > 0
     assert {"layers", "replicas", "compute_s", "memory_bytes"} <= found["stages"][0].keys()
     assert found["speedup_over"].keys() == {"single", "data_parallel", "model_parallel"}
+    assert found["best_partition"]["bottleneck_s"] == found["bottleneck_s"]
+    assert found["best_partition"]["replicas"] == [stage["replicas"] for stage in found["stages"]]
 
 
 def test_a_plan_for_people_says_stages_gains_and_reasons(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import signal
 import subprocess
@@ -12,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import plait
+from plait.cli.sweep import SweepDisplay, show_result, trials_table
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan, save_plan
+from plait.report.sweep import as_csv
 from plait.runtime.folder import RunFolder
 from plait.runtime.measure import measure_run
 from plait.runtime.sweep.worker import check_order
@@ -172,3 +176,40 @@ def test_a_sweep_of_pipelines_wants_a_width_before_anything_is_measured(tmp_path
     three = plait.make_job({**CONTENT, "parallel": {"plan": str(file), "workers": 3}})
     with pytest.raises(InputError, match=r"--plan: found 2 stages, which do not divide the 3 workers"):
         make_sweep(three, ["optimizer.lr=0.1,0.2"], width=2)
+
+
+def test_a_person_reads_which_trials_are_fused_and_why_others_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    job = plait.make_job({**CONTENT, "steps": 2, "precision": "float64"})
+    settings = make_sweep(job, ["optimizer.lr=0.1,0.2", "optimizer.kind=sgd,adamax"], width=4)
+    found = {**sweep_here(settings, tmp_path), "run": str(tmp_path)}
+    fused = "trials 0, 2 train fused, 2 at once, on worker 0"
+    alone = "trial 1 trains alone on worker 0: optimizer.kind 'adamax' has no fused form"
+    show_result(found, Path("job.yaml"))
+    shown = capsys.readouterr().out
+    assert fused in shown
+    assert alone in shown
+    with SweepDisplay() as display:
+        for _ in range(2):
+            display.progressed({"step": 1, "steps": 2, "ended": 0, "trials": 4, "rows": [], **found})
+    # Each once, however often progress comes.
+    assert capsys.readouterr().err.count(alone) == 1
+
+
+def test_values_with_brackets_and_formulas_are_shown_as_they_are():
+    row = {
+        "trial": 0,
+        "state": "finished",
+        "step": 1,
+        "values": {"optimizer.betas": [0.9, 0.99], "loss": "[bold]x", "model_args.name": "=1+1", "seed": -3},
+        "metrics": {},
+        "train_loss": -0.5,
+    }
+    console = Console(width=200, file=io.StringIO())
+    console.print(trials_table([row]))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[0.9, 0.99]" in shown
+    assert "[bold]x" in shown
+    (read,) = csv.DictReader(as_csv([row]).splitlines())
+    assert (read["model_args.name"], read["seed"], read["train_loss"]) == ("'=1+1", "-3", "-0.5")

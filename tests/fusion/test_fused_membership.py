@@ -106,6 +106,75 @@ def test_a_trial_that_is_not_there_cannot_be_kept(models):
         keep_trials(fused, FusedOptimizer(fused, "sgd"), [0, 2])
 
 
+class TwiceNamed(nn.Module):
+    """A buffer under two names, written under one and read under the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("same", self.mean)
+
+    def forward(self, x):
+        y = self.layer(x)
+        before = self.same.clone()
+        self.mean.mul_(0.5).add_(y.detach().mean(0))
+        return y - before
+
+
+def test_a_buffer_with_two_names_stays_one_when_trials_leave_and_enter():
+    torch.manual_seed(0)
+    models = [TwiceNamed() for _ in range(3)]
+    fused = fuse(models[:2])
+    optimizer = FusedOptimizer(fused, "adam", lr=[0.01, 0.02])
+    train(fused, optimizer, range(2), 3)
+    keep_trials(fused, optimizer, [1, 0])
+    train(fused, optimizer, [1, 0], 3)
+    assert_same(fused.trial(0), alone(models[1], 1, 6, lr=0.02))
+    replace_trial(fused, optimizer, 1, models[2], seed=2, hyperparameters={"lr": 0.03})
+    train(fused, optimizer, [1, 2], 2)
+    assert_same(fused.trial(1), alone(models[2], 2, 2, lr=0.03))
+
+
+class Recurring(nn.Module):
+    """State in a plain attribute, a list of tensors, from one forward to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.kept = []
+
+    def forward(self, x):
+        y = self.layer(x)
+        before = self.kept[0].detach() if self.kept else 0.0
+        self.kept = [y]
+        return y + 0.5 * before
+
+
+def test_what_a_model_keeps_in_a_list_leaves_with_its_trial():
+    torch.manual_seed(0)
+    models = make_models(Recurring)
+    fused = fuse(models)
+    optimizer = FusedOptimizer(fused, "adam", lr=[0.01, 0.02, 0.03])
+    train(fused, optimizer, range(3), 3)
+    keep_trials(fused, optimizer, [2, 1])
+    train(fused, optimizer, [2, 1], 3)
+    found, wanted = fused.trial(0), alone(models[2], 2, 6, lr=0.03)
+    assert_same(found, wanted)
+    torch.testing.assert_close(found.kept[0], wanted.kept[0], **CLOSE)
+
+
+def test_a_trial_that_enters_has_its_own_limit_for_gradients(models):
+    fused = fuse(models[:2])
+    optimizer = FusedOptimizer(fused, "adam", lr=0.01)
+    add_trials(fused, optimizer, [models[2]], [2], {"clip_norm": [0.05], "lr": [0.02]})
+    train(fused, optimizer, range(3), 4)
+    assert_same(fused.trial(0), alone(models[0], 0, 4, lr=0.01))
+    assert_same(fused.trial(2), alone(models[2], 2, 4, lr=0.02, clip_norm=[0.05]))
+    with pytest.raises(FusionError, match="no hyperparameter 'lrr'; did you mean 'lr'"):
+        replace_trial(fused, optimizer, 0, models[3], seed=3, hyperparameters={"lrr": 0.1})
+
+
 BLOCKS = ["block2_1", "block2_2", "block3_1", "block3_2", "block4_1", "block4_2", "block5_1", "block5_2"]
 
 

@@ -49,6 +49,12 @@ def test_asha_lets_about_one_in_eta_go_on_whoever_comes_first(values, eta):
     assert not goes_on(math.nan, reached, eta)
 
 
+def test_asha_keeps_one_in_eta_rounded_down():
+    # Of four results one goes on; the second best of them does not.
+    assert not goes_on(2.0, [1.0, 3.0, 4.0], 3)
+    assert goes_on(2.0, [1.0, 3.0, 4.0, 5.0, 6.0], 3)
+
+
 @given(st.dictionaries(st.integers(0, 30), st.floats(0, 1), min_size=2), st.integers(0, 5))
 def test_losers_copy_winners_and_never_the_other_way(found, seed):
     copies = exploit(found, ["lr"], seed)

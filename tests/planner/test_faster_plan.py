@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from plait.graph import Graph, pipedream
 from plait.planner import (
     Machines,
     Plan,
@@ -14,8 +17,10 @@ from plait.planner import (
     faster_plan,
     fastest_plan,
     machines,
+    make_plan,
+    summary,
 )
-from support.graphs import chain
+from support.graphs import PROFILES, chain
 
 SAMPLES = 32
 
@@ -60,3 +65,47 @@ def test_the_plan_tells_what_the_other_would_take():
     first, _, rest = describe_plan(chosen).partition("\n")
     assert first == "1 stage on 2 devices, schedule flush, 2 microbatches a step: 1.68 s predicted"
     assert rest == chosen.why
+
+
+def slow_messages() -> tuple[Graph, Machines]:
+    """Four layers with messages nearly as long: the bottleneck counts them, but not who waits for them."""
+    return chain([1.0] * 4, 0.4e9, 0.1e9), machines(4, 1e9)
+
+
+def test_the_whole_search_is_told_whichever_plan_was_taken():
+    # A cut into stages has the lower bottleneck, but replicas of the whole model take less time for a step.
+    graph, cluster = pipedream.read(PROFILES / "squeezenet1_0.txt").graph(), machines(4, 1e9)
+    best, taken = make_plan(graph, cluster), fastest_plan(graph, cluster)
+    assert [stage.replicas for stage in taken.stages] != [stage.replicas for stage in best.stages]
+    found = summary(taken)
+    assert found["lower_bound_s"] == best.lower_bound_s
+    assert 0 < found["lower_bound_s"] <= found["bottleneck_s"]
+    assert found["best_partition"] == {
+        "bottleneck_s": best.bottleneck_s,
+        "replicas": [stage.replicas for stage in best.stages],
+    }
+    assert found["solve_s"] > 0
+    assert found["exact"] is False
+    assert "A step of the best cut (3-1) is predicted to take" in found["why"]
+    assert "--hide-messages" in found["why"]
+
+
+def test_a_step_longer_than_the_bottleneck_is_explained_and_hiding_messages_helps():
+    graph, cluster = slow_messages()
+    settings = Settings(straight=True)
+    plan = fastest_plan(graph, cluster, settings)
+    assert plan.step_s / plan.microbatches > 1.1 * plan.bottleneck_s
+    assert "longer than its bottleneck of" in plan.why
+    assert "stages wait for messages from each other" in plan.why
+    assert "--hide-messages keeps more microbatches in flight" in plan.why
+    hidden = fastest_plan(graph, cluster, replace(settings, hide_messages=True))
+    assert hidden.step_s < plan.step_s
+    assert "--hide-messages" not in hidden.why
+
+
+def test_filling_and_draining_is_named_where_it_makes_the_step_longer():
+    plan = fastest_plan(
+        chain([1.0] * 4, 1.0, 0.1e9), machines(4, 1e9), Settings(Schedule.FLUSH, 4, straight=True)
+    )
+    assert "the pipeline fills and drains in every step" in plan.why
+    assert "--hide-messages" not in plan.why

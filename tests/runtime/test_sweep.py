@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from plait.core import events as core_events
-from plait.fusion import FusionError
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime import events
 from plait.runtime.folder import RunFolder
@@ -166,13 +165,15 @@ def test_the_width_is_found_where_none_is_given(tmp_path: Path, monkeypatch: pyt
 
 def test_a_model_that_cannot_be_fused_is_told_of_and_trains_one_by_one(tmp_path: Path):
     job = digits_job(model=ModelSettings("support.training:Drawing"), steps=5)
-    with pytest.raises(FusionError, match=r"draws from torch's generator(.|\n)*--width 1"):
-        sweep_here(sweep_of("optimizer.lr=0.01,0.02", job=job), tmp_path / "fused")
-    settings = sweep_of("optimizer.lr=0.01,0.02", job=job, width=1)
-    found = sweep_here(settings, tmp_path / "alone")
-    for row in found["trials"]:
-        alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert row["metrics"] == alone["test"]
+    for width in (4, None, 1):
+        settings = sweep_of("optimizer.lr=0.01,0.02", job=job, width=width)
+        found = sweep_here(settings, tmp_path / f"width-{width}")
+        for row in found["trials"]:
+            alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{width}-{row['trial']}")
+            assert row["metrics"] == alone["test"]
+        assert not found["arrays"][-1]["fused"]
+        why = "--width is 1" if width == 1 else "draws from torch's generator"
+        assert why in found["arrays"][-1]["why"]
 
 
 def test_half_precision_scales_each_trials_loss_by_itself(tmp_path: Path):

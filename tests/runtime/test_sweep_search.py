@@ -11,6 +11,7 @@ import pytest
 
 import plait
 from plait.core.codec import decode, encode
+from plait.core.errors import InputError
 from plait.fusion.search import goes_on
 from plait.runtime.settings import EvaluateSettings, TrainSettings
 from plait.runtime.sweep.book import Book
@@ -83,8 +84,60 @@ def test_a_population_copies_winners_and_changes_their_values():
     book.open()
     play(book, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
     assert copies == [(0, 3), (0, 3)]
-    assert book.trials[3].values["optimizer.lr"] in (pytest.approx(0.08), pytest.approx(0.125))
+    # Not 0.08: what is tried begins at 0.1.
+    assert book.trials[3].values["optimizer.lr"] in (0.1, pytest.approx(0.125))
     assert all(trial.state == "finished" for trial in book.trials)
+
+
+@pytest.mark.parametrize(
+    ("over", "kind"),
+    [
+        ("optimizer.rho=0.85,0.9,0.95,0.99", float),
+        ("optimizer.lr=log:0.01:0.05", float),
+        ("optimizer.weight_decay=linear:0.5:0.7", float),
+        ("loss_args.ignore_index=int:3:9", int),
+        ("clip_norm=1,2,4,8", int),
+    ],
+)
+def test_a_population_stays_within_what_was_asked_for(over: str, kind: type):
+    settings = sweep_of(over, kind="pbt", least_steps=1, trials=None if "," in over else 8)
+    book = Book(settings, 1, "loss", lambda own: 60, lambda e: None, lambda w, s: None)
+    book.open()
+    (dimension,) = settings.over
+    seen, rounds = set(), 0
+    while not book.is_over:
+        rounds += 1
+        for trial in book.take(book.waiting()[0].group, 8, begin=False):
+            seen.add(trial.values[dimension.key])
+            # Who is best changes, so that values move.
+            loss = float((trial.number * 7 + rounds * 3) % 11)
+            book.report(trial.number, trial.goal, {"loss": loss}, None)
+    low, high = min(dimension.ends()), max(dimension.ends())
+    assert all(low <= value <= high and type(value) is kind for value in seen)
+    assert {low, high} < seen
+
+
+def test_a_population_takes_no_switches():
+    with pytest.raises(InputError, match="optimizer.nesterov: population-based training changes numbers"):
+        Search(sweep_of("optimizer.nesterov=true,false", kind="pbt"))
+
+
+def test_a_trial_without_the_metric_is_never_the_best():
+    book = Book(
+        sweep_of("evaluate.metric=accuracy,none", job=digits_job(steps=5)),
+        1,
+        "accuracy",
+        lambda own: 5,
+        lambda e: None,
+        lambda w, s: None,
+    )
+    book.open()
+    for trial in book.take(book.waiting()[0].group, 2, begin=False):
+        metrics = {"loss": 9.0, "accuracy": 0.1} if trial.number == 0 else {"loss": 9.0}
+        book.report(trial.number, 5, metrics, 9.0)
+    best = book.best()
+    assert best is not None
+    assert best.number == 0
 
 
 def test_the_values_that_optuna_draws_follow_from_the_past_alone():
@@ -170,6 +223,8 @@ def test_trials_share_an_array_when_only_numbers_differ():
         assert array_key(with_values(job, {key: value})) == array_key(job), key
     for key, value in other.items():
         assert array_key(with_values(job, {key: value})) != array_key(job), key
+    none, some = (with_values(job, {"loss_args.label_smoothing": value}) for value in (None, 0.1))
+    assert array_key(none) != array_key(some)
     # Dropouts of any size share an array, but not with none: models ask whether there is one.
     with_dropout = [array_key(with_values(job, {"model_args.dropout": p})) for p in (0.1, 0.2, 0.0)]
     assert with_dropout[0] == with_dropout[1] != with_dropout[2]

@@ -70,6 +70,78 @@ class Tied(nn.Module):
         return self.last(self.second(x).relu())
 
 
+class Dilated(nn.Module):
+    """A convolution whose dilation, a tuple, leaves no trace in shapes."""
+
+    def __init__(self, dilation: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3, padding="same", dilation=dilation)
+        self.last = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.conv(x).relu().flatten(1))
+
+
+class Counting(nn.Module):
+    """A model that counts its training forwards in Python, and is another one from the fifth on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        y = self.layer(x.flatten(1))
+        return y * 2 if self.calls > 4 else y
+
+
+class Keeping(nn.Module):
+    """A model that keeps what it computed in a list, in a dictionary and in a nested one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.maps: list[torch.Tensor] = []
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x.flatten(1))
+        self.maps = [y, x]
+        self.seen = {"last": y, "deep": {"relu": (y.relu(),)}}
+        return y
+
+
+class Branching(nn.Module):
+    """A model that asks for values from its fourth training forward on, which fused trials cannot answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x.flatten(1))
+        if self.training:
+            self.calls += 1
+            if self.calls > 3 and y.sum() > 0:
+                return y * 1.5
+        return y
+
+
+class Configured(nn.Module):
+    """A model that makes a tuple of a float argument."""
+
+    def __init__(self, share: float = 0.5) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.kernel = (1 + 2 * round(share), 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = functional.max_pool2d(x, self.kernel, stride=1, padding=(self.kernel[0] // 2, 0))
+        return self.layer(pooled.flatten(1))
+
+
 def sweep_of(*over: str | Dimension, width: int | None = 4, job: Any = None, **search: Any) -> SweepSettings:
     """A sweep of the small digits job over `over`, as on the command line."""
     dimensions = tuple(parse_dimension(one) if isinstance(one, str) else one for one in over)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -131,6 +132,8 @@ class SweepDisplay:
         is_live = self._console.is_terminal and not quiet
         self._live = Live(console=self._console, transient=True, refresh_per_second=4) if is_live else None
         self._said = 0.0
+        # How many arrays were shown, and how.
+        self._arrays: dict[int, tuple[bool, str]] = {}
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -148,11 +151,20 @@ class SweepDisplay:
         self._say(f"{folder.path}: {count} on {', '.join(sorted({worker.host for worker in workers}))}")
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
+        self._show_arrays(progress.get("arrays", []))
         if self._live is not None:
             self._live.update(Group(Text(describe_sweep(progress)), trials_table(progress["rows"])))
         elif time.monotonic() - self._said > PLAIN_LINE_S:
             self._said = time.monotonic()
             self._say(describe_sweep(progress))
+
+    def _show_arrays(self, arrays: list[dict[str, Any]]) -> None:
+        """A line for each new array, and for one of which there is something new to say."""
+        for array in arrays:
+            known = (array["fused"], array["why"])
+            if self._arrays.get(array["number"]) != known:
+                self._arrays[array["number"]] = known
+                self._say(describe_array(array))
 
     def printed(self, line: str) -> None:
         self._say(line)
@@ -173,6 +185,26 @@ def describe_sweep(progress: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def describe_array(array: Mapping[str, Any]) -> str:
+    """`trials 0-7 train fused on worker 0` or `trial 8 trains alone on worker 0: optimizer.kind ...`"""
+    trials, why = array["trials"], f": {array['why']}" if array["why"] else ""
+    one = len(trials) == 1
+    what = f"trial{'' if one else 's'} {show_numbers(trials)} train{'s' if one else ''}"
+    how = f"fused, {array['most']} at once," if array["fused"] else "alone" if one else "one by one"
+    return f"{what} {how} on worker {array['worker']}{why}"
+
+
+def show_numbers(numbers: Sequence[int]) -> str:
+    """`0-3, 7`"""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 def trials_table(rows: list[dict[str, Any]]) -> Table:
     """Trials, best first, one column for each key and metric."""
     table = Table(box=None, pad_edge=False)
@@ -184,7 +216,8 @@ def trials_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             str(row["trial"]),
-            *(_show(row["values"].get(key, "-")) for key in keys),
+            # Values may hold square brackets, which are markup to the table.
+            *(escape(_show(row["values"].get(key, "-"))) for key in keys),
             *(show_metric(name, row["metrics"][name]) if name in row["metrics"] else "-" for name in metrics),
             "-" if row["train_loss"] is None else show_metric("loss", row["train_loss"]),
             str(row["step"]),
@@ -209,6 +242,10 @@ def show_result(result: dict[str, Any], job: Path) -> None:
     print_table(trials_table(result["trials"][:SHOWN]))
     if len(result["trials"]) > SHOWN:
         print(f"and {len(result['trials']) - SHOWN} more in {folder.path}/trials.csv")
+    for array in result["arrays"][:SHOWN]:
+        print(describe_array(array))
+    if len(result["arrays"]) > SHOWN:
+        print(f"and {len(result['arrays']) - SHOWN} more arrays (--json lists them)")
     workers = count_of(result["workers"], "worker")
     rate = f"{show_rate(result['trial_steps_per_s'])} trial steps/s on {workers}"
     print(f"{result['step']} of {result['steps']} trials in {show_seconds(result['seconds'])}, {rate}")

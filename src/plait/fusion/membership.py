@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from plait.core.names import did_you_mean
 from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim import FusedOptimizer
 from plait.fusion.per_trial import PerTrial
+from plait.fusion.tensor import TrialTensor, leaves
 
 
 def keep_trials(
@@ -74,17 +77,37 @@ def replace_trial(
 
     `steps` is how many the new trial will make, where the optimizer counts them.
     """
-    own_module = fused.trial(number)
-    check_models([own_module, model])
+    check_joining(fused, [model])
     _write_model(fused, number, model)
     fused.seeds[number], fused.ages[number] = seed, 0
     optimizer.forget_trial(number)
     changed = {**(hyperparameters or {})}
+    if "clip_norm" in changed:
+        _set_clip(optimizer, number, changed.pop("clip_norm"))
+    unknown = next((name for name in changed if name not in optimizer.numbers), None)
+    if unknown is not None:
+        hint = did_you_mean(unknown, [*optimizer.numbers, "clip_norm"])
+        raise FusionError(f"replace_trial: the optimizer has no hyperparameter {unknown!r}{hint}")
     optimizer.set(**{name: _with(optimizer.numbers[name], number, value) for name, value in changed.items()})
     if steps is not None and optimizer.limits is not None:
         optimizer.limits[number] = steps
     fused.freeze([other for other in fused.frozen if other != number])
     optimizer.notice_finished()
+
+
+def check_joining(fused: FusedModule, models: Sequence[nn.Module]) -> None:
+    """Refuse models that cannot join those that are fused, as they are now: after steps, say."""
+    if models:
+        check_models([fused.trial(0), *models])
+
+
+def _set_clip(optimizer: FusedOptimizer, number: int, limit: float | None) -> None:
+    """Give one trial a limit of its own for the norm of its gradients; None is no limit."""
+    if optimizer.clip_norm is None:
+        if limit is None:
+            return
+        optimizer.clip_norm = torch.full_like(optimizer.steps, float("inf"), dtype=torch.float64)
+    optimizer.clip_norm[number] = float("inf") if limit is None else limit
 
 
 def _with(values: Sequence[float], number: int, value: float) -> list[float]:
@@ -110,9 +133,14 @@ def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Te
     for parameter in fused.module.parameters():
         parameter.data = change(parameter.data)
         parameter.grad = None
+    # A buffer that several names have in common stays one.
+    changed: dict[int, tuple[Tensor, Tensor]] = {}
     for part in fused.module.modules():
         for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else change(buffer)
+            if buffer is not None:
+                known = changed.setdefault(id(buffer), (buffer, change(buffer)))
+                part._buffers[name] = known[1]
+        _rewrite_attributes(part, change)
     fused.seeds, fused.ages = change(fused.seeds), change(fused.ages)
     fused.set_count(len(fused.seeds))
     optimizer.steps = change(optimizer.steps)
@@ -121,6 +149,20 @@ def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Te
     for name in ("clip_norm", "active"):
         vector = getattr(optimizer, name)
         setattr(optimizer, name, None if vector is None else change(vector))
+
+
+def _rewrite_attributes(part: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply `change` to what forwards left in plain attributes, also in lists, tuples and dictionaries.
+
+    Their history ends here: it leads to parameters that had as many trials as before.
+    """
+    for name, value in list(vars(part).items()):
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        if any(isinstance(leaf, TrialTensor) for leaf in leaves(value)):
+            vars(part)[name] = pytree.tree_map_only(
+                TrialTensor, lambda t: TrialTensor(change(t.stacked.detach()), t.trials), value
+            )
 
 
 def _rewrite_lists(

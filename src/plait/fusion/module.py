@@ -21,7 +21,7 @@ from plait.fusion.padding import Rows
 from plait.fusion.patches import Patch, patch_norms
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.random import Streams
-from plait.fusion.tensor import Trials, TrialTensor, unwrap
+from plait.fusion.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
 from plait.fusion.unfused import patch_unfused
 
 if TYPE_CHECKING:
@@ -227,16 +227,13 @@ class FusedModule(nn.Module):
 
     def trial(self, number: int) -> nn.Module:
         """One trial as an ordinary module."""
-        memo: dict[int, Any] = {}
+        memo: dict[Any, Any] = {}
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             own = tensor.detach()[number].clone()
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if is_parameter else own
-        # What a forward left in a plain attribute, attention weights say, has the trials too.
-        for part in self.module.modules():
-            for value in vars(part).values():
-                if isinstance(value, TrialTensor):
-                    memo[id(value)] = value.stacked[number].detach().clone()
+        # What a forward left in attributes, attention weights say, has the trials too.
+        memo[OF_TRIAL] = number
         made = copy.deepcopy(self.module, memo)
         for part in made.modules():
             if isinstance(part.__dict__.get("forward"), Patch):

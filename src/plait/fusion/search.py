@@ -47,13 +47,14 @@ def goes_on(result: float, reached: Sequence[float], eta: int = 3) -> bool:
     """Whether a trial that reached a rung goes on (ASHA's stopping rule).
 
     `reached` holds the results of all trials that reached the rung before it. It goes on while it is among
-    the best 1/eta of those and itself; the first to come always does, so nobody waits for a rung to fill.
+    the best 1/eta of those and itself, rounded down but to one at least; the first to come always does, so
+    nobody waits for a rung to fill.
     """
     _check_eta(eta)
     if math.isnan(result):
         return False
     better = sum(other < result for other in reached)
-    return better < max(1, math.ceil((len(reached) + 1) / eta))
+    return better < max(1, (len(reached) + 1) // eta)
 
 
 @dataclass(frozen=True)

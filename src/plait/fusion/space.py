@@ -44,6 +44,15 @@ class Dimension:
             return math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
         return self.low + share * (self.high - self.low)
 
+    def scaled(self, value: Any, factor: float) -> Any:
+        """`value` times `factor`: not beyond the ends of what is tried, and whole where all of that is."""
+        low, high = min(self.ends()), max(self.ends())
+        changed = value * factor
+        if all(isinstance(end, int) for end in self.ends()):
+            # By one at least, so that small numbers change too.
+            changed = math.ceil(changed) if factor > 1 else math.floor(changed)
+        return min(max(changed, low), high)
+
     def ends(self) -> tuple[Any, ...]:
         """Values that stand for all: those listed, or both ends of the range."""
         if not self.is_range:

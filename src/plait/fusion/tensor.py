@@ -21,6 +21,9 @@ from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
 from plait.fusion.registry import PER_TRIAL_RULES, RULES, Arguments, Function, Options
 
+# In the memo of a deep copy: the trial that is copied.
+OF_TRIAL = "plait.fusion.trial"
+
 
 class Trials:
     """What the tensors of one forward share: how many trials there are, their random streams and own rows."""
@@ -78,6 +81,16 @@ class TrialTensor(torch.Tensor):
         cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise AssertionError(f"{func} reached the dispatcher with a trial tensor, past the rules")
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Tensor:
+        """One trial's tensor where the memo says of which trial a copy is made, else all, without history."""
+        if id(self) not in memo:
+            number = memo.get(OF_TRIAL)
+            inner = self.stacked.detach()
+            of_all = number is None
+            memo[id(self)] = TrialTensor(inner.clone(), self.trials) if of_all else inner[number].clone()
+        found: Tensor = memo[id(self)]
+        return found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TrialTensor(trials={self.trials.count}, shape={tuple(self.shape)})"

@@ -99,12 +99,21 @@ class Speedups:
 
 
 @dataclass(frozen=True)
+class BestPartition:
+    """The best cut by its bottleneck: seconds a microbatch in the steady state, replicas of each stage."""
+
+    bottleneck_s: float
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the planner decided, and what it predicts.
 
     `bottleneck_s` is seconds a microbatch in the steady state, `lower_bound_s` what no plan can go below,
-    `exact` whether the plan is proven best. `step_s` and `idle_share` come from replaying the schedule with
-    `microbatches`. With several `pipelines`, every stage's devices are dealt to them in equal slices.
+    `exact` whether the plan is proven best, `solve_s` what the whole search took. `other_cut` is the best cut
+    by bottleneck where another plan was taken. `step_s` and `idle_share` come from replaying the schedule
+    with `microbatches`. With several `pipelines`, every stage's devices are dealt to them in equal slices.
     `depths`, where given, are the microbatches that each stage keeps in flight instead of the schedule's
     own number. `microbatch_samples` are those of the profile that it was made from, where that is known.
     """
@@ -126,6 +135,13 @@ class Plan:
     why: str
     depths: tuple[int, ...] = ()
     microbatch_samples: int | None = None
+    other_cut: BestPartition | None = None
+
+    @property
+    def best_partition(self) -> BestPartition:
+        """The best cut that was found, whether or not it is this plan."""
+        own = BestPartition(self.bottleneck_s, tuple(stage.replicas for stage in self.stages))
+        return self.other_cut or own
 
     @property
     def devices_used(self) -> int:
@@ -183,6 +199,10 @@ def summary(plan: Plan) -> Mapping[str, Any]:
             }
             for stage in plan.stages
         ],
+        "best_partition": {
+            "bottleneck_s": plan.best_partition.bottleneck_s,
+            "replicas": list(plan.best_partition.replicas),
+        },
         "speedup_over": {
             "single": plan.speedup_over.single,
             "data_parallel": plan.speedup_over.data_parallel,

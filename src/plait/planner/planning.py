@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -36,7 +37,14 @@ from plait.planner.predict import (
     predict_stages,
     single_s,
 )
-from plait.planner.reasons import reasons, why_faster, why_not_best_cut, why_not_run
+from plait.planner.reasons import (
+    Replays,
+    reasons,
+    why_faster,
+    why_longer,
+    why_not_best_cut,
+    why_not_run,
+)
 from plait.planner.schedules import operations
 from plait.planner.ties import find_tied, update_together
 
@@ -78,9 +86,36 @@ def fastest_plan(graph: Graph | HasGraph, machines: Machines, settings: Settings
     replicas that wait for each other; and stash cannot run it if stages with other numbers of replicas
     share weights.
     """
+    started = time.process_time()
     graph = _graph_of(graph, machines)
     settings = settings or Settings()
     best = make_plan(graph, machines, settings)
+    chosen = _fastest(graph, machines, settings, best)
+    if chosen is not best:
+        cut = best.best_partition
+        # The bound is that of the problem, whichever plan was taken.
+        is_best = best.exact and chosen.bottleneck_s <= best.bottleneck_s * (1 + 1e-9)
+        chosen = replace(chosen, lower_bound_s=best.lower_bound_s, exact=is_best, other_cut=cut)
+    words = why_longer(best, _replays(best), is_chosen=chosen is best)
+    return replace(chosen, solve_s=time.process_time() - started, why=f"{chosen.why} {words}".strip())
+
+
+def _replays(plan: Plan) -> Replays:
+    """What a step of `plan` would take without each thing that may make it long."""
+    depths = plan.depths
+    if plan.schedule in (Schedule.STASH, Schedule.FLUSH) and len(plan.stages) > 1 and not depths:
+        depths = depths_that_hide_messages(plan.stages, plan.machines, plan.layout(), plan.bottleneck_s)
+    share = math.ceil(plan.microbatches / plan.pipelines)
+
+    def replayed(stages: Sequence[Stage]) -> float:
+        terms = (plan.optimizer_copies, plan.recompute, depths)
+        return predict_stages(stages, plan.machines, plan.layout(), plan.schedule, share, *terms).step_s
+
+    return Replays(replayed(plan.stages), replayed([replace(stage, update_s=0.0) for stage in plan.stages]))
+
+
+def _fastest(graph: Graph, machines: Machines, settings: Settings, best: Plan) -> Plan:
+    """`best`, or a plain plan whose replayed step is shorter."""
     if settings.straight or settings.pipelines > 1 or settings.schedule is Schedule.INTERLEAVED:
         return best
     others = []

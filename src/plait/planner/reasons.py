@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from plait.core.units import count_of, show_bytes, show_seconds
 from plait.graph.graph import Graph
@@ -38,6 +39,53 @@ def why_not_best_cut(best: Plan, chosen: Plan) -> str:
         f"The best cut ({cut}) has a bottleneck of {show_seconds(best.bottleneck_s)}, but with what workers "
         f"wait for each other it takes {seconds} a microbatch, this plan {own}."
     )
+
+
+# A difference that is worth a sentence.
+_NOTABLE = 1.02
+
+
+@dataclass(frozen=True)
+class Replays:
+    """Seconds a step with enough microbatches in flight to hide messages, and with no updates either."""
+
+    hidden_s: float
+    without_updates_s: float
+
+
+def why_longer(best: Plan, replays: Replays, is_chosen: bool) -> str:
+    """Why a step of the best cut takes longer than its bottleneck says, and what would help."""
+    each = best.step_s / best.microbatches
+    if each <= _NOTABLE * best.bottleneck_s:
+        return ""
+    who = "A step" if is_chosen else f"A step of the best cut ({_replicas(best)})"
+    causes, remedies = [], []
+    left = each
+    if replays.hidden_s * _NOTABLE < best.step_s:
+        causes.append("stages wait for messages from each other")
+        left = replays.hidden_s / best.microbatches
+        remedies.append(
+            f"--hide-messages keeps more microbatches in flight, which would take {show_seconds(left)} a "
+            f"microbatch where memory allows it"
+        )
+    if left > _NOTABLE * best.bottleneck_s:
+        causes.append(_other_cause(best, replays))
+        if best.schedule.synchronous and len(best.stages) > 1:
+            remedies.append("more --microbatches a step make filling and draining count less")
+    help_ = f" {'; '.join(remedies)}." if remedies else ""
+    return (
+        f"{who} is predicted to take {show_seconds(each)} a microbatch, longer than its bottleneck of "
+        f"{show_seconds(best.bottleneck_s)}: {', and '.join(causes)}.{help_}"
+    )
+
+
+def _other_cause(best: Plan, replays: Replays) -> str:
+    """What keeps a step longer than the bottleneck, but for messages that can be hidden."""
+    if best.schedule.synchronous and len(best.stages) > 1:
+        return "the pipeline fills and drains in every step"
+    if replays.without_updates_s * _NOTABLE < replays.hidden_s:
+        return "stages wait while others agree on gradients and update"
+    return "stages with other numbers of replicas wait for each other"
 
 
 def why_not_run(best: Plan) -> str:

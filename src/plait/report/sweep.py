@@ -69,8 +69,14 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, _columns(records), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows([{column: _safe(value) for column, value in record.items()} for record in records])
     return text.getvalue()
+
+
+def _safe(value: Any) -> Any:
+    """A text that a spreadsheet would take for a formula as one that it does not; the rest as it is."""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula else value
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> list[str]:

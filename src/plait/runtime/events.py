@@ -174,11 +174,15 @@ class TrialEnded(Event):
 
 @dataclass(frozen=True)
 class ArrayChanged(Event):
-    """The trials that a worker trains together from now on."""
+    """The trials that a worker trains together from now on; `why` says why they are not fused, or not more.
+
+    One trial is not fused with any other.
+    """
 
     worker: int
     trials: tuple[int, ...]
     fused: bool
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from plait.fusion import (
     keep_trials,
     replace_trial,
 )
+from plait.fusion.membership import check_joining
 from plait.fusion.optim import load_trial, lone_optimizer
 from plait.fusion.padding import pad
 from plait.fusion.per_trial import PerTrial, on_device
@@ -78,6 +79,9 @@ class Array(Protocol):
 
     def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
         """Let trials leave and enter: newcomers take the leavers' places, then new ones at the end."""
+
+    def check_entering(self, entering: Sequence[Entry]) -> None:
+        """Refuse, before anything changes, trials that cannot join those that are there."""
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial on its batch, with its factor on the learning rate; their losses."""
@@ -146,6 +150,10 @@ class FusedArray:
     @property
     def trials(self) -> int:
         return self.fused.trials
+
+    def check_entering(self, entering: Sequence[Entry]) -> None:
+        """Refuse, before anything changes, trials that cannot join those that are there."""
+        check_joining(self.fused, [entry.parts.model for entry in entering])
 
     def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
         """Let trials leave and enter: newcomers take the leavers' places, then new ones at the end."""

@@ -7,7 +7,7 @@ run goes on where that run was: a decision that was lost is made again from the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from plait.runtime.sweep.search import Past, Search
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.trials import array_key, is_fusable, with_values
 
+# Optuna's TPE draws this many trials at random before it learns from results.
+AT_RANDOM = 10
 ENDED = ("finished", "early-stop", "dropped", "diverged")
 
 
@@ -181,8 +183,47 @@ class Book:
             self._settle()
 
     def give_back(self, number: int) -> None:
-        """A worker stopped before the trial's goal; its checkpoint is written."""
-        self.trials[number].state = "waiting"
+        """A worker stopped before the trial's goal; it goes on from its newest checkpoint, if it has one."""
+        trial = self.trials[number]
+        if trial.state == "running":
+            trial.state = "waiting"
+
+    def split(self, numbers: Sequence[int]) -> None:
+        """Trials that cannot share an array with the others of their group wait for one of their own."""
+        for number in numbers:
+            self.trials[number].group += "+"
+            self.give_back(number)
+
+    def expected(self, waiting: Sequence[Trial]) -> int:
+        """How many trials arrays of the group that waits may come to hold.
+
+        Of a search that learns from results a quarter of all trials at once, or as many as it would draw
+        without knowing any: what is drawn together cannot learn from each other.
+        """
+        undrawn = self.search.total - len(self.trials)
+        if not self.search.learns:
+            return len(waiting) + undrawn
+        return min(len(waiting) + undrawn, max(AT_RANDOM, self.search.total // 4))
+
+    def apart(self, trial: Trial) -> list[str]:
+        """The keys whose values keep a trial from sharing an array with another."""
+        others = [other for other in self.trials if other.group != trial.group]
+        if not others:
+            return []
+
+        def differing(other: Trial) -> list[str]:
+            return [key for key, value in trial.values.items() if other.values[key] != value]
+
+        nearest = min(others, key=lambda other: (len(differing(other)), other.number))
+        keys = differing(nearest)
+        return [key for key in keys if self._parts(trial, key, nearest.values[key])] or keys
+
+    def _parts(self, trial: Trial, key: str, value: Any) -> bool:
+        """Whether a trial with `value` in place of its own could not share an array with it."""
+        other = with_values(self.settings.train, {**trial.values, key: value})
+        return is_fusable(other) != is_fusable(trial.settings) or array_key(other) != array_key(
+            trial.settings
+        )
 
     def _draw_more(self, count: int) -> None:
         """Draw as many as there is room for, where values depend on results."""
@@ -227,7 +268,8 @@ class Book:
         self._arrivals.setdefault(place, []).append(trial.number)
 
     def _result(self, metrics: Mapping[str, Any], train_loss: float | None) -> float:
-        value = metrics.get(self.metric, train_loss) if metrics else train_loss
+        # A trial whose evaluation lacks the metric has no result: its loss is no such number.
+        value = metrics.get(self.metric) if metrics else train_loss
         if value is None:
             return math.nan
         return float(value) if self.metric == "loss" or not metrics else -float(value)
@@ -268,12 +310,15 @@ class Book:
     def _exploit(self, results: Mapping[int, float], place: int) -> None:
         if len(results) < 2:
             return
-        keys = [dimension.key for dimension in self.settings.over]
-        for copy in exploit(results, keys, seed=mix(self.search.settings.seed, place)):
+        dimensions = {dimension.key: dimension for dimension in self.settings.over}
+        for copy in exploit(results, list(dimensions), seed=mix(self.search.settings.seed, place)):
             if (copy.loser, place) in self._copied:
                 continue
             winner, loser = self.trials[copy.winner], self.trials[copy.loser]
-            values = {key: winner.values[key] * factor for key, factor in copy.factors.items()}
+            values = {
+                key: dimensions[key].scaled(winner.values[key], factor)
+                for key, factor in copy.factors.items()
+            }
             self._copy(copy.winner, copy.loser)
             self._change(loser, values, place)
             self._record(events.TrialCopied(loser.number, winner.number, loser.step, values))

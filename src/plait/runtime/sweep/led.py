@@ -65,6 +65,10 @@ class LedArray:
     def is_fused(self) -> bool:
         return self._array.is_fused
 
+    def check_entering(self, entering: Sequence[Entry]) -> None:
+        """Refuse, before the followers hear of them, trials that cannot join those that are there."""
+        self._array.check_entering(entering)
+
     def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
         """Let trials leave and enter, on all workers of the team."""
         self._tell(orders.Change(tuple(leaving), _newcomers(entering)))

@@ -54,6 +54,9 @@ class LoneArray:
     def trials(self) -> int:
         return 1
 
+    def check_entering(self, entering: Sequence[Entry]) -> None:
+        """Any trial can take another's place."""
+
     def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
         """Let the trial leave and another take its place."""
         if entering:

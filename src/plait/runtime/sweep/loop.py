@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,19 +13,22 @@ from torch import Tensor
 
 from plait.cluster.worker import Worker
 from plait.core.codec import finite
+from plait.runtime.build import DataPair
 from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience
+from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.array import Array, Entry
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.desk import Desk
 from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
 from plait.runtime.sweep.led import LedArray, make_array, make_entry, position_of
+from plait.runtime.sweep.reasons import NotFusedError, fused_work, split_by_kind, why_optimizer
 from plait.runtime.sweep.seat import Seat, newest, save_seat
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.team import Team, share_of
-from plait.runtime.sweep.trials import is_fusable, with_values
-from plait.runtime.sweep.width import choose_width
+from plait.runtime.sweep.trials import with_values
+from plait.runtime.sweep.width import choose_width, try_two
 
 # How long a worker that could take more waits before it asks again.
 POLL_S = 0.1
@@ -55,7 +59,10 @@ class SweepLoop:
         self._feeds: Feeds | None = None
         self._group = ""
         self._width = 1
-        self._widths: dict[str, int] = {}
+        # How many trials an array of a group holds, and, where that is one, why.
+        self._widths: dict[str, tuple[int, str]] = {}
+        # Why trials that wait do not join the array there is, though it has room; and why some never do.
+        self._closed = self._apart = ""
         self._may_get_more = True
         self._asked = 0.0
         self._losses: Tensor | None = None
@@ -69,9 +76,12 @@ class SweepLoop:
                     return "finished"
                 time.sleep(POLL_S)
                 continue
-            self._settle()
-            if self._seats:
-                self._step()
+            try:
+                self._settle()
+                if self._seats:
+                    self._step()
+            except NotFusedError as failure:
+                self._separate(str(failure))
         self._give_back()
         return "stopped"
 
@@ -88,13 +98,45 @@ class SweepLoop:
         sets = self._sets.of(settings)
         self._feeds = Feeds(sets[0], self._device.type == "cuda", *share_of(self._team))
         if self._group not in self._widths:
-            replicas = self._settings.replicas
             own = math.ceil(found["waiting"] * self._settings.team_size / self._worker.world_size)
-            width = self._settings.width if is_fusable(settings) else 1
-            self._widths[self._group] = width or choose_width(settings, self._device, sets, own, replicas)
-        self._width = self._widths[self._group]
-        self._change([], self._take(self._width, begin=True))
+            self._widths[self._group] = self._choose_width(settings, sets, own)
+        self._width = self._widths[self._group][0]
+        try:
+            self._change([], self._take(self._width, begin=True))
+        except NotFusedError as failure:
+            self._separate(str(failure))
         return bool(self._seats)
+
+    def _choose_width(self, settings: TrainSettings, sets: DataPair, trials: int) -> tuple[int, str]:
+        """How many of `trials` like these an array holds, and, where that is one, why."""
+        if (why := why_optimizer(settings)) is not None:
+            return 1, why
+        width, replicas = self._settings.width, self._settings.replicas
+        if width == 1:
+            return 1, "--width is 1"
+        try:
+            with fused_work():
+                if width is None:
+                    return choose_width(settings, self._device, sets, trials, replicas)
+                if self._can_only_refuse_here:
+                    try_two(settings, self._device, sets, replicas)
+        except NotFusedError as failure:
+            return 1, str(failure)
+        return width, ""
+
+    @property
+    def _can_only_refuse_here(self) -> bool:
+        """Whether a team's leader must try fusion by itself: later its followers are in the midst of it."""
+        return self._team is not None and self._settings.train.pipeline is None
+
+    def _separate(self, why: str) -> None:
+        """Train the trials of this group one by one from now on, from their last checkpoints."""
+        self._widths[self._group] = 1, why
+        self._losses, self._losses_of = None, 0
+        for seat in self._seats:
+            self._desk.ask(ask="back", trial=seat.trial)
+        self._dissolve()
+        self._tell_array()
 
     def _take(self, count: int, begin: bool = False) -> list[tuple[Seat, Entry]]:
         self._asked = time.monotonic()
@@ -133,36 +175,80 @@ class SweepLoop:
         if not leaving and not joining:
             return
         self._collect()
-        entries = [entry for _, entry in joining]
         if len(leaving) == len(self._seats) and not joining:
             self._dissolve()
         elif self._array is None:
-            self._array = self._make_array(entries)
+            joining = self._of_one_kind(joining)
+            # Known before the array is made: who could not be fused is given back.
             self._seats = [seat for seat, _ in joining]
+            self._array = self._make_array([entry for _, entry in joining])
         else:
-            self._array.change(leaving, entries)
-            self._seats = reseated(self._seats, leaving, [seat for seat, _ in joining])
+            joining = self._admitted(joining)
+            if len(leaving) == len(self._seats) and not joining:
+                self._dissolve()
+            elif leaving or joining:
+                with self._fused_work():
+                    self._array.change(leaving, [entry for _, entry in joining])
+                self._seats = reseated(self._seats, leaving, [seat for seat, _ in joining])
+        self._tell_array()
+
+    def _tell_array(self) -> None:
+        """Let the record have the trials of the array, whether they are fused, and what is worth saying."""
         numbers = [seat.trial for seat in self._seats]
-        is_fused = self._array is not None and self._array.is_fused
-        self._desk.ask(ask="array", worker=self._worker.rank, trials=numbers, fused=is_fused)
+        is_fused = self._array is not None and self._array.is_fused and len(numbers) > 1
+        why = self._closed or self._apart or self._widths[self._group][1]
+        self._desk.ask(ask="array", worker=self._worker.rank, trials=numbers, fused=is_fused, why=why)
+
+    def _of_one_kind(self, joining: list[tuple[Seat, Entry]]) -> list[tuple[Seat, Entry]]:
+        """Those that can be fused with the first; the others wait for an array of their own."""
+        if len(joining) < 2 or self._settings.train.pipeline is not None:
+            return joining
+        others, self._apart = split_by_kind([entry.parts.model for _, entry in joining])
+        if others:
+            self._desk.ask(ask="split", trials=[joining[number][0].trial for number in others])
+        return [one for number, one in enumerate(joining) if number not in others]
+
+    def _admitted(self, joining: list[tuple[Seat, Entry]]) -> list[tuple[Seat, Entry]]:
+        """Those that may join the array: none where its trials have changed in a way that others have not."""
+        assert self._array is not None
+        try:
+            with fused_work():
+                self._array.check_entering([entry for _, entry in joining])
+        except NotFusedError as failure:
+            self._closed = f"others wait until it has ended: {failure}"
+            for seat, _ in joining:
+                self._desk.ask(ask="back", trial=seat.trial)
+            return []
+        return joining
+
+    def _fused_work(self) -> AbstractContextManager[None]:
+        """Around what an array computes: what stops fused trials lets them be trained one by one.
+
+        Not those of a team, whose followers are in the midst of the same.
+        """
+        can_separate = self._team is None and self._width > 1
+        return fused_work() if can_separate else nullcontext()
 
     def _make_array(self, entries: Sequence[Entry]) -> Array:
         in_stages = self._settings.train.pipeline is not None
-        fused = in_stages or (self._width > 1 and is_fusable(entries[0].settings))
-        return (
-            make_array(entries, fused, None) if self._team is None else LedArray(self._team, entries, fused)
-        )
+        fused = in_stages or self._width > 1
+        with self._fused_work():
+            if self._team is not None:
+                return LedArray(self._team, entries, fused)
+            return make_array(entries, fused, None)
 
     def _dissolve(self) -> None:
         if self._array is not None:
             self._array.close()
         self._array, self._seats = None, []
+        self._closed = self._apart = ""
 
     def _step(self) -> None:
         assert self._array is not None
         batches = next_batches([seat.feed for seat in self._seats])
         factors = [seat.lr_factor(seat.step) for seat in self._seats]
-        losses = self._array.step(batches, factors)
+        with self._fused_work():
+            losses = self._array.step(batches, factors)
         # Added up where they are: nobody waits for the device to tell.
         self._losses = losses if self._losses is None else self._losses + losses
         self._losses_of += 1
@@ -192,8 +278,10 @@ class SweepLoop:
         for seat in self._seats:
             seat.moved = False
         free = self._width - len(self._seats) + len(leaving)
+        if self._closed:
+            free = 0
         if leaving or (free and self._may_get_more and time.monotonic() - self._asked > POLL_S):
-            self._change(sorted(leaving), self._take(free))
+            self._change(sorted(leaving), self._take(free) if free else [])
 
     def _note(self, seat: Seat) -> tuple[int, int, float | None] | None:
         if not seat.is_note_due:
@@ -210,22 +298,22 @@ class SweepLoop:
         """Evaluate, save and report the trials for which it is time; the places of those that leave."""
         assert self._array is not None
         seats = self._seats
-        judged = [place for place in places if seats[place].is_evaluation_due or seats[place].has_reached]
+        judged = [place for place in places if seats[place].is_evaluated]
         has_test_set = judged and self._sets.of(seats[judged[0]].settings)[1] is not None
-        found = self._array.evaluate(judged) if has_test_set else [{} for _ in judged]
+        with self._fused_work():
+            found = self._array.evaluate(judged) if has_test_set else [{} for _ in judged]
         metrics = dict(zip(judged, found))
         points = [(seats[p].trial, seats[p].step, _finite(metrics[p])) for p in judged if metrics[p]]
         self._desk_note([], points)
         leaving = []
         for place in places:
             seat = seats[place]
-            if seat.has_reached:
-                if self._reach(place, metrics[place]):
-                    leaving.append(place)
-                continue
-            seat.patience.judge(metrics.get(place, {}))
-            if seat.patience.is_over():
+            if seat.is_evaluation_due:
+                seat.patience.judge(metrics[place])
+            if seat.is_out_of_patience:
                 self._end(place, "early-stop", metrics[place])
+                leaving.append(place)
+            elif seat.has_reached and self._reach(place, metrics[place]):
                 leaving.append(place)
             elif seat.is_checkpoint_due:
                 self._save(place)
@@ -256,7 +344,9 @@ class SweepLoop:
 
     def _save(self, place: int) -> None:
         assert self._array is not None
-        save_seat(self._folder, self._seats[place], self._array.tensors(place))
+        with self._fused_work():
+            tensors = self._array.tensors(place)
+        save_seat(self._folder, self._seats[place], tensors)
 
     def _give_back(self) -> None:
         """Save every trial of the array, for whoever goes on with it."""

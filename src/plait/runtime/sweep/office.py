@@ -21,6 +21,7 @@ from plait.runtime.evaluate import find_metric
 from plait.runtime.folder import RunFolder
 from plait.runtime.sampling import Position
 from plait.runtime.settings import TrainSettings
+from plait.runtime.sweep.arrays import Arrays
 from plait.runtime.sweep.book import Book, Trial
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.desk import Answer, Question
@@ -29,6 +30,8 @@ from plait.runtime.sweep.settings import SweepSettings
 
 REPORT_S = 0.2
 ROWS = 12
+# Arrays that whoever watches hears of, at most, between two reports.
+LINES = 32
 
 
 class Office:
@@ -46,6 +49,7 @@ class Office:
         teams = worker.world_size // settings.team_size
         self.book = Book(settings, teams, choose_metric(settings), self._steps_of, self._keep, self._copy)
         self.book.open(past)
+        self.arrays = Arrays(past)
         self._tidy()
         self._latest: dict[int, tuple[int, float | None]] = {}
         self._started = time.perf_counter()
@@ -96,7 +100,8 @@ class Office:
         waiting = self.book.waiting()
         if not waiting:
             return {"over": self.book.is_over}
-        return {"group": waiting[0].group, "waiting": len(waiting), "values": dict(waiting[0].values)}
+        group, values = waiting[0].group, dict(waiting[0].values)
+        return {"group": group, "waiting": self.book.expected(waiting), "values": values}
 
     def _on_take(self, group: str, count: int, begin: bool) -> Answer:
         taken = self.book.take(group, count, begin)
@@ -104,8 +109,27 @@ class Office:
         drawn = len(self.book.trials) == search.total
         return {"trials": [_order(trial) for trial in taken], "more": search.waits or not drawn}
 
-    def _on_array(self, worker: int, trials: list[int], fused: bool) -> Answer:
-        self._log.record(events.ArrayChanged(worker, tuple(trials), fused))
+    def _on_array(self, worker: int, trials: list[int], fused: bool, why: str) -> Answer:
+        words = why or self._why_alone(trials)
+        event = events.ArrayChanged(worker, tuple(trials), fused, words)
+        self._log.record(event)
+        self.arrays.changed(event)
+        return {}
+
+    def _why_alone(self, trials: list[int]) -> str:
+        """Why a trial has no company, where the worker that trains it has no reason of its own."""
+        if len(trials) != 1:
+            return ""
+        if self.book.search.total == 1:
+            return "the sweep has one trial"
+        own = self.book.trials[trials[0]]
+        if any(other.group == own.group and other is not own for other in self.book.trials):
+            return "no other trial that can share its array is left or waits"
+        keys = ", ".join(self.book.apart(own))
+        return f"no other trial that can share its array has been drawn; what keeps them apart: {keys}"
+
+    def _on_split(self, trials: list[int]) -> Answer:
+        self.book.split(trials)
         return {}
 
     def _on_note(self, losses: list[Any], metrics: list[Any]) -> Answer:
@@ -173,6 +197,7 @@ class Office:
             "ended": book.ended,
             "trial_steps_per_s": round(rate, 3),
             "rows": [self._row(row, steps) for row in self._shown()],
+            "arrays": self.arrays.table(LINES),
         }
         return {**found, "left_s": round((total - done) / rate, 1)} if rate > 0 else found
 
@@ -210,6 +235,7 @@ class Office:
             "metric": self.book.metric,
             "best": None if best is None else self.book.table()[0],
             "trials": self.book.table(),
+            "arrays": self.arrays.table(),
             "seconds": round(seconds, 3),
             "trial_steps_per_s": rate,
             "workers": self._worker.world_size,

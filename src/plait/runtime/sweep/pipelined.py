@@ -105,6 +105,9 @@ class PipelinedArray:
     def trials(self) -> int:
         return self._own.trials
 
+    def check_entering(self, entering: Sequence[Entry]) -> None:
+        """What cannot join is refused where it is put in its place."""
+
     def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
         """Let trials leave and enter."""
         self._rest = reseated(self._rest, leaving, [self._held_by_none(entry) for entry in entering])

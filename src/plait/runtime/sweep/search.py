@@ -117,7 +117,7 @@ def _check_replicas(settings: SweepSettings) -> None:
 
 def _check_population(over: Sequence[Dimension], search: SearchSettings) -> None:
     for dimension in over:
-        numbers = all(isinstance(value, (int, float)) for value in dimension.ends())
+        numbers = all(_is_number(value) for value in dimension.ends())
         if not dimension.key.startswith(_CHANGEABLE) or dimension.key == "optimizer.kind" or not numbers:
             raise InputError(
                 f"--over {dimension.key}: population-based training changes numbers while trials go on, of "
@@ -126,3 +126,8 @@ def _check_population(over: Sequence[Dimension], search: SearchSettings) -> None
     count = search.trials or math.prod(len(dimension.values) for dimension in over)
     if count < 2:
         raise InputError(f"--search pbt: found a population of {count}, expected 2 or more")
+
+
+def _is_number(value: Any) -> bool:
+    is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_plain and math.isfinite(value)

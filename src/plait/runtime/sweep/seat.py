@@ -62,6 +62,11 @@ class Seat:
         return self._is_time(self.settings.evaluate.every_steps)
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether it needs its results on the test split now."""
+        return self.is_evaluation_due or self.has_reached or self.is_out_of_patience
+
+    @property
     def is_checkpoint_due(self) -> bool:
         return self._is_time(self.settings.checkpoint.every_steps)
 
@@ -70,11 +75,18 @@ class Seat:
 
     def is_due(self) -> bool:
         """Whether anything is."""
-        return self.has_reached or self.is_note_due or self.is_evaluation_due or self.is_checkpoint_due
+        regular = self.is_note_due or self.is_evaluation_due or self.is_checkpoint_due
+        return self.has_reached or regular or self.is_out_of_patience
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether it ends early; also one that was killed between its last checkpoint and that record."""
+        return self.patience.is_over() and self.step < self.steps
 
     @property
     def has_diverged(self) -> bool:
-        return self.train_loss is not None and not math.isfinite(self.train_loss)
+        """Whether its loss is no number, also since the curve's last point."""
+        return self.latest_loss is not None and not math.isfinite(self.latest_loss)
 
     def add_losses(self, total: float, steps: int) -> None:
         self.loss_sum += total

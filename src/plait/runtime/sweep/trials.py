@@ -14,7 +14,6 @@ import torch
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.fusion.check import shape_key
-from plait.fusion.updates import KINDS
 from plait.runtime import build
 from plait.runtime.settings import (
     DataSettings,
@@ -23,6 +22,7 @@ from plait.runtime.settings import (
     OptimizerSettings,
     TrainSettings,
 )
+from plait.runtime.sweep.reasons import why_optimizer
 from plait.workloads.losses import find_loss
 
 # Sections of the job whose further keys are options, and the fields that are not.
@@ -71,11 +71,7 @@ def _place(key: str) -> list[str]:
 
 def is_fusable(settings: TrainSettings) -> bool:
     """Whether the fused optimizers have this one with these options; others train one by one."""
-    kind = KINDS.get(settings.optimizer.kind)
-    if kind is None or settings.optimizer.groups:
-        return False
-    known = {*kind.hyperparameters, *kind.common, "betas"}
-    return known.issuperset(settings.optimizer.options)
+    return why_optimizer(settings) is None
 
 
 def array_key(settings: TrainSettings) -> str:
@@ -96,16 +92,21 @@ def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loss_switches(settings: TrainSettings) -> dict[str, Any]:
-    """The loss's options that are no floats, nor stand in a float's place; of the others the names."""
+    """The loss's options that are no floats, nor numbers in a float's place; of the others the names."""
     loss = find_loss(settings.loss)
     try:
         usual = {name: p.default for name, p in inspect.signature(loss).parameters.items()}
     except (TypeError, ValueError):  # some builtins have no signature
         usual = {}
     return {
-        name: None if isinstance(value, float) or isinstance(usual.get(name), float) else value
+        name: "number" if isinstance(value, float) or _stands_for(value, usual.get(name)) else [value]
         for name, value in settings.loss_args.items()
     }
+
+
+def _stands_for(value: Any, usual: Any) -> bool:
+    """Whether `value` is a number where a float is usual."""
+    return isinstance(usual, float) and is_number(value) and not isinstance(value, (list, tuple))
 
 
 def is_number(value: Any) -> bool:
@@ -116,9 +117,15 @@ def is_number(value: Any) -> bool:
 
 
 def _model_key(settings: ModelSettings) -> Any:
-    """The shapes of the model; its very arguments where it cannot be made without memory."""
+    """The shapes of the model and its arguments but for floats; all where it needs memory to be made.
+
+    An argument that is no float, a tuple or a word say, may change what the model does without a trace in its
+    shapes.
+    """
+    others = {name: value for name, value in settings.args.items() if not isinstance(value, float)}
     try:
         with torch.device("meta"):
-            return [settings.factory, repr(shape_key(build.find_model(settings)(**settings.args)))]
+            shapes = repr(shape_key(build.find_model(settings)(**settings.args)))
+        return [settings.factory, shapes, encode(others)]
     except Exception:  # a user's model may fail in any way on tensors without memory
         return encode(settings)

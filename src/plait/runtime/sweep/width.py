@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from plait.core.errors import InputError
 from plait.fusion.errors import FusionError
 from plait.fusion.width import Need, measure_need, saturated_width
 from plait.runtime import build
@@ -34,18 +35,21 @@ log = logging.getLogger(__name__)
 
 def choose_width(
     settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], trials: int, replicas: int = 1
-) -> int:
+) -> tuple[int, str]:
     """The trials of one array, of `trials` that there are: as many as fit and as go faster together.
 
-    Of `replicas` workers this one measures a step on a share of the batch, alone: sums are not timed.
+    Where that is one, also why. Of `replicas` workers this one measures a step on a share of the batch,
+    alone: sums are not timed.
     """
     if trials < 2:
-        return trials
+        return 1, ""
     # The last worker's share is the largest.
     batch = Feed(sets[0], settings, Position(), False, replicas - 1, replicas).next()
     # Sums of gradients need buffers.
     beside = _weight_bytes(settings) if replicas > 1 else 0
     width = min(trials, MOST, _fitting(settings, device, sets, batch, beside))
+    if width == 1:
+        return 1, "the memory of the device holds one trial"
 
     def throughput(count: int) -> float:
         return count / _seconds(_stepper(_entries(settings, device, sets, count), batch), device)
@@ -55,9 +59,9 @@ def choose_width(
     while width > 1:
         narrow = throughput(width // 2)
         if saturated_width({width // 2: narrow, width: wide}) == width:
-            return width
+            return width, ""
         width, wide = width // 2, narrow
-    return width
+    return 1, "two trials at once were no faster than one after the other on this device (measured)"
 
 
 def _fitting(
@@ -77,11 +81,20 @@ def _fitting(
         log.info("no step on tensors without memory (%s); an upper bound of its memory is used", failure)
         need = _rough_need(settings, batch)
     need = Need(need.fixed_bytes, need.trial_bytes + beside)
-    if device.type == "cuda":
-        return need.largest(torch.cuda.mem_get_info(device)[0] * SHARE)
-    # The workers of a host share its memory.
-    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return need.largest(psutil.virtual_memory().available * SHARE / workers, CPU_OVERHEAD_BYTES)
+    try:
+        if device.type == "cuda":
+            return need.largest(torch.cuda.mem_get_info(device)[0] * SHARE)
+        # The workers of a host share its memory.
+        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return need.largest(psutil.virtual_memory().available * SHARE / workers, CPU_OVERHEAD_BYTES)
+    except FusionError as failure:  # one trial is too large, fused or not
+        raise InputError(str(failure)) from None
+
+
+def try_two(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], replicas: int = 1) -> None:
+    """Take a step with two fused trials; raises what it raises."""
+    batch = Feed(sets[0], settings, Position(), False, replicas - 1, replicas).next()
+    _stepper(_entries(settings, device, sets, 2), batch)()
 
 
 def _rough_need(settings: TrainSettings, batch: Batch) -> Need:

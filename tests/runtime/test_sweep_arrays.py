@@ -1,0 +1,181 @@
+"""Which trials share an array, what the sweep says of it, and models that fusion cannot take as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.core import events as core_events
+from plait.runtime import events
+from plait.runtime.folder import RunFolder
+from plait.runtime.settings import (
+    CheckpointSettings,
+    EarlyStopSettings,
+    EvaluateSettings,
+    ModelSettings,
+    OptimizerSettings,
+)
+from plait.runtime.sweep import loop
+from plait.runtime.sweep.settings import SweepSettings
+from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
+from support.training import digits_job
+
+
+def job_of(model: str, steps: int = 8, **changes: Any) -> Any:
+    return digits_job(steps=steps, model=ModelSettings(f"support.sweeping:{model}"), **changes)
+
+
+def arrays_in(folder: Path) -> list[events.ArrayChanged]:
+    found = [recorded.event for recorded in core_events.read(RunFolder(folder).events())]
+    return [event for event in found if isinstance(event, events.ArrayChanged) and event.trials]
+
+
+def together(found: dict[str, Any]) -> list[tuple[list[int], bool]]:
+    return sorted((array["trials"], array["fused"]) for array in found["arrays"])
+
+
+def assert_as_alone(settings: SweepSettings, found: dict[str, Any], folder: Path) -> None:
+    for row in found["trials"]:
+        alone, _ = trial_alone(settings, row["values"], folder / f"alone-{row['trial']}")
+        assert row["step"] == alone["step"]
+        assert row["metrics"] == pytest.approx(alone["test"], abs=1e-9), row["values"]
+
+
+def test_a_search_that_learns_fuses_where_no_width_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # As many as pay depends on the machine; here, all that may be.
+    monkeypatch.setattr("plait.runtime.sweep.loop.choose_width", lambda s, d, sets, trials, r: (trials, ""))
+    job = digits_job(steps=9)
+    settings = sweep_of("optimizer.lr=log:1e-3:0.3", width=None, job=job, kind="asha", trials=12)
+    sweep_here(settings, tmp_path)
+    first = arrays_in(tmp_path)[0]
+    assert first.fused
+    # As many as are drawn at random anyway; the others learn from their results.
+    assert first.trials == tuple(range(10))
+
+
+def test_trials_that_differ_in_a_tuple_have_an_array_for_each_kind(tmp_path: Path):
+    settings = sweep_of("model_args.dilation=1,2", "optimizer.lr=0.05,0.1", job=job_of("Dilated"))
+    found = sweep_here(settings, tmp_path / "sweep")
+    assert_as_alone(settings, found, tmp_path)
+    assert together(found) == [([0, 1], True), ([2, 3], True)]
+
+
+def test_trials_whose_models_turn_out_to_differ_are_split_and_it_says_why(tmp_path: Path):
+    settings = sweep_of("model_args.share=0.4,1.0", "optimizer.lr=0.05,0.1", job=job_of("Configured"))
+    found = sweep_here(settings, tmp_path / "sweep")
+    assert_as_alone(settings, found, tmp_path)
+    assert together(found) == [([0, 1], True), ([2, 3], True)]
+
+
+def test_a_model_that_counts_in_python_trains_in_arrays_of_one_age(tmp_path: Path):
+    settings = sweep_of("steps=6,9,7", "optimizer.lr=0.02,0.1", width=4, job=job_of("Counting"))
+    found = sweep_here(settings, tmp_path / "sweep")
+    assert_as_alone(settings, found, tmp_path)
+    first, second = found["arrays"]
+    assert (first["trials"], second["trials"]) == ([0, 1, 2, 3], [4, 5])
+    assert "others wait until it has ended" in first["why"]
+    assert "calls is 6" in first["why"]
+
+
+def test_a_model_that_keeps_tensors_in_lists_and_dictionaries_is_swept(tmp_path: Path):
+    job = job_of("Keeping", evaluate=EvaluateSettings(every_steps=3), checkpoint=CheckpointSettings(4))
+    settings = sweep_of("steps=5,8", "optimizer.lr=0.02,0.1", width=4, job=job)
+    found = sweep_here(settings, tmp_path / "sweep")
+    assert all(array["fused"] for array in found["arrays"])
+    assert_as_alone(settings, found, tmp_path)
+
+
+def test_an_operation_that_is_refused_in_mid_training_separates_the_trials(tmp_path: Path):
+    settings = sweep_of("optimizer.lr=0.02,0.1", job=job_of("Branching"))
+    found = sweep_here(settings, tmp_path / "sweep")
+    assert_as_alone(settings, found, tmp_path)
+    fused, *alone = arrays_in(tmp_path / "sweep")
+    assert fused.fused
+    assert [event.trials for event in alone] == [(0,), (1,)]
+    for event in alone:
+        assert not event.fused
+        assert "if self.calls > 3 and y.sum() > 0" in event.why
+    assert together(found) == [([0, 1], False), ([0, 1], True)]
+
+
+def test_each_array_of_one_trial_says_why_it_is_one(tmp_path: Path):
+    sgd = OptimizerSettings("sgd", {"lr": 0.01})
+    cases = {
+        "optimizer.kind 'adamax' has no fused form": sweep_of(
+            "optimizer.kind=adamax", job=digits_job(steps=1, optimizer=sgd)
+        ),
+        "--width is 1": sweep_of("optimizer.lr=0.1,0.2", job=digits_job(steps=1), width=1),
+        "the sweep has one trial": sweep_of("optimizer.lr=0.1", job=digits_job(steps=1)),
+        "what keeps them apart: model_args.classes": sweep_of(
+            "model_args.classes=10,12", job=digits_job(steps=1)
+        ),
+    }
+    for number, (words, settings) in enumerate(cases.items()):
+        arrays = sweep_here(settings, tmp_path / str(number))["arrays"]
+        assert [trial for array in arrays for trial in array["trials"]] == [
+            *range(len(settings.over[0].values))
+        ]
+        for array in [*arrays, *(vars(event) for event in arrays_in(tmp_path / str(number)))]:
+            assert not array["fused"]
+            assert words in array["why"]
+
+
+EARLY = job_of(
+    "norm_net",
+    steps=20,
+    evaluate=EvaluateSettings(every_steps=4),
+    early_stop=EarlyStopSettings(patience=1, min_change=1e9),
+)
+
+
+def test_a_kill_between_an_early_stopped_trials_checkpoint_and_its_record_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Killed(BaseException):
+        """Nothing after it runs."""
+
+    settings = sweep_of("optimizer.lr=0.01,0.1", width=2, job=EARLY)
+    expected = sweep_here(settings, tmp_path / "whole")
+    assert {(row["state"], row["step"]) for row in expected["trials"]} == {("early-stop", 8)}
+    save = loop.SweepLoop._save
+
+    def save_and_die(self: loop.SweepLoop, place: int) -> None:
+        save(self, place)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.SweepLoop, "_save", save_and_die)
+        with pytest.raises(Killed):
+            sweep_here(settings, tmp_path / "killed")
+    assert same_table(expected, sweep_here(settings, tmp_path / "killed", resume=True))
+
+
+@pytest.mark.parametrize("kind", ["pbt", "asha", "halving"])
+def test_patience_counts_evaluations_at_rungs_too(kind: str, tmp_path: Path):
+    settings = sweep_of("optimizer.lr=0.05,0.1", width=2, job=EARLY, kind=kind, least_steps=4, eta=2)
+    found = sweep_here(settings, tmp_path)
+    assert found["trials"][0]["state"] == "early-stop"
+    assert max(row["step"] for row in found["trials"]) == 8
+
+
+def test_checkpoints_are_written_at_rungs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved = []
+    save = loop.SweepLoop._save
+
+    def noted(self: loop.SweepLoop, place: int) -> None:
+        saved.append((self._seats[place].trial, self._seats[place].step))
+        save(self, place)
+
+    monkeypatch.setattr(loop.SweepLoop, "_save", noted)
+    job = job_of("norm_net", steps=12, checkpoint=CheckpointSettings(every_steps=6))
+    sweep_here(sweep_of("optimizer.lr=0.1", width=2, job=job, kind="asha", least_steps=6), tmp_path)
+    assert saved == [(0, 6), (0, 12)]
+
+
+def test_a_trial_whose_loss_is_lost_after_its_last_point_has_diverged(tmp_path: Path):
+    job = digits_job(steps=7, log_every_steps=100, optimizer=OptimizerSettings("sgd", {"lr": 0.1}))
+    settings = sweep_of("optimizer.lr=1e200,0.1", job=job)
+    states = {row["values"]["optimizer.lr"]: row["state"] for row in sweep_here(settings, tmp_path)["trials"]}
+    assert states == {1e200: "diverged", 0.1: "finished"}
