@@ -78,9 +78,10 @@ def replace_trial(
     check_models([own_module, model])
     _write_model(fused, number, model)
     fused.seeds[number], fused.ages[number] = seed, 0
-    optimizer.forget_trial(number)
     changed = {**(hyperparameters or {})}
     optimizer.set(**{name: _with(optimizer.numbers[name], number, value) for name, value in changed.items()})
+    # After the hyperparameters are the new trial's: some of them say what a state begins with.
+    optimizer.forget_trial(number)
     if steps is not None and optimizer.limits is not None:
         optimizer.limits[number] = steps
     fused.freeze([other for other in fused.frozen if other != number])
@@ -115,7 +116,7 @@ def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Te
             part._buffers[name] = None if buffer is None else change(buffer)
     fused.seeds, fused.ages = change(fused.seeds), change(fused.ages)
     fused.set_count(len(fused.seeds))
-    optimizer.steps = change(optimizer.steps)
+    optimizer.clocks = [clock.mapped(change) for clock in optimizer.clocks]
     optimizer.state = [{name: change(t) for name, t in state.items()} for state in optimizer.state]
     optimizer.hyperparameters = {name: change(v) for name, v in optimizer.hyperparameters.items()}
     for name in ("clip_norm", "active"):

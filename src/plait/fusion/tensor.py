@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.fusion import aliases
+from plait.fusion.errors import FusionError, user_line
 from plait.fusion.padding import Rows
 from plait.fusion.pending import PendingNorm
 from plait.fusion.per_trial import PerTrial, on_device
@@ -70,6 +71,11 @@ class TrialTensor(torch.Tensor):
         if self._stacked is None:
             assert self.pending is not None
             self._stacked, self.pending = self.pending.outcome(), None
+        if self._stacked.shape[0] != self.trials.count:
+            raise FusionError(
+                f"{user_line()}\n  uses a tensor kept from when the model had {self._stacked.shape[0]} "
+                f"trials; now it has {self.trials.count}, so clear what the model keeps between forwards"
+            )
         return self._stacked
 
     @classmethod
