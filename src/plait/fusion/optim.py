@@ -422,7 +422,10 @@ def load_trial(fused: FusedOptimizer, optimizer: torch.optim.Optimizer, number: 
             f"fuse_optimizers: trial {number}'s optimizer has {len(trainable)} parameters, expected "
             f"{len(fused.parameters)}"
         )
-    places = _places(fused, trainable, number) if optimizer.state else list(range(len(trainable)))
+    if not optimizer.state:
+        fused.forget_trial(number)
+        return
+    places = _places(fused, trainable, number)
     rows = [[clock.steps.tolist(), clock.pushes.tolist()] for clock in fused.clocks]
     counts = [copy.deepcopy(rows[place]) for place in fused.clock_of]
     for parameter, place in zip(trainable, places):
