@@ -333,6 +333,28 @@ def test_a_compiled_fused_module_trains_as_the_same_module_uncompiled():
         assert torch.allclose(fused.state_dict()[name].double(), tensor.double(), rtol=0, atol=1e-12), name
 
 
+def test_a_compiled_fused_module_keeps_buffers_that_its_model_replaces():
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.register_buffer("average", torch.zeros(6))
+
+        def forward(self, x):
+            h = self.layer(x)
+            self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+            return h - self.average
+
+    torch.manual_seed(0)
+    models = [Average().double() for _ in range(2)]
+    fused, other = fuse(models), fuse(models)
+    fused.compile(backend="eager")
+    for _ in range(3):
+        x = torch.randn(2, 4, 6).double()
+        torch.testing.assert_close(fused(x), other(x), rtol=0, atol=1e-12)
+    assert torch.allclose(fused.module.average, other.module.average, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("models", "words"),
     [

@@ -45,10 +45,20 @@ class CompiledForward:
                     values[place] = Shared(tensor) if isinstance(values[place], Shared) else tensor
                 some_args, some_kwargs = pytree.tree_unflatten(values, spec)
                 with _swapped(self._fused, dict(zip(names, state))):
-                    return forward(*some_args, **some_kwargs)
+                    outcome = forward(*some_args, **some_kwargs)
+                    # The graph knows tensors, not names: buffers that got another one are outcomes too.
+                    now = dict(self._fused.named_buffers())
+                    changed = {
+                        name: now[name] for name, own in zip(names, state) if now.get(name, own) is not own
+                    }
+                return outcome, changed
 
             self._graphs[key] = self._compile(call, tensors, inputs)
-        return self._graphs[key](tensors, inputs)
+        outcome, changed = self._graphs[key](tensors, inputs)
+        for name, tensor in changed.items():
+            path, _, buffer = name.rpartition(".")
+            self._fused.get_submodule(path)._buffers[buffer] = tensor
+        return outcome
 
     def _state(self) -> tuple[list[str], list[Tensor]]:
         named = [*self._fused.named_parameters(), *self._fused.named_buffers()]

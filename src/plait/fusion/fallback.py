@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,7 +16,7 @@ from plait.fusion.errors import FusionError, user_line
 from plait.fusion.padding import Rows
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.registry import RULES, Arguments, Function, Options, Rule, spellings, takes_per_trial
-from plait.fusion.tensor import Trials, TrialTensor, leaves, trials_of, wrap
+from plait.fusion.tensor import LayoutError, Trials, TrialTensor, leaves, trials_of, wrap
 
 # What these return is read by Python, and Python can take only one branch.
 _VALUES = (
@@ -23,7 +25,7 @@ _VALUES = (
 )
 _METADATA = (
     "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device "
-    "is_contiguous stride storage_offset __len__ is_inference is_conj is_neg __format__ __hash__"
+    "is_contiguous storage_offset __len__ is_inference is_conj is_neg __hash__"
 )
 _RESHAPING = "transpose_ t_ squeeze_ unsqueeze_ resize_ resize_as_ swapaxes_ swapdims_ set_"
 _RANDOM = (
@@ -50,7 +52,65 @@ def metadata(function: Function, args: Arguments, kwargs: Options) -> Any:
 @takes_per_trial
 def descend(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Run the Python body that torch has for `function`, on trial tensors; its operations have rules."""
-    return _body(function)(*args, **kwargs)
+    if function in _descending:
+        raise RecursionError(f"{_name(function)} comes back to itself")
+    _descending.append(function)
+    try:
+        with without_draws(function):
+            return _body(function)(*args, **kwargs)
+    finally:
+        _descending.pop()
+
+
+# The functions whose bodies are running now, outermost first; models run in one thread.
+_descending: list[Function] = []
+
+
+def recover(rule: Rule, function: Function, args: Arguments, kwargs: Options, failure: Exception) -> Any:
+    """What a rule that failed should have computed: trial by trial, or torch's error about one trial."""
+    if isinstance(failure, (FusionError, torch.OutOfMemoryError)):
+        raise failure
+    if rule in _FINAL:
+        raise _unknown(function, failure) from failure
+    try:
+        return loop(function, args, kwargs)
+    except FusionError:
+        raise
+    except Exception as lone_failure:
+        if isinstance(lone_failure, (AssertionError, RecursionError, LayoutError)):
+            raise _unknown(function, failure) from failure
+        # The call is wrong for a lone tensor too, and torch says why.
+        raise lone_failure from None
+
+
+def _unknown(function: Function, failure: Exception) -> FusionError:
+    words = " ".join(str(failure).split())
+    return FusionError(
+        f"{user_line()}\n  calls {_name(function)} in a way that has no fused form ({words[:160]}); name the "
+        f"module in fuse(..., unfused=[...]), or write the call another way"
+    )
+
+
+def _name(function: Function) -> str:
+    return getattr(function, "__name__", str(function))
+
+
+@contextmanager
+def without_draws(function: Function) -> Iterator[None]:
+    """Refuse `function` if it draws from torch's generators: all trials share them."""
+    before = _drawn()
+    yield
+    if before != _drawn():
+        refuse_random(function, (), {})
+
+
+def _drawn() -> tuple[Any, ...]:
+    """What changes with each number that torch's generators give out."""
+    with torch._C._DisableTorchDispatch():
+        marks: tuple[Any, ...] = (torch.default_generator.get_state().numpy().tobytes(),)
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        marks += (torch.cuda.default_generators[torch.cuda.current_device()].get_offset(),)
+    return marks
 
 
 @cache
@@ -108,10 +168,13 @@ def _vmapped(function: Function, args: Arguments, kwargs: Options) -> Any:
 def loop(function: Function, args: Arguments, kwargs: Options, rows: Rows | None = None) -> Any:
     """The function for one trial after another, the outcomes stacked; with `rows`, on each one's own rows."""
     trials = trials_of(args, kwargs)
-    outcomes = [
-        function(*one_trial(args, trial, rows), **one_trial(kwargs, trial, rows))
-        for trial in range(trials.count)
-    ]
+    with without_draws(function):
+        outcomes = [
+            function(*one_trial(args, trial, rows), **one_trial(kwargs, trial, rows))
+            for trial in range(trials.count)
+        ]
+    if any(isinstance(leaf, TrialTensor) for leaf in leaves(outcomes)):
+        refuse_random(function, args, kwargs)
     return args[0] if is_in_place(function) else stack_outcomes(outcomes, trials)
 
 
@@ -153,6 +216,11 @@ def stack_outcomes(outcomes: list[Any], trials: Trials) -> Any:
 
 def _join(values: tuple[Any, ...], trials: Trials) -> Any:
     if not isinstance(values[0], Tensor):
+        if any(value != values[0] for value in values[1:]):
+            raise FusionError(
+                f"{user_line()}\n  returns a value of Python that differs between trials: {values}; name the "
+                f"module in fuse(..., unfused=[...])"
+            )
         return values[0]
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
@@ -168,7 +236,9 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
     name = getattr(function, "__name__", str(function))
     if trials.count == 1:
         outcome = function(*one_trial(args, 0), **one_trial(kwargs, 0))
-        return wrap(outcome.unsqueeze(0), trials) if isinstance(outcome, Tensor) else outcome
+        return pytree.tree_map(
+            lambda x: wrap(x.unsqueeze(0), trials) if isinstance(x, Tensor) else x, outcome
+        )
     raise FusionError(
         f"{user_line()}\n  looks at a tensor's value in Python ({name}), and {trials.count} trials have "
         f"{trials.count} values; name the module in fuse(..., unfused=[...]) to run it trial by trial"
@@ -198,3 +268,38 @@ for _spelling in spellings(_RANDOM.split()):
     RULES[_spelling] = refuse_random
 for _spelling in spellings(_METADATA.split()):
     RULES[_spelling] = metadata
+
+
+def strides(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """The steps between elements: those of a lone trial's memory; of several the usual ones are told."""
+    x = args[0]
+    if x.trials.count > 1:
+        return metadata(function, args, kwargs)
+    return x.stacked[0].stride(*args[1:], **kwargs)
+
+
+def as_strided(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Memory read past the shapes: known for a lone trial, while several lie between each other."""
+    x = args[0]
+    alone = isinstance(x, TrialTensor) and x.trials.count == 1 and x.stacked.storage_offset() == 0
+    if not alone or not function.__name__.startswith("as_strided") or "scatter" in function.__name__:
+        raise FusionError(
+            f"{user_line()}\n  reads memory past a tensor's shape (as_strided), where other trials may lie; "
+            f"use unfold, narrow or index_select, or name the module in fuse(..., unfused=[...])"
+        )
+    given = {**dict(zip(("size", "stride", "storage_offset"), args[1:])), **kwargs}
+    return TrialTensor(function(x.stacked[0], **given).unsqueeze(0), x.trials)
+
+
+def formatted(function: Function, args: Arguments, kwargs: Options) -> str:
+    """A number within a text: that of each trial."""
+    texts = [format(x, *args[1:]) for x in args[0].stacked.detach().unbind()]
+    return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
+
+
+RULES[torch.Tensor.stride] = strides
+RULES[torch.Tensor.__format__] = formatted
+for _spelling in spellings(("as_strided", "as_strided_copy", "as_strided_scatter", "as_strided_")):
+    RULES[_spelling] = as_strided
+# Rules that are no computation, or have tried everything.
+_FINAL = frozenset((loop, metadata, refuse_values, refuse_random, refuse_reshaping, as_strided, strides))

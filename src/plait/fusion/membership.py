@@ -80,7 +80,6 @@ def replace_trial(
     check_joining(fused, [model])
     _write_model(fused, number, model)
     fused.seeds[number], fused.ages[number] = seed, 0
-    optimizer.forget_trial(number)
     changed = {**(hyperparameters or {})}
     if "clip_norm" in changed:
         _set_clip(optimizer, number, changed.pop("clip_norm"))
@@ -89,6 +88,8 @@ def replace_trial(
         hint = did_you_mean(unknown, [*optimizer.numbers, "clip_norm"])
         raise FusionError(f"replace_trial: the optimizer has no hyperparameter {unknown!r}{hint}")
     optimizer.set(**{name: _with(optimizer.numbers[name], number, value) for name, value in changed.items()})
+    # After the hyperparameters are the new trial's: some of them say what a state begins with.
+    optimizer.forget_trial(number)
     if steps is not None and optimizer.limits is not None:
         optimizer.limits[number] = steps
     fused.freeze([other for other in fused.frozen if other != number])
@@ -143,7 +144,7 @@ def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Te
         _rewrite_attributes(part, change)
     fused.seeds, fused.ages = change(fused.seeds), change(fused.ages)
     fused.set_count(len(fused.seeds))
-    optimizer.steps = change(optimizer.steps)
+    optimizer.clocks = [clock.mapped(change) for clock in optimizer.clocks]
     optimizer.state = [{name: change(t) for name, t in state.items()} for state in optimizer.state]
     optimizer.hyperparameters = {name: change(v) for name, v in optimizer.hyperparameters.items()}
     for name in ("clip_norm", "active"):

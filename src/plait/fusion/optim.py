@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +21,31 @@ Number = float | Sequence[float] | Tensor
 Updated = list[tuple[Tensor, dict[str, Tensor]]]
 
 
-# Trials' views of the parameters, of each state by name, and of the steps.
-Slices = tuple[list[tuple[Tensor, ...]], dict[str, list[tuple[Tensor, ...]]], tuple[Tensor, ...]]
+# Trials' views of the parameters, of each state by name, and of the steps of each parameter.
+Slices = tuple[list[tuple[Tensor, ...]], dict[str, list[tuple[Tensor, ...]]], list[tuple[Tensor, ...]]]
 
 _WHOLE = (torch.float32, torch.float64)
+
+
+@dataclass
+class Clock:
+    """The steps of parameters that always moved together: one number a trial.
+
+    A parameter without a gradient does not move, and its corrections for the first steps come later.
+    `pushes` are the steps with momentum, of which the first fills the buffer.
+    """
+
+    steps: Tensor
+    pushes: Tensor
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Clock:
+        return Clock(change(self.steps), change(self.pushes))
+
+    def advance(self, moving: Tensor | None, momentum: Tensor | None) -> None:
+        self.steps += 1.0 if moving is None else moving
+        if momentum is not None:
+            pushed = momentum != 0
+            self.pushes += pushed if moving is None else pushed & moving
 
 
 class FusedOptimizer:
@@ -55,7 +78,9 @@ class FusedOptimizer:
         self.hyperparameters = {name: _vector(values, device) for name, values in self.numbers.items()}
         limits = None if clip_norm is None else self._one_each("clip_norm", clip_norm)
         self.clip_norm = None if limits is None else _vector(limits, device)
-        self.steps = torch.zeros(fused.trials, dtype=torch.float32, device=device)
+        zeros = torch.zeros(fused.trials, dtype=torch.float32, device=device)
+        self.clocks = [Clock(zeros, zeros.clone())]
+        self.clock_of = [0] * len(self.parameters)
         self.limits = None if steps is None else list(steps)
         self.made = [0] * fused.trials
         self.active: Tensor | None = None
@@ -65,6 +90,15 @@ class FusedOptimizer:
         self._slices: tuple[Any, Slices] | None = None
         self.state = [self._new_state(parameter) for parameter in self.parameters]
         self.notice_finished()
+
+    @property
+    def steps(self) -> Tensor:
+        """How many steps each trial has made: the most that one of its parameters moved."""
+        return torch.stack([clock.steps for clock in self.clocks]).amax(0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.clocks[0].steps.device
 
     def _one_each(self, name: str, value: Number) -> list[float]:
         """The value of each trial, from one for all or one each."""
@@ -103,19 +137,22 @@ class FusedOptimizer:
         """All that a restart needs besides the arguments the optimizer was made with."""
         return {
             "state": self.state,
-            "steps": self.steps,
+            "clocks": [(clock.steps, clock.pushes) for clock in self.clocks],
+            "clock_of": list(self.clock_of),
             "made": list(self.made),
             "numbers": {name: list(values) for name, values in self.numbers.items()},
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; the trials must be as many."""
-        for own, other in zip(self.state, saved["state"], strict=True):
-            for name, tensor in own.items():
-                tensor.copy_(other[name])
-        self.steps.copy_(saved["steps"])
-        self.made = list(saved["made"])
         self.set(**saved["numbers"])
+        for own, other, parameter in zip(self.state, saved["state"], self.parameters, strict=True):
+            for name, tensor in other.items():
+                # A momentum that has been set since the start has a buffer that a new optimizer has not.
+                own.setdefault(name, torch.zeros_like(parameter, requires_grad=False)).copy_(tensor)
+        self.clocks = [Clock(*(part.to(self.device, copy=True) for part in pair)) for pair in saved["clocks"]]
+        self.clock_of = list(saved["clock_of"])
+        self.made = list(saved["made"])
         self.notice_finished()
 
     def zero_grad(self) -> None:
@@ -126,24 +163,43 @@ class FusedOptimizer:
     def step(self, skip: Tensor | None = None) -> None:
         """One step of every trial that has steps left; `skip` marks trials that make none this time."""
         moving = self.active if skip is None else ~skip if self.active is None else self.active & ~skip
-        updated: Updated = [(p, s) for p, s in zip(self.parameters, self.state) if p.grad is not None]
+        with_gradient = [number for number, p in enumerate(self.parameters) if p.grad is not None]
+        updated: Updated = [(self.parameters[number], self.state[number]) for number in with_gradient]
         gradients = [p.grad for p, _ in updated if p.grad is not None]
         if self.clip_norm is not None:
             clip_gradients(gradients, self.clip_norm, self.sum_squares)
+        if self.common["maximize"]:
+            gradients = [-gradient for gradient in gradients]
+        clocks = self._clocks_of(with_gradient)
         if self._has_kernel() and not self._in_one_pass():
-            self.steps += 1.0 if moving is None else moving
-            self._step_by_kernel(updated, gradients, skip)
+            self._advance(clocks, moving)
+            self._step_by_kernel(updated, gradients, clocks, skip)
         else:
-            self._step_by_vectors(updated, gradients, moving)
-            self.steps += 1.0 if moving is None else moving
+            self._step_by_vectors(updated, gradients, clocks, moving)
+            self._advance(clocks, moving)
         self.made = [made + 1 for made in self.made]
         self.notice_finished()
+
+    def _clocks_of(self, numbers: list[int]) -> list[Clock]:
+        """The clock of each of these parameters, which move now; those that stay keep another."""
+        moving = set(numbers)
+        for clock in range(len(self.clocks)):
+            members = {number for number, own in enumerate(self.clock_of) if own == clock}
+            if members & moving and members - moving:
+                self.clocks.append(self.clocks[clock].mapped(torch.clone))
+                for number in members & moving:
+                    self.clock_of[number] = len(self.clocks) - 1
+        return [self.clocks[self.clock_of[number]] for number in numbers]
+
+    def _advance(self, clocks: list[Clock], moving: Tensor | None) -> None:
+        for clock in {id(clock): clock for clock in clocks}.values():
+            clock.advance(moving, self.hyperparameters.get("momentum"))
 
     def _has_kernel(self) -> bool:
         # On the CPU torch's kernels leave bfloat16 parameters unchanged (seen with 2.13); on a GPU they take
         # learning rates in float32, which is too coarse for float64.
         kinds = {p.dtype for p in self.parameters}
-        whole = torch.float64 not in kinds if self.steps.is_cuda else kinds.issubset(_WHOLE)
+        whole = torch.float64 not in kinds if self.device.type == "cuda" else kinds.issubset(_WHOLE)
         return self.kind.kernel is not None and whole and not any(self.numbers.get("dampening", ()))
 
     def _in_one_pass(self) -> bool:
@@ -151,12 +207,14 @@ class FusedOptimizer:
         known = self.kind.one_pass is not None and not self.common.get("amsgrad", False)
         return known and all(p.dtype == torch.float32 and can_run_on(p) for p in self.parameters)
 
-    def _step_by_kernel(self, updated: Updated, gradients: list[Tensor], skip: Tensor | None) -> None:
+    def _step_by_kernel(
+        self, updated: Updated, gradients: list[Tensor], clocks: list[Clock], skip: Tensor | None
+    ) -> None:
         """Trial by trial, each in one pass over its memory, by torch's own kernels."""
         assert self.kind.kernel is not None
-        parameters, states, steps = self._slices_of(updated)
+        parameters, states, steps = self._slices_of(updated, clocks)
         slices = [g.unbind() for g in gradients]
-        rates = self.hyperparameters["lr"].to(torch.float32).unbind() if self.steps.is_cuda else None
+        rates = self.hyperparameters["lr"].to(torch.float32).unbind() if self.device.type == "cuda" else None
         infs = None if skip is None else skip.to(torch.float32).unbind()
         for trial in range(self.fused.trials):
             if trial in self._finished:
@@ -165,7 +223,7 @@ class FusedOptimizer:
                 [p[trial] for p in parameters],
                 [g[trial] for g in slices],
                 {name: [part[trial] for part in parts] for name, parts in states.items()},
-                steps[trial],
+                [part[trial] for part in steps],
                 self.numbers["lr"][trial] if rates is None else rates[trial],
                 {name: values[trial] for name, values in self.numbers.items()},
                 self.common,
@@ -173,33 +231,40 @@ class FusedOptimizer:
             )
             self.kind.kernel(pieces)
 
-    def _slices_of(self, updated: Updated) -> Slices:
+    def _slices_of(self, updated: Updated, clocks: list[Clock]) -> Slices:
         """Each trial's part of parameters, states and steps; views, kept while what they view stays."""
-        key = [(p.data_ptr(), *map(id, s.values())) for p, s in updated]
-        if self._slices is None or self._slices[0] != (key, id(self.steps)):
+        key = [(p.data_ptr(), id(clock), *map(id, s.values())) for (p, s), clock in zip(updated, clocks)]
+        if self._slices is None or self._slices[0] != key:
+            steps = {id(clock): clock.steps.unbind() for clock in clocks}
             names = updated[0][1] if updated else {}
             parts = (
                 [p.detach().unbind() for p, _ in updated],
                 {name: [s[name].unbind() for _, s in updated] for name in names},
-                self.steps.unbind(),
+                [steps[id(clock)] for clock in clocks],
             )
-            self._slices = ((key, id(self.steps)), parts)
+            self._slices = (key, parts)
         return self._slices[1]
 
-    def _step_by_vectors(self, updated: Updated, gradients: list[Tensor], moving: Tensor | None) -> None:
+    def _step_by_vectors(
+        self, updated: Updated, gradients: list[Tensor], clocks: list[Clock], moving: Tensor | None
+    ) -> None:
         """All trials at once, the coefficients broadcast over each parameter, or in one pass by a kernel."""
-        kind = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        coefficients = self.kind.coefficients(self.hyperparameters, self.steps.to(torch.float64))
-        coefficients = {name: self._hold(name, c, moving).to(kind) for name, c in coefficients.items()}
+        by_clock = {id(clock): self._coefficients(clock, moving) for clock in clocks}
         in_one_pass = self._in_one_pass()
-        for (parameter, state), gradient in zip(updated, gradients):
-            gradient = _of_active(gradient, moving)
+        for (parameter, state), gradient, clock in zip(updated, gradients, clocks):
+            gradient, coefficients = _of_active(gradient, moving), by_clock[id(clock)]
             if in_one_pass and self.kind.one_pass is not None:
                 self.kind.one_pass(parameter, gradient, state, coefficients, self.common)
                 continue
             shape = (-1,) + (1,) * (parameter.dim() - 1)
             own = {name: c.view(shape) for name, c in coefficients.items()}
             self.kind.update(parameter, gradient, state, own, self.common)
+
+    def _coefficients(self, clock: Clock, moving: Tensor | None) -> dict[str, Tensor]:
+        kind = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        steps = clock.steps if self.kind.counts_steps else clock.pushes
+        found = self.kind.coefficients(self.hyperparameters, steps.to(torch.float64))
+        return {name: self._hold(name, c, moving).to(kind) for name, c in found.items()}
 
     def _hold(self, name: str, coefficient: Tensor, active: Tensor | None) -> Tensor:
         """What leaves a trial that stands still as it is."""
@@ -212,7 +277,8 @@ class FusedOptimizer:
         for parameter, state in zip(self.parameters, self.state):
             for name, fresh in self._new_state(parameter).items():
                 state[name][number] = fresh[number]
-        self.steps[number] = 0.0
+        for clock in self.clocks:
+            clock.steps[number] = clock.pushes[number] = 0.0
         self.made[number] = 0
 
     def notice_finished(self) -> None:
@@ -222,7 +288,7 @@ class FusedOptimizer:
         finished = [n for n, (made, limit) in enumerate(zip(self.made, self.limits)) if made >= limit]
         if finished != self._finished:
             self._finished = finished
-            self.active = torch.ones_like(self.steps, dtype=torch.bool)
+            self.active = torch.ones_like(self.clocks[0].steps, dtype=torch.bool)
             self.active[finished] = False
         if finished != self.fused.frozen:
             self.fused.freeze(finished)
@@ -296,15 +362,16 @@ def lone_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> tor
     parameters = [p for p in module.parameters() if p.requires_grad]
     make: Any = fused.kind.torch_class
     lone: torch.optim.Optimizer = make(parameters, **options, **fused.common)
-    steps = fused.steps[number].item()
-    if steps == 0:
-        return lone
-    for parameter, state in zip(parameters, fused.state):
+    for parameter, state, place in zip(parameters, fused.state, fused.clock_of):
+        clock = fused.clocks[place]
+        steps = (clock.steps if fused.kind.counts_steps else clock.pushes)[number].item()
+        if steps == 0:
+            continue
         own: dict[str, Any] = {name: tensor[number].detach().clone() for name, tensor in state.items()}
-        if options.get("momentum", 1.0) == 0.0:
-            own.pop("momentum_buffer", None)
         if fused.kind.counts_steps:
             own["step"] = torch.tensor(steps, dtype=torch.float32)
+            if options.get("momentum", 1.0) == 0.0:
+                own.pop("momentum_buffer", None)
         lone.state[parameter] = own
     return lone
 
@@ -325,15 +392,29 @@ def fuse_optimizers(
     if "betas" in groups[0]:
         names.add("betas")
     vectors: dict[str, Any] = {name: [group[name] for group in groups] for name in names}
-    common = {name: groups[0][name] for name in KINDS[kind].common}
-    made = FusedOptimizer(fused, kind, **vectors, **common, **options)
+    if kind == "adam" and _common_switch("decoupled_weight_decay", groups):
+        kind = "adamw"
+    switches = {name: _common_switch(name, groups) for name in KINDS[kind].common}
+    made = FusedOptimizer(fused, kind, **{**vectors, **switches, **options})
     for number, optimizer in enumerate(optimizers):
         load_trial(made, optimizer, number)
     return made
 
 
+def _common_switch(name: str, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """A switch that all trials must have alike, since one formula computes them all."""
+    found = [bool(group.get(name, False)) for group in groups]
+    if len(set(found)) > 1:
+        raise FusionError(
+            f"fuse_optimizers: found {name} = {found}, expected one value for all trials; fuse those with "
+            f"equal ones together"
+        )
+    return found[0]
+
+
+@torch.no_grad()
 def load_trial(fused: FusedOptimizer, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Give one trial the state of a lone optimizer."""
+    """Give one trial the state of a lone optimizer, over a model with the trial's parameters."""
     parameters = optimizer.param_groups[0]["params"]
     trainable = [p for p in parameters if p.requires_grad]
     if len(trainable) != len(fused.parameters):
@@ -341,10 +422,53 @@ def load_trial(fused: FusedOptimizer, optimizer: torch.optim.Optimizer, number: 
             f"fuse_optimizers: trial {number}'s optimizer has {len(trainable)} parameters, expected "
             f"{len(fused.parameters)}"
         )
-    for parameter, state in zip(trainable, fused.state):
-        own = optimizer.state.get(parameter, {})
+    if not optimizer.state:
+        fused.forget_trial(number)
+        return
+    places = _places(fused, trainable, number)
+    rows = [[clock.steps.tolist(), clock.pushes.tolist()] for clock in fused.clocks]
+    counts = [copy.deepcopy(rows[place]) for place in fused.clock_of]
+    for parameter, place in zip(trainable, places):
+        own, state = optimizer.state.get(parameter, {}), fused.state[place]
         for name, tensor in state.items():
             if own.get(name) is not None:
                 tensor[number] = own[name]
-        if own:
-            fused.steps[number] = float(own.get("step", 1.0))
+        pushed = float(own.get("momentum_buffer") is not None)
+        counts[place][0][number] = float(own.get("step", pushed))
+        counts[place][1][number] = pushed
+    _set_clocks(fused, counts)
+
+
+def _places(fused: FusedOptimizer, parameters: Sequence[Tensor], number: int) -> list[int]:
+    """Which of the fused parameters each of a lone model's is: the first free one with the same values."""
+    free = list(range(len(fused.parameters)))
+    places = []
+    for position, parameter in enumerate(parameters):
+        order = sorted(free, key=lambda place: place != position)
+        same = [place for place in order if _is_same(fused.parameters[place][number], parameter)]
+        if not same:
+            raise FusionError(
+                f"fuse_optimizers: parameter {position} of trial {number}'s optimizer, of shape "
+                f"{tuple(parameter.shape)}, has the values of none of the fused trial's; expected the "
+                f"optimizer of the very model that was fused, as it was then"
+            )
+        places.append(same[0])
+        free.remove(same[0])
+    return places
+
+
+def _is_same(own: Tensor, other: Tensor) -> bool:
+    return own.shape == other.shape and bool(((own == other.to(own)) | own.isnan()).all())
+
+
+def _set_clocks(fused: FusedOptimizer, counts: list[list[list[float]]]) -> None:
+    """Let parameters with equal counts of steps share a clock."""
+    distinct: list[list[list[float]]] = []
+    for count in counts:
+        if count not in distinct:
+            distinct.append(count)
+    fused.clocks = [
+        Clock(*(torch.tensor(part, dtype=torch.float32, device=fused.device) for part in count))
+        for count in distinct
+    ]
+    fused.clock_of = [distinct.index(count) for count in counts]

@@ -58,3 +58,25 @@ def getter(name: str) -> Function:
 def arguments_of(names: str, defaults: Options, args: Arguments, kwargs: Options) -> Options:
     """The arguments of a call by name; `names` says their order, `defaults` those that may be left out."""
     return {**defaults, **dict(zip(names.split(), args)), **kwargs}
+
+
+# Names that torch takes from NumPy for its own.
+_SYNONYMS = {"axis": "dim", "keepdims": "keepdim"}
+# Functions that have an axis of that very name, and those whose `input` is not the first argument.
+_OWN_AXIS = ("quantize", "swapaxes", "moveaxis")
+_INPUT_LATER = ("where", "searchsorted", "polygamma")
+
+
+def usual_form(function: Function, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
+    """The call with its first argument by position, and NumPy's names of options replaced by torch's."""
+    name = getattr(function, "__name__", "")
+    code = getattr(function, "__code__", None)
+    if not any(word in name for word in _OWN_AXIS) and (code is None or "axis" not in code.co_varnames):
+        kwargs = {_SYNONYMS.get(key, key): value for key, value in kwargs.items()}
+    if args or name in _INPUT_LATER:
+        return args, kwargs
+    first = "input" if code is None else code.co_varnames[0] if code.co_varnames else ""
+    if first in kwargs:
+        args = (kwargs[first],)
+        kwargs = {key: value for key, value in kwargs.items() if key != first}
+    return args, kwargs

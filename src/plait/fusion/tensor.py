@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from plait.fusion import aliases
+from plait.fusion.errors import FusionError, user_line
 from plait.fusion.padding import Rows
 from plait.fusion.pending import PendingNorm
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
-from plait.fusion.registry import PER_TRIAL_RULES, RULES, Arguments, Function, Options
+from plait.fusion.registry import PER_TRIAL_RULES, RULES, Arguments, Function, Options, usual_form
 
 # In the memo of a deep copy: the trial that is copied.
 OF_TRIAL = "plait.fusion.trial"
@@ -34,16 +36,30 @@ class Trials:
         self.rows = rows
 
 
+class LayoutError(RuntimeError):
+    """A rule computed something that has no trials axis in front: the rule does not fit this call."""
+
+
+def _check_layout(inner: Tensor, trials: Trials) -> None:
+    if isinstance(inner, TrialTensor) or inner.dim() == 0 or inner.shape[0] != trials.count:
+        raise LayoutError(
+            f"found a tensor of shape {tuple(inner.shape)}, expected the {trials.count} trials first"
+        )
+
+
 class TrialTensor(torch.Tensor):
     """One tensor for each trial, under the shape of one."""
 
     trials: Trials
     pending: PendingNorm | None
+    # Whether this is a view with its axes in another order, as a lone model's tensor then is too.
+    turned: bool = False
     _stacked: Tensor | None
 
     @staticmethod
     def __new__(cls, inner: Tensor, trials: Trials, pending: PendingNorm | None = None) -> TrialTensor:
         """Around `inner`, trials first; with `pending`, around what that will be, of the shape of `inner`."""
+        _check_layout(inner, trials)
         made: TrialTensor = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape[1:], dtype=inner.dtype, device=inner.device
         )
@@ -58,6 +74,11 @@ class TrialTensor(torch.Tensor):
         if self._stacked is None:
             assert self.pending is not None
             self._stacked, self.pending = self.pending.outcome(), None
+        if self._stacked.shape[0] != self.trials.count:
+            raise FusionError(
+                f"{user_line()}\n  uses a tensor kept from when the model had {self._stacked.shape[0]} "
+                f"trials; now it has {self.trials.count}, so clear what the model keeps between forwards"
+            )
         return self._stacked
 
     @classmethod
@@ -70,11 +91,22 @@ class TrialTensor(torch.Tensor):
 
             rule = RULES[func] = find_rule(func)
         kwargs = kwargs or {}
+        if kwargs:
+            args, kwargs = usual_form(func, args, kwargs)
         if rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
             from plait.fusion.fallback import loop
 
-            return loop(func, args, kwargs)
-        return rule(func, args, kwargs)
+            rule = loop
+        before = _version(args) if aliases.made else None
+        try:
+            outcome = rule(func, args, kwargs)
+        except Exception as failure:
+            from plait.fusion.fallback import recover
+
+            outcome = recover(rule, func, args, kwargs, failure)
+        if before is not None and before != _version(args):
+            aliases.repeat_writes(args[0].stacked)
+        return outcome
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -94,6 +126,15 @@ class TrialTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TrialTensor(trials={self.trials.count}, shape={tuple(self.shape)})"
+
+
+def _version(args: Arguments) -> int | None:
+    """How often the first argument was written; each write in place counts one more."""
+    first = args[0] if args else None
+    if not isinstance(first, TrialTensor) or first.pending is not None:
+        return None
+    version: int = first.stacked._version
+    return version
 
 
 def _differs_by_trial(args: Arguments, kwargs: Options) -> bool:

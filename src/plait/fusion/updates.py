@@ -22,7 +22,8 @@ Common = Mapping[str, bool]
 class Kind:
     """One optimizer: hyperparameters with torch's defaults, states beside a parameter, and the formulas.
 
-    `coefficients(h, steps)` gets the hyperparameters and how many steps each trial has behind it;
+    `coefficients(h, steps)` gets the hyperparameters and how many steps each trial has behind it, or, of a
+    kind that does not count them, how many with momentum;
     `update(p, g, state, c, common)` changes a parameter and its states in place.
     """
 
@@ -51,7 +52,7 @@ class Pieces:
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
     states: Mapping[str, Sequence[Tensor]]
-    step: Tensor
+    steps: Sequence[Tensor]
     lr: Tensor | float
     numbers: Mapping[str, float]
     common: Common
@@ -87,7 +88,7 @@ def _adam_kernel(function: Callable[..., None]) -> Callable[[Pieces], None]:
             pieces.states["exp_avg"],
             pieces.states["exp_avg_sq"],
             pieces.states["max_exp_avg_sq"] if amsgrad else [],
-            [pieces.step] * len(pieces.parameters),
+            list(pieces.steps),
             lr=pieces.lr,
             beta1=numbers["beta1"],
             beta2=numbers["beta2"],
@@ -106,17 +107,26 @@ def _sgd_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
 
 
 def _sgd_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
-    # The first step fills the momentum with the whole gradient, whatever the dampening.
+    # The first step fills the momentum with the whole gradient, whatever the dampening. Without momentum
+    # the buffer stays as it is.
     enter = torch.where(steps == 0, 1.0, 1.0 - h["dampening"])
-    return {"lr": h["lr"], "decay": h["weight_decay"], "momentum": h["momentum"], "enter": enter}
+    stays = h["momentum"] == 0
+    return {
+        "lr": h["lr"],
+        "decay": h["weight_decay"],
+        "momentum": h["momentum"],
+        "keep": torch.where(stays, 1.0, h["momentum"]),
+        "enter": torch.where(stays, 0.0, enter),
+    }
 
 
 def _sgd(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
     g = g + c["decay"] * p
     if "momentum_buffer" in state:
         buffer = state["momentum_buffer"]
-        buffer.mul_(c["momentum"]).add_(g * c["enter"])
-        g = g + c["momentum"] * buffer if common["nesterov"] else buffer
+        buffer.mul_(c["keep"]).add_(g * c["enter"])
+        pushed = g + c["momentum"] * buffer if common["nesterov"] else buffer
+        g = torch.where(c["momentum"] != 0, pushed, g)
     p.sub_(c["lr"] * g)
 
 
@@ -235,9 +245,9 @@ KINDS: Mapping[str, Kind] = {
         _sgd_states,
         _sgd_coefficients,
         _sgd,
-        {"nesterov": False},
+        {"nesterov": False, "maximize": False},
         counts_steps=False,
-        keeping=frozenset(("momentum",)),
+        keeping=frozenset(("keep",)),
         kernel=_sgd_kernel,
     ),
     "adam": Kind(
@@ -246,7 +256,7 @@ KINDS: Mapping[str, Kind] = {
         _adam_states,
         _adam_coefficients,
         _adam,
-        {"amsgrad": False},
+        {"amsgrad": False, "maximize": False},
         keeping=_ADAM_KEEPING,
         kernel=_adam_kernel(torch._fused_adam_),
         one_pass=_adam_pass(decoupled=False),
@@ -257,7 +267,7 @@ KINDS: Mapping[str, Kind] = {
         _adam_states,
         _adam_coefficients,
         _adamw,
-        {"amsgrad": False},
+        {"amsgrad": False, "maximize": False},
         keeping=_ADAM_KEEPING,
         kernel=_adam_kernel(torch._fused_adamw_),
         one_pass=_adam_pass(decoupled=True),
@@ -268,7 +278,7 @@ KINDS: Mapping[str, Kind] = {
         _rmsprop_states,
         _rmsprop_coefficients,
         _rmsprop,
-        {"centered": False},
+        {"centered": False, "maximize": False},
         keeping=frozenset(("keep", "eps", "momentum")),
     ),
     "adagrad": Kind(
@@ -277,6 +287,7 @@ KINDS: Mapping[str, Kind] = {
         lambda h, common: ["sum"],
         _adagrad_coefficients,
         _adagrad,
+        {"maximize": False},
         keeping=frozenset(("eps",)),
     ),
     "adadelta": Kind(
@@ -285,6 +296,7 @@ KINDS: Mapping[str, Kind] = {
         lambda h, common: ["square_avg", "acc_delta"],
         _adadelta_coefficients,
         _adadelta,
+        {"maximize": False},
         keeping=frozenset(("keep", "eps")),
     ),
 }

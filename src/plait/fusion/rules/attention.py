@@ -79,5 +79,11 @@ def _with_dropout(
         scores = scores.masked_fill(ones.triu(1), -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = drop(scores.softmax(-1), given["dropout_p"], trials)
+    weights = drop(_safe_softmax(scores), given["dropout_p"], trials)
     return weights.to(value.dtype) @ value
+
+
+def _safe_softmax(scores: Tensor) -> Tensor:
+    """Softmax over the last axis, zeros where all of it is masked: torch's attention gives zeros there."""
+    masked = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)

@@ -22,18 +22,15 @@ def linear(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, weight, bias = given["input"], given["weight"], given["bias"]
     trials = trials_of(x, weight, bias)
     if not isinstance(weight, TrialTensor):
-        product = F.linear(x.stacked if isinstance(x, TrialTensor) else x, weight)
-        return _with_bias(product, bias, trials) if bias is not None else wrap(product, trials)
+        product = (
+            wrap(F.linear(x.stacked, weight), trials) if isinstance(x, TrialTensor) else F.linear(x, weight)
+        )
+        return product if bias is None else product + bias
     if weight.dim() != 2 or x.dim() == 0:
         return vmap_rule(function, args, kwargs)
     if not isinstance(x, TrialTensor):
         return TrialTensor(_shared_input(x, weight.stacked, bias, trials), trials)
     return TrialTensor(batched_linear(x.stacked, weight.stacked, _bias(bias, trials)), trials)
-
-
-def _with_bias(product: Tensor, bias: Any, trials: Trials) -> Any:
-    wrapped = TrialTensor(product, trials) if product.shape[:1] == (trials.count,) else product
-    return wrapped + bias
 
 
 def _bias(bias: Any, trials: Trials) -> Tensor | None:
@@ -76,7 +73,9 @@ def bilinear(function: Function, args: Arguments, kwargs: Options) -> Any:
 @rule("matmul", "__matmul__", "bmm", "mm", "__rmatmul__")
 def matmul(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Batched products; vectors, which torch treats apart, go through vmap."""
-    left, right = args[:2] if len(args) > 1 else (args[0], next(iter(kwargs.values())))
+    if "out" in kwargs or len(args) + len(kwargs) != 2:
+        return loop(function, args, kwargs)
+    left, right = args if len(args) > 1 else (args[0], next(iter(kwargs.values())))
     if function.__name__ == "__rmatmul__":
         left, right = right, left
     if left.dim() < 2 or right.dim() < 2:
@@ -122,7 +121,10 @@ def _rows(weight: TrialTensor, index: Tensor) -> tuple[Tensor, Tensor]:
     count, rows = weight.stacked.shape[:2]
     offsets = torch.arange(0, count * rows, rows, device=weight.device, dtype=index.dtype)
     inner = index.stacked if isinstance(index, TrialTensor) else index.unsqueeze(0)
-    return weight.stacked.flatten(0, 1), inner + offsets.view(-1, *(1,) * (inner.dim() - 1))
+    places = inner + offsets.view(-1, *(1,) * (inner.dim() - 1))
+    # A number past a trial's own rows must not reach its neighbour's: no table has this place.
+    places = torch.where((inner >= 0) & (inner < rows), places, count * rows)
+    return weight.stacked.flatten(0, 1), places
 
 
 @rule("embedding_bag")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.fusion import aliases
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.fallback import is_in_place, refuse_shared_target
+from plait.fusion.fallback import is_in_place, loop, refuse_shared_target, refuse_values
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.registry import (
     RULES,
@@ -51,11 +53,10 @@ _SEVERAL = (
 
 def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of one tensor, whatever its other arguments: applied to all trials as they lie."""
-    x = args[0] if args else kwargs["input"]
-    others = args[1:]
-    if not isinstance(x, TrialTensor) or any(isinstance(other, TrialTensor) for other in others):
+    x, others = args[0], args[1:]
+    if not isinstance(x, TrialTensor) or any(isinstance(v, TrialTensor) for v in (*others, *kwargs.values())):
         return elementwise(function, args, kwargs)
-    outcome = function(x.stacked, *others, **{k: v for k, v in kwargs.items() if k != "input"})
+    outcome = function(x.stacked, *others, **kwargs)
     return x if outcome is x.stacked else TrialTensor(outcome, x.trials)
 
 
@@ -71,34 +72,136 @@ def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
         function = getattr(torch.Tensor, "__" + function.__name__[3:])
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     dims = max(operand.dim() for operand in operands)
+    if is_in_place(function) and args[0].dim() < dims:
+        # The target cannot grow, and torch says so of one trial.
+        return loop(function, args, kwargs)
     like = next(operand for operand in operands if isinstance(operand, TrialTensor))
-    placed = [place(value, dims, like) for value in args]
-    named = {name: place(value, dims, like) for name, value in kwargs.items()}
+    scalars = _scalar_type(operands[1:] if function.__name__ == "where" else operands)
+    placed = [place(value, dims, like, scalars) for value in args]
+    named = {name: place(value, dims, like, scalars) for name, value in kwargs.items()}
     outcome = function(*placed, **named)
     return args[0] if is_in_place(function) else wrap(outcome, trials)
 
 
-def place(value: Any, dims: int, like: TrialTensor) -> Any:
-    """`value` as an operand for all trials: (trials, 1..., *its shape), `dims` axes behind the trials."""
+def _scalar_type(operands: list[Tensor]) -> torch.dtype | None:
+    """The type that lone scalar tensors take beside tensors with axes; None where they keep their own.
+
+    A scalar tensor widens a result only to another kind of number. With the trials axis it would always.
+    """
+    kinds = [operand.dtype for operand in operands if operand.dim()]
+    scalars = [operand.dtype for operand in operands if not operand.dim()]
+    if not kinds or not scalars:
+        return None
+    wide, scalar = (
+        functools.reduce(torch.promote_types, kinds),
+        functools.reduce(torch.promote_types, scalars),
+    )
+    return wide if _rank(scalar) <= _rank(wide) else scalar
+
+
+def _rank(kind: torch.dtype) -> int:
+    """Truth values, whole numbers, floats, complex numbers: in the order in which they widen."""
+    if kind.is_complex:
+        return 3
+    return 2 if kind.is_floating_point else int(kind != torch.bool)
+
+
+def place(value: Any, dims: int, like: TrialTensor, scalars: torch.dtype | None = None) -> Any:
+    """`value` as an operand for all trials: (trials, 1..., *its shape), `dims` axes behind the trials.
+
+    A tensor without axes takes the type `scalars`, if given.
+    """
     if isinstance(value, PerTrial):
         # A number takes part in type promotion as a number does: it follows the tensor's type.
         kind = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         return on_device(value.values, kind, like.device).view(-1, *(1,) * dims)
     if not isinstance(value, TrialTensor):
-        return value
+        # Beside the trials' scalars one that all share must not look like a mere number.
+        return value.view(1) if dims == 0 and isinstance(value, Tensor) and value.dim() == 0 else value
     inner, own = value.stacked, value.stacked.dim() - 1
     if own == dims:
         return inner
-    if own == 0 and inner.is_floating_point() and like.is_floating_point():
-        # A lone scalar tensor would not widen the result's type; with the trials axis it would.
-        inner = inner.to(like.dtype) if like.dim() else inner
-    return inner.view(inner.shape[0], *(1,) * (dims - own), *inner.shape[1:])
+    if own == 0 and scalars is not None:
+        inner = inner.to(scalars)
+    return inner.reshape(inner.shape[0], *(1,) * (dims - own), *inner.shape[1:])
+
+
+def cast(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """`x.to(...)`, `x.type_as(y)`, `x.type()`: where only `y` has trials, its type and device count alone."""
+    x = args[0]
+    if not isinstance(x, TrialTensor):
+        others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, TrialTensor)]
+        kind, device = others[0].stacked.dtype, others[0].stacked.device
+        rest = {k: v for k, v in kwargs.items() if not isinstance(v, TrialTensor)}
+        flags = [value for value in args[1:] if not isinstance(value, TrialTensor)]
+        return x.to(device, kind, *flags, **rest)
+    if function.__name__ == "type" and len(args) == 1 and not kwargs:
+        return x.stacked.type()
+    args = tuple(v.stacked[0] if isinstance(v, TrialTensor) else v for v in args[1:])
+    kwargs = {k: v.stacked[0] if isinstance(v, TrialTensor) else v for k, v in kwargs.items()}
+    outcome = function(x.stacked, *args, **_without_layout(kwargs))
+    return x if outcome is x.stacked else TrialTensor(outcome, x.trials)
+
+
+def _without_layout(kwargs: Options) -> Options:
+    """Without the order of axes in memory that is asked for: with the trials, rules choose their own."""
+    return {k: v for k, v in kwargs.items() if k != "memory_format"}
+
+
+def contiguous(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """The same values, in memory that a view can reshape; a lone tensor mostly is its own outcome."""
+    x = args[0]
+    outcome = x.stacked.contiguous()
+    if outcome is x.stacked:
+        return x
+    made = TrialTensor(outcome, x.trials)
+    link_copy(x, made, surely=False)
+    return made
+
+
+def link_copy(x: TrialTensor, made: TrialTensor, surely: bool) -> None:
+    """Tie `made`, if it is a copy of `x`, to it: a lone model may have one memory for both.
+
+    `surely` says that it has; elsewhere that hangs on the order of the axes in memory.
+    """
+    if made.stacked.untyped_storage() is x.stacked.untyped_storage() or x.turned:
+        return
+    aliases.link(x.stacked, made.stacked, surely or aliases.is_view_alone(x.stacked))
 
 
 for _spelling in spellings(_UNARY.split()):
     RULES[_spelling] = unary
 for _spelling in spellings(_SEVERAL.split()):
     RULES[_spelling] = elementwise
+for _spelling in spellings(("to", "type", "type_as")):
+    RULES[_spelling] = cast
+for _spelling in spellings(("contiguous",)):
+    RULES[_spelling] = contiguous
+
+
+def where(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """A choice by a condition; of a condition alone, the places where it holds, which differ by trial."""
+    one_argument = len(args) + len(kwargs) == 1
+    return (refuse_values if one_argument else elementwise)(function, args, kwargs)
+
+
+@rule("masked_fill", "masked_fill_", "fill_", "full_like")
+def fill(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """One value in many places; of each trial's own value torch's functions take one at a time."""
+    masks = function.__name__.startswith("masked")
+    given = arguments_of("input mask value" if masks else "input value", {}, args, kwargs)
+    if isinstance(given.get("value", given.get("fill_value")), TrialTensor):
+        if is_in_place(function):
+            refuse_shared_target(function, args)
+        return loop(function, args, kwargs)
+    return (elementwise if masks else unary)(function, args, _without_layout(kwargs))
+
+
+for _spelling in spellings(("where",)):
+    RULES[_spelling] = where
+RULES[getter("real")] = lambda f, args, kwargs: TrialTensor(args[0].stacked.real, args[0].trials)
+RULES[getter("imag")] = lambda f, args, kwargs: TrialTensor(args[0].stacked.imag, args[0].trials)
+RULES[getter("_version")] = lambda f, args, kwargs: args[0].stacked._version
 RULES[getter("data")] = lambda f, args, kwargs: TrialTensor(args[0].stacked.data, args[0].trials)
 # What autograd knows, it knows of the inner tensor.
 RULES[getter("requires_grad")] = lambda f, args, kwargs: args[0].stacked.requires_grad
@@ -148,8 +251,9 @@ def _join_norm(x: TrialTensor, slope: float, in_place: bool) -> TrialTensor | No
 @rule("prelu")
 def prelu(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Each trial's own slopes below zero, one for all channels or one each."""
-    x, weight = args
-    trials = trials_of(args)
+    given = arguments_of("input weight", {}, args, kwargs)
+    x, weight = given["input"], given["weight"]
+    trials = trials_of(x, weight)
     dims = x.dim()
     slopes = unwrap(weight, trials)
     # Channels are the second axis of a batch; a lone axis has one slope.

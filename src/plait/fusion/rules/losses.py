@@ -133,6 +133,8 @@ def nll_loss(function: Function, args: Arguments, kwargs: Options) -> Any:
     names = "input target weight size_average ignore_index reduce reduction"
     defaults = {"weight": None, "ignore_index": -100, "reduction": "mean"}
     given = arguments_of(names, defaults, args, kwargs)
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return loop(function, args, kwargs)
     _check_targets("nll_loss", given["input"], given["target"])
     trials = trials_of(given["input"], given["target"])
     options = {name: given[name] for name in defaults}

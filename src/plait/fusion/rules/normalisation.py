@@ -21,10 +21,16 @@ from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 
 
 def _flat(value: Any, trials: Trials) -> Tensor | None:
-    """One number a channel, trials and channels in one axis; a view, so that statistics write through."""
+    """One number a channel, trials and channels in one axis; statistics are a view, to be written through."""
     if value is None:
         return None
-    return value.stacked.view(-1) if isinstance(value, TrialTensor) else unwrap(value, trials).reshape(-1)
+    return unwrap(value, trials).reshape(-1)
+
+
+def _can_write(given: Options) -> bool:
+    """Whether running statistics are each trial's own, and lie so that a view has them all in one axis."""
+    found = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]
+    return all(isinstance(x, TrialTensor) and x.stacked.is_contiguous() for x in found)
 
 
 @takes_per_trial
@@ -37,7 +43,8 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     inner = unwrap(given["input"], trials)
     if trials.rows is not None and given["training"]:
         return _padded_norm(inner, given, trials)
-    if isinstance(given["momentum"], PerTrial) or isinstance(given["eps"], PerTrial):
+    writes = given["training"] and not _can_write(given)
+    if writes or isinstance(given["momentum"], PerTrial) or isinstance(given["eps"], PerTrial):
         return loop(function, args, kwargs)
     mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
     folded = fold_channels(inner)
@@ -115,6 +122,8 @@ def instance_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
         names, {**defaults, "use_input_stats": True, "momentum": 0.1, "eps": 1e-5}, args, kwargs
     )
     trials = trials_of(*given.values())
+    if given["use_input_stats"] and not _can_write(given):
+        return loop(function, args, kwargs)
     mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
     if trials.rows is not None and mean is not None and given["use_input_stats"]:
         raise FusionError(

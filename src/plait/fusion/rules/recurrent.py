@@ -38,7 +38,8 @@ def _gru_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | N
     reset, update, new = from_input.unflatten(-1, (3, -1)).unbind(-2)
     hidden_reset, hidden_update, hidden_new = _product(hidden, weight, bias).unflatten(-1, (3, -1)).unbind(-2)
     candidate = (new + (reset + hidden_reset).sigmoid() * hidden_new).tanh()
-    return (torch.lerp(candidate, hidden, (update + hidden_update).sigmoid()),)
+    # Not lerp: under autocast the products are in 16 bits and the first state is not.
+    return (candidate + (update + hidden_update).sigmoid() * (hidden - candidate),)
 
 
 def _tanh_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
@@ -73,7 +74,7 @@ def layers(function: Function, args: Arguments, kwargs: Options) -> Any:
     inner = unwrap(x, trials)
     inner = inner if batch_first else inner.transpose(1, 2)
     flat_weights = [unwrap(weight, trials) for weight in weights]
-    begin = [unwrap(part, trials).unbind(1) for part in states]
+    begin = [_as_products(unwrap(part, trials)).unbind(1) for part in states]
     ends: list[State] = []
     for layer in range(count):
         if layer and training and _drops(dropout):
@@ -103,6 +104,13 @@ def _run(
         state = step(from_input, state, state_weight, state_bias)
         outputs.append(state[0])
     return torch.stack(outputs[::-1] if backwards else outputs, 2), state
+
+
+def _as_products(state: Tensor) -> Tensor:
+    """A first state in the type that autocast gives products on a GPU, as torch's own layers take it."""
+    if not (state.is_cuda and torch.is_autocast_enabled("cuda")):
+        return state
+    return state.to(torch.get_autocast_dtype("cuda"))
 
 
 def _drops(chance: float) -> bool:
@@ -136,5 +144,7 @@ def cell(function: Function, args: Arguments, kwargs: Options) -> Any:
     assert state_weight is not None
     from_input = batched_linear(unwrap(x, trials), input_weight, input_bias)
     step = _STEPS[function.__name__.removesuffix("_cell")]
-    end = step(from_input, tuple(unwrap(part, trials) for part in states), state_weight, state_bias)
+    end = step(
+        from_input, tuple(_as_products(unwrap(part, trials)) for part in states), state_weight, state_bias
+    )
     return wrap(end if function.__name__ == "lstm_cell" else end[0], trials)

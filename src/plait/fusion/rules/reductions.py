@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.fallback import vmap_rule
-from plait.fusion.registry import RULES, Arguments, Function, Options, rule, spellings
+from plait.fusion.fallback import loop, vmap_rule
+from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, rule, spellings
 from plait.fusion.tensor import TrialTensor, wrap
 
 # Functions whose second argument is one axis, which they need.
@@ -30,49 +30,65 @@ def shift_all(axes: Any) -> Any:
 
 def along(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function along given axes that keeps or drops them."""
-    x = args[0] if args else kwargs.pop("input")
+    x, others = args[0], list(args[1:])
     if not isinstance(x, TrialTensor) or x.dim() == 0:
-        return vmap_rule(function, args or (x,), kwargs)
-    others = list(args[1:])
-    for name in ("dim", "dims"):
-        if kwargs.get(name) is not None:
-            kwargs = {**kwargs, name: shift_all(kwargs[name])}
-    if others:
-        others[0] = shift_all(others[0])
-    elif "dim" not in kwargs and "dims" not in kwargs:
         return vmap_rule(function, args, kwargs)
+    named = next((name for name in ("dim", "dims") if name in kwargs), None)
+    axes = others[0] if others else None if named is None else kwargs[named]
+    if axes is None:
+        # Torch picks the axis by how many there are, and must not count the trials.
+        return loop(function, args, kwargs)
+    if not _are_axes(axes) or (not isinstance(axes, int) and not axes):
+        return loop(function, args, kwargs)
+    if others:
+        others[0] = shift_all(axes)
+    else:
+        assert named is not None
+        kwargs = {**kwargs, named: shift_all(axes)}
     return wrap(function(x.stacked, *others, **kwargs), x.trials)
+
+
+def _are_axes(axes: Any) -> bool:
+    """Whether `axes` is a whole number or several, not the truth value or the type of another signature."""
+    several = axes if isinstance(axes, (tuple, list)) else (axes,)
+    return all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several)
 
 
 def reduce(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A sum or its kind, over the given axes or over all of a trial's."""
-    x = args[0] if args else kwargs["input"]
-    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    if not isinstance(x, TrialTensor) or x.dim() == 0 or isinstance(dim, bool):
+    x = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    everything = dim is None or (isinstance(dim, (tuple, list)) and not dim)
+    if not isinstance(x, TrialTensor) or x.dim() == 0 or not (everything or _are_axes(dim)):
         return vmap_rule(function, args, kwargs)
-    rest = {k: v for k, v in kwargs.items() if k not in ("input", "dim", "axis")}
-    axes = tuple(range(1, x.stacked.dim())) if dim is None or dim == () else shift_all(dim)
+    rest = {k: v for k, v in kwargs.items() if k != "dim"}
+    axes = tuple(range(1, x.stacked.dim())) if everything else shift_all(dim)
     return wrap(function(x.stacked, axes, *args[2:], **rest), x.trials)
 
 
 def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A maximum or its kind, along one axis or over all of a trial's."""
-    x = args[0] if args else kwargs["input"]
+    x, name = args[0], function.__name__
     second = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("other"))
     if isinstance(second, Tensor):
-        elementwise = torch.maximum if function.__name__ == "max" else torch.minimum
+        elementwise = torch.maximum if name == "max" else torch.minimum
         return elementwise(x, second)
     if not isinstance(x, TrialTensor) or x.dim() == 0:
         return vmap_rule(function, args, kwargs)
-    rest = {k: v for k, v in kwargs.items() if k not in ("input", "dim")}
-    if function.__name__ == "max" and second in (-1, x.dim() - 1) and _joins(x, args[2:], rest):
+    rest = {k: v for k, v in kwargs.items() if k != "dim"}
+    if name == "max" and second in (-1, x.dim() - 1) and _joins(x, args[2:], rest):
         assert x.pending is not None
         return torch.return_types.max(wrap(x.pending.maximum(), x.trials))
     if second is not None:
+        if not _are_axes(second):
+            return loop(function, args, kwargs)
         return wrap(function(x.stacked, shift(second), *args[2:], **rest), x.trials)
-    outcome = function(x.stacked.flatten(1), 1, **rest)
-    # Along an axis torch returns the places too; over all axes, the value alone.
-    return wrap(outcome if isinstance(outcome, Tensor) else outcome[0], x.trials)
+    if name in ("max", "min"):
+        # Over all elements equal ones share the gradient; along an axis one of them has all of it.
+        return wrap((torch.amax if name == "max" else torch.amin)(x.stacked.flatten(1), 1), x.trials)
+    if name in ("median", "nanmedian"):
+        return loop(function, args, kwargs)
+    return wrap(function(x.stacked.flatten(1), 1, **rest), x.trials)
 
 
 def _joins(x: TrialTensor, args: Arguments, kwargs: Options) -> bool:
@@ -86,10 +102,10 @@ def norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, order = args[0], (args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2)))
     if not isinstance(x, TrialTensor) or not isinstance(order, (int, float)) or len(args) > 3:
         return vmap_rule(function, args, kwargs)
-    if set(kwargs) - {"p", "ord", "dim", "keepdim"}:
+    if set(kwargs) - {"p", "ord", "dim", "keepdim"} or x.dim() == 0:
         return vmap_rule(function, args, kwargs)
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
-    axes = tuple(range(1, x.stacked.dim())) if dim is None else shift_all(dim)
+    axes = tuple(range(1, x.stacked.dim())) if dim is None or dim in ((), []) else shift_all(dim)
     keepdim = kwargs.get("keepdim", False)
     return wrap(torch.linalg.vector_norm(x.stacked, order, axes, keepdim), x.trials)
 
@@ -97,13 +113,12 @@ def norm(function: Function, args: Arguments, kwargs: Options) -> Any:
 @rule("topk", "sort")
 def ordered(function: Function, args: Arguments, kwargs: Options) -> Any:
     """The largest, or all, in order along one axis."""
-    x, position = args[0], 1 if function.__name__ == "sort" else 2
-    dim = args[position] if len(args) > position else kwargs.get("dim", -1)
-    if not isinstance(x, TrialTensor) or isinstance(dim, bool) or "stable" in kwargs:
-        return vmap_rule(function, args, kwargs)
-    before, after = args[1:position], args[position + 1 :]
-    rest = {k: v for k, v in kwargs.items() if k != "dim"}
-    return wrap(function(x.stacked, *before, shift(dim), *after, **rest), x.trials)
+    names = "input k dim largest sorted" if function.__name__ == "topk" else "input dim descending"
+    given = arguments_of(names, {"dim": -1}, args, kwargs)
+    x, dim = given.pop("input"), given.pop("dim")
+    if not isinstance(x, TrialTensor) or not _are_axes(dim) or x.dim() == 0 or "stable" in kwargs:
+        return loop(function, args, kwargs)
+    return wrap(function(x.stacked, dim=shift(dim), **given), x.trials)
 
 
 for _spelling in spellings(_ALONG.split()):

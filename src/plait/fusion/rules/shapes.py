@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.fallback import vmap_rule
+from plait.fusion.fallback import loop, refuse_shared_target, vmap_rule
 from plait.fusion.registry import RULES, Arguments, Function, Options, getter, rule
-from plait.fusion.rules.elementwise import place
+from plait.fusion.rules.elementwise import link_copy, place
 from plait.fusion.rules.reductions import shift, shift_all
-from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.tensor import TrialTensor, leaves, trials_of, unwrap, wrap
 
 
 def sizes(values: Sequence[Any]) -> tuple[int, ...]:
@@ -35,12 +35,21 @@ def reshape(function: Function, args: Arguments, kwargs: Options) -> Any:
         rest = -math.prod(shape)
         shape = tuple(math.prod(x.shape) // rest if size == -1 else size for size in shape) if rest else shape
     # A lone view may need a copy here, since the trials may lie between the axes that merge.
-    return TrialTensor(x.stacked.reshape(x.trials.count, *shape), x.trials)
+    return _reshaped(x, x.stacked.reshape(x.trials.count, *shape), surely=function.__name__ == "view")
+
+
+def _reshaped(x: TrialTensor, outcome: Tensor, surely: bool) -> TrialTensor:
+    made = TrialTensor(outcome, x.trials)
+    link_copy(x, made, surely)
+    return made
 
 
 @rule("view_as", "reshape_as")
 def reshape_as(function: Function, args: Arguments, kwargs: Options) -> Any:
-    return args[0].reshape(tuple(args[1].shape))
+    x, shape = args[0], tuple((args[1] if len(args) > 1 else kwargs["other"]).shape)
+    if not isinstance(x, TrialTensor):
+        return getattr(x, function.__name__.removesuffix("_as"))(shape)
+    return x.view(shape) if function.__name__ == "view_as" else x.reshape(shape)
 
 
 @rule("flatten")
@@ -50,7 +59,7 @@ def flatten(function: Function, args: Arguments, kwargs: Options) -> Any:
     end = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
     if x.dim() == 0:
         return TrialTensor(x.stacked.unsqueeze(1), x.trials)
-    return TrialTensor(x.stacked.flatten(shift(start), shift(end)), x.trials)
+    return _reshaped(x, x.stacked.flatten(shift(start), shift(end)), surely=False)
 
 
 @rule("unflatten")
@@ -65,20 +74,26 @@ def unflatten(function: Function, args: Arguments, kwargs: Options) -> Any:
 def permute(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = args[0]
     dims = sizes(args[1:] or (kwargs["dims"],))
-    return TrialTensor(x.stacked.permute(0, *(dim % x.dim() + 1 for dim in dims)), x.trials)
+    return _turned(x, x.stacked.permute(0, *(dim % x.dim() + 1 for dim in dims)))
+
+
+def _turned(x: TrialTensor, outcome: Tensor) -> TrialTensor:
+    made = TrialTensor(outcome, x.trials)
+    made.turned = True
+    return made
 
 
 @rule("transpose", "swapaxes", "swapdims", "movedim", "moveaxis")
 def transpose(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = args[0]
     moved = function(x.stacked, *map(shift_all, args[1:]), **{k: shift_all(v) for k, v in kwargs.items()})
-    return TrialTensor(moved, x.trials)
+    return _turned(x, moved)
 
 
 @rule("t")
 def swap_last(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = args[0]
-    return x if x.dim() < 2 else TrialTensor(x.stacked.transpose(-1, -2), x.trials)
+    return x if x.dim() < 2 else _turned(x, x.stacked.transpose(-1, -2))
 
 
 def reverse_axes(function: Function, args: Arguments, kwargs: Options) -> Any:
@@ -138,8 +153,22 @@ def join(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Tensors that all trials share are repeated where they are joined with a trial's own."""
     tensors = args[0] if args else kwargs["tensors"]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if "out" in kwargs or not tensors:
+        return loop(function, args, kwargs)
     trials = trials_of(tensors)
+    if function.__name__ != "stack":
+        tensors = _without_bare_ones(tensors, dim)
     return wrap(function([unwrap(tensor, trials) for tensor in tensors], dim=shift(dim)), trials)
+
+
+def _without_bare_ones(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """`tensors`; an empty one with a single axis, which torch joins with all others, gets their axes."""
+    like = next((tensor for tensor in tensors if tuple(tensor.shape) != (0,)), None)
+    if like is None or like.dim() == 1:
+        return list(tensors)
+    shape = list(like.shape)
+    shape[dim] = 0
+    return [tensor.reshape(shape) if tuple(tensor.shape) == (0,) else tensor for tensor in tensors]
 
 
 @rule("split", "chunk", "tensor_split", "unbind", "narrow", "select", "flip", "roll", "split_with_sizes")
@@ -174,19 +203,36 @@ def gather(function: Function, args: Arguments, kwargs: Options) -> Any:
 def get_item(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
-    tensors = [i for i in index if isinstance(i, (Tensor, list))]
-    if not isinstance(x, TrialTensor) or any(isinstance(i, TrialTensor) for i in tensors) or len(tensors) > 1:
-        return _indexed_by_trials(x, index)
+    if not isinstance(x, TrialTensor) or not _is_simple(index):
+        return _indexed_by_trials(function, x, args[1])
     return TrialTensor(x.stacked[(slice(None), *index)], x.trials)
 
 
-def _indexed_by_trials(x: Tensor, index: tuple[Any, ...]) -> Any:
-    if any(isinstance(i, TrialTensor) and i.dtype == torch.bool for i in index):
+def _is_simple(index: tuple[Any, ...]) -> bool:
+    """Whether the axes of an index by slices, numbers and at most one tensor stay in their places.
+
+    Several tensors make one axis, which goes first where they stand apart: in front of the trials.
+    """
+    plain = (int, slice, type(None), type(...), torch.SymInt)
+    others = [part for part in index if isinstance(part, bool) or not isinstance(part, plain)]
+    return len(others) < 2 and all(_is_one_index(part) for part in others)
+
+
+def _is_one_index(part: Any) -> bool:
+    if isinstance(part, list):
+        return all(isinstance(number, int) and not isinstance(number, bool) for number in part)
+    return isinstance(part, Tensor) and not isinstance(part, TrialTensor) and part.dim() > 0
+
+
+def _indexed_by_trials(function: Function, x: Tensor, index: Any) -> Any:
+    trials = trials_of(x, index)
+    masks = [i for i in leaves(index) if isinstance(i, TrialTensor) and i.dtype in (torch.bool, torch.uint8)]
+    if masks and trials.count > 1:
         raise FusionError(
             f"{user_line()}\n  picks elements by a mask, as many as the mask has; trials may differ in that; "
             f"use torch.where or masked_fill"
         )
-    return vmap_rule(torch.Tensor.__getitem__, (x, index), {})
+    return (loop if masks else vmap_rule)(function, (x, index), {})
 
 
 @rule("__setitem__")
@@ -195,17 +241,30 @@ def set_item(function: Function, args: Arguments, kwargs: Options) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     mask = index[0] if len(index) == 1 and isinstance(index[0], TrialTensor) else None
     if not isinstance(x, TrialTensor):
-        return vmap_rule(function, args, kwargs)
-    if mask is not None and mask.dtype == torch.bool:
+        refuse_shared_target(function, args)
+    if (
+        mask is not None
+        and mask.dtype == torch.bool
+        and (x.trials.count > 1 or not isinstance(value, Tensor))
+    ):
+        if isinstance(value, Tensor) and value.numel() > 1 and value.dim() > x.dim() - mask.dim():
+            _refuse_many_values()
         # As many values as the mask has elements cannot be told apart by trial; one value for all can.
         x.copy_(torch.where(_mask_like(mask, x), value, x))
         return None
-    if any(isinstance(i, TrialTensor) for i in index):
-        return vmap_rule(function, args, kwargs)
+    if not _is_simple(index):
+        return loop(function, args, kwargs)
     target = x.stacked[(slice(None), *index)]
     new = place(value, target.dim() - 1, x) if isinstance(value, TrialTensor) else value
     x.stacked[(slice(None), *index)] = new
     return None
+
+
+def _refuse_many_values() -> None:
+    raise FusionError(
+        f"{user_line()}\n  writes as many values as a mask has elements; trials may differ in that; use "
+        f"torch.where, or x[mask] = one number"
+    )
 
 
 def _mask_like(mask: TrialTensor, x: TrialTensor) -> Tensor:
