@@ -19,6 +19,7 @@ from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts
 from plait.runtime.checkpoint import Checkpoint
 from plait.runtime.evaluate import as_arguments
+from plait.runtime.loss_scale import LossScale
 from plait.runtime.optim import build_optimizer
 from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
@@ -83,6 +84,7 @@ def open_pipeline(
             settings.clip_norm,
             settings.topology,
             SlowDown(settings.slow, worker.rank, settings.seed).slowed,
+            loss_scale=LossScale(parts.scaler) if parts.scaler.is_enabled() else None,
         ),
     )
     pipeline.clock_offset_s = clock_offset(worker.rank, hosts)

@@ -26,6 +26,7 @@ from plait.runtime.agreement import find_stages, first_held, make_agreements, re
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.checkpoint import optimizer_state
 from plait.runtime.evaluate import evaluation_mode
+from plait.runtime.loss_scale import LossScale
 from plait.runtime.spans import Span
 from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.runtime.tied import make_tied
@@ -76,6 +77,8 @@ class Parts:
     make_stage: Callable[[TracedModel, Sequence[str]], Stage] = cut
     # Those of the host, which its workers share.
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    # For fp16, under schedules that drain.
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ class Pipeline:
                 parts.autocast,
                 recompute=number in arrangement.recompute,
                 split=arrangement.schedule is Schedule.ZERO_BUBBLE,
+                scale=parts.loss_scale,
             )
             self._held[number] = _Held(
                 runner,
@@ -389,11 +393,15 @@ class Pipeline:
         """Agree with the other holders of this worker's parameters and write their next version."""
         start = time.time()
         self._updates.agree(updates, work)
-        if self._parts.clip_norm is not None:
+        is_finite = self._unscale()
+        if self._parts.clip_norm is not None and is_finite:
             self._updates.clip(updates, self._parts.clip_norm, self._parts.device)
         if self.before_update is not None:
             self.before_update()
-        self._updates.write(updates)
+        if is_finite:
+            self._updates.write(updates)
+        else:
+            self._updates.leave_out(updates)
         if self.after_update is not None:
             self.after_update()
         for update in updates:
@@ -402,6 +410,13 @@ class Pipeline:
                 held.landing.land()
                 held.landing = None
             self._note(update, start)
+
+    def _unscale(self) -> bool:
+        """Take the loss scale out of the gradients, if there is one; whether all workers have finite ones."""
+        if self._parts.loss_scale is None:
+            return True
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return self._parts.loss_scale.unscale(grads, self._parts.device)
 
     def evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
         """Send `microbatches` of this pipeline forward; the last stage hands outputs to `measure`."""

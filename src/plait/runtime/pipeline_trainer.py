@@ -45,8 +45,17 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
             f"worker{'s' if workers > 1 else ''}; "
             f"use -np {plan.devices_used}, or plan for {workers}"
         )
-    if settings.precision == "fp16":
-        raise JobError("precision: found 'fp16', which pipelines cannot scale; use bf16 or float32")
+    if settings.precision == "fp16" and not (
+        plan.schedule.synchronous and settings.sync.kind == "all-reduce"
+    ):
+        what = (
+            f"sync {settings.sync.kind}" if plan.schedule.synchronous else f"schedule {plan.schedule.value}"
+        )
+        raise JobError(
+            f"precision: found 'fp16', whose loss scale all stages must agree on, with {what}, under which "
+            f"they update apart; use bf16 or float32, or sync all-reduce and schedule flush, gpipe or "
+            f"zero-bubble"
+        )
     if settings.accumulate > 1:
         raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
     wrong = [stage for stage in settings.pipeline.recompute if not 0 <= stage < len(plan.stages)]

@@ -251,6 +251,7 @@ def _schedule(settings: TrainSettings, wish: PlanWish) -> Schedule:
     if wish.plan == "model-parallel":
         return Schedule.NONE
     needs_batches = settings.clip_norm is not None or settings.sync.kind != "all-reduce"
+    needs_batches = needs_batches or settings.precision == "fp16"
     open_ = wish.plan == "auto" and not wish.vertical_sync
     return Schedule.FLUSH if needs_batches and open_ else Schedule.STASH
 

@@ -17,6 +17,7 @@ from plait.cluster.messages import Message
 from plait.profiler.traced import TracedModel
 from plait.runtime.evaluate import telling_of_types
 from plait.runtime.loading import seed_all
+from plait.runtime.loss_scale import LossScale
 from plait.stages.cut import Stage
 from plait.stages.deferred import DeferWeights
 from plait.stages.versions import WeightVersions
@@ -80,6 +81,7 @@ class StageRunner:
 
     It is None but for the last stage. Without `versions` the module's own parameters are used; where there
     are several, each has some of them. With `split` a backward leaves the weights' gradients for later.
+    Backward starts from `scale` times the loss, where there is one.
     """
 
     stage: Stage
@@ -88,6 +90,7 @@ class StageRunner:
     autocast: Autocast
     recompute: bool = False
     split: bool = False
+    scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         self._written: list[Tensor] | None = None
@@ -112,7 +115,8 @@ class StageRunner:
         if self.recompute:
             self._run_again(flight)
         if flight.loss is not None:
-            flight.loss.backward()
+            whole = None if self.scale is None else torch.full_like(flight.loss, self.scale.value)
+            flight.loss.backward(whole)
         else:
             pairs = [(flight.edges[name], grad) for name, grad in grads.items() if name in flight.edges]
             if pairs:

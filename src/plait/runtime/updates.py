@@ -125,6 +125,11 @@ class Updates:
             self._optimizer.step()
         self._agreements[stage].clear()
 
+    def leave_out(self, updates: Sequence[Update]) -> None:
+        """Forget the gradients, and leave the weights as they are; pipelines drain at updates."""
+        assert not self._versions
+        self._agreements[updates[-1].stage].clear()
+
     def finish(self, work: Rounds) -> None:
         """Let the modules hold the newest weights, as version 0; nothing is in flight."""
         for each in {id(each): each for own in self._tied.values() for each in own}.values():

@@ -1,0 +1,47 @@
+"""The loss scale of a pipeline in fp16: one for all stages, which leave out the same updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class LossScale:
+    """What losses are multiplied by, so that small gradients live in fp16, on one worker of a pipeline.
+
+    Its rule and its state are those of `scaler`, which checkpoints hold: an update whose gradients overflow
+    in any stage is left out in all, and the scale is backed off; after many good ones it grows.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self.value: float = scaler.get_scale()
+        self._good_updates = int(scaler.state_dict().get("_growth_tracker", 0))
+
+    def unscale(self, grads: Sequence[Tensor], device: torch.device) -> bool:
+        """Divide gradients by the scale, then change it; whether all stages have finite ones.
+
+        All workers call it together, once an update.
+        """
+        overflow = torch.zeros(1, device=device)
+        if grads:
+            inverse = torch.full((1,), 1.0 / self.value, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(list(grads), overflow, inverse)
+        dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        is_finite = not bool(overflow.item())
+        self._change(is_finite)
+        return is_finite
+
+    def _change(self, is_finite: bool) -> None:
+        scaler = self._scaler
+        self._good_updates = self._good_updates + 1 if is_finite else 0
+        if not is_finite:
+            self.value *= scaler.get_backoff_factor()
+        elif self._good_updates == scaler.get_growth_interval():
+            self.value *= scaler.get_growth_factor()
+            self._good_updates = 0
+        state = {**scaler.state_dict(), "scale": self.value, "_growth_tracker": self._good_updates}
+        scaler.load_state_dict(state)
