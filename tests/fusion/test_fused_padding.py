@@ -151,5 +151,87 @@ def test_counts_that_do_not_fit_are_refused():
     with pytest.raises(FusionError, match=r"found \[0, 2\] rows"), fused.padded([0, 2]):
         pass
     flat = fuse([nn.Sequential(nn.Flatten(0, 1), nn.Unflatten(0, (3, -1)), nn.BatchNorm1d(8))] * 2)
-    with flat.padded([4, 2]), pytest.raises(FusionError, match="mixes 3 rows"):
+    with flat.padded([4, 2]), pytest.raises(FusionError, match="the batch is not its first axis"):
         flat(torch.randn(2, 4, 6, 8))
+
+
+class TimeMajor(nn.Module):
+    """The batch is the second axis inside: (time, batch, channels)."""
+
+    def __init__(self, inside, first=nn.Identity) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout(0.5)
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(self, self.layer(x).transpose(0, 1))
+
+
+def padded_pair(make, counts=(2, 4), times=5):
+    """What trial 0 computes beside a trial with a larger batch, and what it computes alone."""
+    torch.manual_seed(0)
+    models = [make().double() for _ in range(2)]
+    fused, lone = fuse(models, seeds=[1, 2]), fuse(models[:1], seeds=[1])
+    x = torch.randn(2, max(counts), times, 3).double()
+    with fused.padded(counts):
+        return fused(x)[0, : counts[0]], lone(x[:1, : counts[0]])[0]
+
+
+# As many times as rows: the sizes do not tell which axis is which.
+@pytest.mark.parametrize("times", [5, 4])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda m, y: m.drop(y),
+        lambda m, y: nn.functional.dropout1d(y.transpose(1, 2), 0.5).transpose(1, 2),
+        lambda m, y: y * torch.rand_like(y),
+        lambda m, y: m.drop(y.unsqueeze(2)).squeeze(2),
+        lambda m, y: m.drop(y.reshape(y.shape[0], -1)).view(y.shape),
+    ],
+)
+def test_a_time_major_model_draws_as_it_does_alone(draw, times):
+    found, expected = padded_pair(lambda: TimeMajor(lambda m, y: draw(m, y).transpose(0, 1)), times=times)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("times", [5, 4])
+def test_a_norm_over_rows_that_are_not_outermost_is_refused(times):
+    def inside(m, y):
+        return m.norm(y.reshape(-1, 3)).view(y.shape).transpose(0, 1)
+
+    with pytest.raises(FusionError, match="batch_norm mixes the rows"):
+        padded_pair(lambda: TimeMajor(inside), times=times)
+
+
+def test_a_time_major_model_may_come_back_to_its_rows():
+    found, expected = padded_pair(lambda: TimeMajor(lambda m, y: m.norm(y[-1]) + m.norm(y.mean(0))))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_loss_over_time_major_rows_is_refused_also_after_the_forward():
+    fused = fuse([TimeMajor(lambda m, y: y.reshape(-1, 3)).double() for _ in range(2)])
+    with fused.padded([2, 4]):
+        out = fused(torch.randn(2, 4, 5, 3).double())
+        with pytest.raises(FusionError, match="mse_loss mixes the rows"):
+            fused.map(F.mse_loss, out, torch.randn(2, 20, 3).double())
+
+
+def test_class_weights_as_long_as_the_batch_are_no_rows():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+            self.register_buffer("weights", torch.rand(4))
+
+        def forward(self, x, y):
+            return F.multi_margin_loss(self.layer(x), y, weight=self.weights)
+
+    torch.manual_seed(0)
+    models = [Weighted().double() for _ in range(2)]
+    x, y = torch.randn(2, 4, 3).double(), torch.randint(0, 4, (2, 4))
+    fused = fuse(models)
+    with fused.padded([2, 4]):
+        found = fused(x, y)
+    assert found[0].item() == pytest.approx(models[0](x[0, :2], y[0, :2]).item(), abs=1e-12)

@@ -169,10 +169,8 @@ def loop(function: Function, args: Arguments, kwargs: Options, rows: Rows | None
     """The function for one trial after another, the outcomes stacked; with `rows`, on each one's own rows."""
     trials = trials_of(args, kwargs)
     with without_draws(function):
-        outcomes = [
-            function(*one_trial(args, trial, rows), **one_trial(kwargs, trial, rows))
-            for trial in range(trials.count)
-        ]
+        calls = [one_trial((args, kwargs), trial, rows) for trial in range(trials.count)]
+        outcomes = [function(*own_args, **own_kwargs) for own_args, own_kwargs in calls]
     if any(isinstance(leaf, TrialTensor) for leaf in leaves(outcomes)):
         refuse_random(function, args, kwargs)
     return args[0] if is_in_place(function) else stack_outcomes(outcomes, trials)
@@ -196,11 +194,15 @@ def refuse_shared_target(function: Function, args: Arguments) -> None:
 
 def one_trial(values: Any, trial: int, rows: Rows | None = None) -> Any:
     """`values` as one trial sees them: its slice of each trial tensor, its value of each hyperparameter."""
+    # Beside tensors that are known to have rows, one that is not has none: class weights, say.
+    known = rows is not None and any(
+        isinstance(x, TrialTensor) and x.rows_at is not None for x in leaves(values)
+    )
 
     def pick(value: Any) -> Any:
         if isinstance(value, TrialTensor):
             own = value.stacked[trial]
-            return own if rows is None else rows.cut(own, trial)
+            return own if rows is None or (known and value.rows_at is None) else rows.cut(own, trial)
         return value.of(trial) if isinstance(value, PerTrial) else value
 
     return pytree.tree_map(pick, values)

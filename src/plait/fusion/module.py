@@ -216,10 +216,18 @@ class FusedModule(nn.Module):
                 f"fused module: found an input of shape {tuple(value.shape)}, expected the trials axis "
                 f"first: ({self.trials}, ...); wrap what all trials share as plait.fusion.Shared(x)"
             )
-        return TrialTensor(value, self._trials)
+        entered = TrialTensor(value, self._trials)
+        entered.rows_at = getattr(value, "plait_rows_at", 0)
+        return entered
 
     def _leave(self, value: Any) -> Any:
-        return unwrap(value, self._trials) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        left = unwrap(value, self._trials)
+        if isinstance(value, TrialTensor) and value.rows_at and self._trials.rows is not None:
+            # A loss that gets this tensor later must know that its rows are not outermost.
+            left.plait_rows_at = value.rows_at  # type: ignore[attr-defined]
+        return left
 
     def split(self) -> list[nn.Module]:
         """The trials as ordinary modules, which share no memory with this one."""

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 
+# Whether any batch of this process was padded: elsewhere nobody follows where rows lie.
+used = False
+
 
 class Rows:
     """How many of the batch's rows are a trial's own; the rest of the `length` rows is padding at the end."""
@@ -19,6 +22,8 @@ class Rows:
             raise FusionError(
                 f"padded: found {list(counts)} rows for a batch of {length}, expected 1 to {length} a trial"
             )
+        global used
+        used = True
         self.counts = tuple(counts)
         self.length = length
         self._masks: dict[tuple[int, torch.device], Tensor] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plait.fusion import aliases
+from plait.fusion import aliases, padding
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.padding import Rows
 from plait.fusion.pending import PendingNorm
@@ -54,6 +54,8 @@ class TrialTensor(torch.Tensor):
     pending: PendingNorm | None
     # Whether this is a view with its axes in another order, as a lone model's tensor then is too.
     turned: bool = False
+    # On which axis the rows of a padded batch lie; None where it has none, or nobody knows.
+    rows_at: int | None = None
     _stacked: Tensor | None
 
     @staticmethod
@@ -106,6 +108,10 @@ class TrialTensor(torch.Tensor):
             outcome = recover(rule, func, args, kwargs, failure)
         if before is not None and before != _version(args):
             aliases.repeat_writes(args[0].stacked)
+        if padding.used:
+            from plait.fusion.rows import follow
+
+            follow(func, args, kwargs, outcome)
         return outcome
 
     @classmethod

@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.fusion.fallback import vmap_rule
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
+from plait.fusion.rows import require_rows_first
 from plait.fusion.rules.dropout import drop
 from plait.fusion.rules.elementwise import place
 from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
@@ -40,6 +41,7 @@ def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
     query, key, value = (unwrap(part, trials) for part in parts)
     mask = _mask(given["attn_mask"], query, dims, trials)
     if drops:
+        require_rows_first("dropout of attention", parts)
         return wrap(_with_dropout(query, key, value, mask, given, trials), trials)
     options = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
     if dims == 3:

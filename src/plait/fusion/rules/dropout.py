@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
 from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
+from plait.fusion.rows import MIXED, require_rows_first
 from plait.fusion.tensor import Trials, TrialTensor
 
 _NAMES = "input p training inplace"
@@ -25,10 +27,43 @@ def chance_of(p: float) -> float | tuple[float, ...]:
     return p.values if isinstance(p, PerTrial) else float(p)
 
 
-def drop(inner: Tensor, p: float, trials: Trials, shape: tuple[int, ...] | None = None) -> Tensor:
-    """`inner` with elements, or whole slices where `shape` has ones, dropped per trial."""
-    noise = streams_of(trials).keep(shape or tuple(inner.shape[1:]), chance_of(p), inner.dtype)
-    return inner * noise
+def drop(inner: Tensor, p: float, trials: Trials) -> Tensor:
+    """`inner`, with its batch first, with elements dropped per trial."""
+    return inner * streams_of(trials).keep(tuple(inner.shape[1:]), chance_of(p), inner.dtype)
+
+
+# What draws numbers of a shape from streams: (trials, *shape).
+Draw = Callable[[Streams, tuple[int, ...]], Tensor]
+
+
+def drawn(x: TrialTensor, shape: tuple[int, ...], draw: Draw, each: Sequence[Draw] | None = None) -> Tensor:
+    """Numbers for `x`: (trials, *shape). Each trial of a padded batch gets those that it draws alone.
+
+    Numbers come in the order of elements, so padding rows that lie behind a trial's own disturb nobody.
+    Where the batch is not the first axis, each trial draws for its own rows; `each` holds its own draws.
+    """
+    rows, at, streams = x.trials.rows, x.rows_at, streams_of(x.trials)
+    if rows is None or not at or shape[at] == 1:
+        return draw(streams, shape)
+    if at == MIXED:
+        require_rows_first("a random draw", x)
+    singles = [streams.of_trial(number) for number in range(x.trials.count)]
+    parts = []
+    for number, single in enumerate(singles):
+        own = rows.counts[number] * rows.times(shape[at])
+        part = (draw if each is None else each[number])(single, (*shape[:at], own, *shape[at + 1 :]))
+        index = torch.arange(shape[at], device=part.device).clamp(max=own - 1)
+        parts.append(part.index_select(at + 1, index))
+    streams.follow(singles)
+    return torch.cat(parts)
+
+
+def keep(x: TrialTensor, p: float, shape: tuple[int, ...]) -> Tensor:
+    """1 / (1 - p) for what is kept and 0 for what is dropped: elements, or slices where `shape` is 1."""
+    kind = x.stacked.dtype
+    chances = p.values if isinstance(p, PerTrial) else (float(p),) * x.trials.count
+    each = [lambda streams, own, q=q: streams.keep(own, q, kind) for q in chances]
+    return drawn(x, shape, lambda streams, own: streams.keep(own, chance_of(p), kind), each)
 
 
 @takes_per_trial
@@ -37,7 +72,7 @@ def dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, p, active = _given(args, kwargs)
     if not active:
         return x
-    return _put(x, drop(x.stacked, p, x.trials), args, kwargs)
+    return _put(x, x.stacked * keep(x, p, tuple(x.shape)), args, kwargs)
 
 
 @takes_per_trial
@@ -47,7 +82,7 @@ def feature_dropout(function: Function, args: Arguments, kwargs: Options) -> Any
     x, p, active = _given(args, kwargs)
     if not active:
         return x
-    return _put(x, drop(x.stacked, p, x.trials, _channels(function, x)), args, kwargs)
+    return _put(x, x.stacked * keep(x, p, _channels(function, x)), args, kwargs)
 
 
 def _channels(function: Function, x: Tensor) -> tuple[int, ...]:
@@ -73,7 +108,7 @@ def alpha_dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
     front = (len(values),) + (1,) * x.dim()
     scale = on_device(tuple(scales), x.dtype, x.device).view(front)
     chance = on_device(values, x.dtype, x.device).view(front)
-    kept = streams_of(x.trials).keep(shape, chance_of(p), x.dtype) > 0
+    kept = keep(x, p, shape) > 0
     dropped = torch.where(kept, x.stacked, low) * scale - low * chance * scale
     return _put(x, dropped, args, kwargs)
 
@@ -97,6 +132,6 @@ def _put(x: TrialTensor, outcome: Tensor, args: Arguments, kwargs: Options) -> T
 def random_like(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = args[0]
     kind = kwargs.get("dtype") or x.dtype
-    streams = streams_of(x.trials)
-    draw = streams.uniform if function.__name__ == "rand_like" else streams.normal
-    return TrialTensor(draw(tuple(x.shape), kind), x.trials)
+    name = "uniform" if function.__name__ == "rand_like" else "normal"
+    numbers = drawn(x, tuple(x.shape), lambda streams, shape: getattr(streams, name)(shape, kind))
+    return TrialTensor(numbers, x.trials)

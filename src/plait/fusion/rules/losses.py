@@ -22,6 +22,7 @@ from plait.fusion.registry import (
     rule,
     takes_per_trial,
 )
+from plait.fusion.rows import require_rows_first
 from plait.fusion.rules.elementwise import place
 from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 
@@ -76,11 +77,13 @@ def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
     _check_targets("cross_entropy", logits, target)
     if target.is_floating_point() or given.get("size_average") is not None or given.get("reduce") is not None:
         rows = trials_of(logits, target).rows
+        require_rows_first("cross_entropy", logits, target)
         return (
             vmap_rule(F.cross_entropy, args, kwargs) if rows is None else loop(function, args, kwargs, rows)
         )
     trials = trials_of(logits, target)
     if trials.rows is not None:
+        require_rows_first("cross_entropy", logits, target)
         target = _without_padding(target, given["ignore_index"], trials)
     plain = given["weight"] is None and not isinstance(given["label_smoothing"], PerTrial)
     if plain and given["label_smoothing"] == 0 and logits.dim() == 2:
@@ -231,7 +234,10 @@ def _over_own_rows(usual: Rule) -> Rule:
 
     def loss(function: Function, args: Arguments, kwargs: Options) -> Any:
         rows = trials_of(args, kwargs).rows
-        return usual(function, args, kwargs) if rows is None else loop(function, args, kwargs, rows)
+        if rows is None:
+            return usual(function, args, kwargs)
+        require_rows_first(function.__name__, args, kwargs)
+        return loop(function, args, kwargs, rows)
 
     return takes_per_trial(loss) if usual in PER_TRIAL_RULES else loss
 

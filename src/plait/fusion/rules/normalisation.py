@@ -15,6 +15,7 @@ from plait.fusion.padding import masked_norm, numbers
 from plait.fusion.pending import PendingNorm
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
+from plait.fusion.rows import require_rows_first
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import place
 from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
@@ -42,6 +43,7 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     trials = trials_of(*given.values())
     inner = unwrap(given["input"], trials)
     if trials.rows is not None and given["training"]:
+        require_rows_first("batch_norm", given["input"])
         return _padded_norm(inner, given, trials)
     writes = given["training"] and not _can_write(given)
     if writes or isinstance(given["momentum"], PerTrial) or isinstance(given["eps"], PerTrial):
