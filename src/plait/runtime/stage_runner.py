@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.cluster.messages import Message
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced import TracedModel, Value
 from plait.runtime.evaluate import telling_of_types
 from plait.runtime.loading import seed_all
+from plait.runtime.module_memory import ModuleMemory, Remembered
 from plait.stages.cut import Stage
 from plait.stages.deferred import DeferWeights
 from plait.stages.versions import WeightVersions
@@ -43,6 +44,8 @@ class Flight:
     edges: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     deferred: DeferWeights | None = None
+    # What the stage's modules held before a forward that is computed again.
+    before: Remembered | None = None
     messages: list[Message] = field(default_factory=list)
 
     def let_go_of_outputs(self) -> None:
@@ -86,24 +89,28 @@ class StageRunner:
     autocast: Autocast
     recompute: bool = False
     split: bool = False
+    # Sets where random numbers start, from the number of a flight.
+    seed: Callable[[int], None] = seed_all
 
     def __post_init__(self) -> None:
-        self._written: list[Tensor] | None = None
+        self._memory = ModuleMemory(self.stage.module)
 
     def forward(self, flight: Flight) -> None:
         """Fill the flight's outputs, and its loss where this is the last stage."""
         for weights, version in zip(self.versions, flight.versions):
             weights.use(version)
         if self.recompute:
-            with torch.no_grad(), self._noting_written_buffers():
+            flight.before = self._memory.capture()
+            with torch.no_grad():
                 self._run(flight)
+            self._memory.note_written(flight.before)
         else:
             self._run(flight)
 
     def evaluate(self, flight: Flight) -> None:
-        """As `forward` of a microbatch that never goes backward, in the module's present mode."""
+        """As `forward` of a microbatch that never goes backward, with the module in evaluation mode."""
         with torch.no_grad(), self.autocast():
-            flight.outputs = self._call(flight)
+            flight.outputs = self._call(flight, self.stage.evaluation_inputs, self.stage.evaluation_outputs)
 
     def backward(self, flight: Flight, grads: Mapping[str, Tensor]) -> None:
         """Leave gradients on the flight's inputs and on the weights; `grads` are those of the outputs."""
@@ -146,39 +153,29 @@ class StageRunner:
 
     def _run(self, flight: Flight) -> None:
         # Dropout draws the same whenever, wherever and how often this microbatch runs.
-        seed_all(flight.seed)
+        self.seed(flight.seed)
         defer = DeferWeights() if self.split else None
         with self.autocast(), defer or contextlib.nullcontext():
-            flight.outputs = self._call(flight)
+            flight.outputs = self._call(flight, self.stage.inputs, self.stage.outputs)
             if self.loss_of is not None:
                 loss = self.loss_of({**flight.inputs, **flight.outputs}, flight.target)
                 flight.loss = loss if flight.weight == 1.0 else loss * flight.weight
         flight.deferred = defer
 
-    def _call(self, flight: Flight) -> dict[str, Tensor]:
-        inputs = tuple(flight.inputs[value.name] for value in self.stage.inputs)
+    def _call(self, flight: Flight, taken: Sequence[Value], returned: Sequence[Value]) -> dict[str, Tensor]:
+        inputs = tuple(flight.inputs[value.name] for value in taken)
         with telling_of_types(self.stage.module, inputs):
             given = self.stage.module(*inputs)
-        return {value.name: tensor for value, tensor in zip(self.stage.outputs, given)}
+        return {value.name: tensor for value, tensor in zip(returned, given)}
 
     def _run_again(self, flight: Flight) -> None:
-        """Forward with gradients this time; what it writes to buffers was written before."""
+        """Forward with gradients this time, from the state that its first forward met; that of now stays."""
         for weights, version in zip(self.versions, flight.versions):
             weights.put(version)
-        kept = [buffer.clone() for buffer in self._written or ()]
+        assert flight.before is not None
+        now = self._memory.capture(copies=False)
+        self._memory.put(flight.before)
         self._run(flight)
         flight.let_go_of_outputs()
-        for buffer, before in zip(self._written or (), kept):
-            # The graph holds the buffer, though it does not read it: this write is none to autograd.
-            buffer.data.copy_(before)
-
-    @contextlib.contextmanager
-    def _noting_written_buffers(self) -> Iterator[None]:
-        """Find out, the first time, which buffers a forward writes (running statistics)."""
-        if self._written is not None:
-            yield
-            return
-        # Autograd counts no version for batch normalisation's writes: only the values tell.
-        before = [(buffer, buffer.clone()) for buffer in self.stage.module.buffers()]
-        yield
-        self._written = [buffer for buffer, value in before if not torch.equal(buffer, value)]
+        self._memory.put(now)
+        flight.before = None
