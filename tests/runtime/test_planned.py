@@ -222,13 +222,13 @@ def train_rank(rank: int, settings: TrainSettings, folder: Path, opening_s: floa
     parts = build.build(settings, torch.device("cpu"))
     size = dist.get_world_size()
     worker: Any = TestWorker(rank, size)
-    trace = pipeline_trainer.trace_parts
+    prepare = pipeline_trainer.prepare_together
 
-    def slow_trace(*arguments: Any) -> Any:
+    def slow_prepare(*arguments: Any) -> Any:
         time.sleep(opening_s)
-        return trace(*arguments)
+        return prepare(*arguments)
 
-    pipeline_trainer.trace_parts = slow_trace
+    pipeline_trainer.prepare_together = slow_prepare
     trainer = pipeline_trainer.PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size)
     return trainer.run(resume=False)
 

@@ -118,6 +118,9 @@ def result_table(result: Mapping[str, Any]) -> Table:
         f"{show_rate(result['samples_per_s'])} samples/s on {result['workers']} x {result['device']}",
     )
     table.add_row("time", show_seconds(result["seconds"]))
+    if "verified_s" in result:
+        found = "stages compute what the plain model computes"
+        table.add_row("verified", f"{found} (checked in {show_seconds(result['verified_s'])})")
     return table
 
 

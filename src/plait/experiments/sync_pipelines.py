@@ -26,7 +26,7 @@ from plait.profiler.trace import trace
 from plait.runtime import build
 from plait.runtime.arrangement import Arrangement, one_batch
 from plait.runtime.column import Column, ColumnWork
-from plait.runtime.open_pipeline import open_pipeline, trace_parts
+from plait.runtime.open_pipeline import open_pipeline, prepare_pipeline
 from plait.runtime.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings
 
 STAGES = 2
@@ -117,8 +117,9 @@ def _arrangement(count: int) -> Arrangement:
 def _together(worker: Worker, settings: TrainSettings, arrangement: Arrangement, seconds: float) -> float:
     """Batches a second of this worker's pipeline, where all sum gradients after each."""
     parts = build.build(settings, torch.device("cpu"))
-    traced, hosts = trace_parts(settings, parts), [worker.host] * worker.world_size
-    channels, pipeline = open_pipeline(worker, settings, parts, traced, arrangement, hosts)
+    hosts = [worker.host] * worker.world_size
+    found, arrangement = prepare_pipeline(settings, parts, arrangement, verify=False)
+    channels, pipeline = open_pipeline(worker, settings, parts, found.traced, arrangement, hosts)
 
     def update() -> None:
         work = ColumnWork([1] * MICROBATCHES, (0,), _contents())

@@ -40,9 +40,16 @@ class DeviceArgument:
     """Stands in a call's arguments for the device that the layer runs on."""
 
 
-@dataclass(frozen=True)
-class TrainingArgument:
-    """Stands in a call's arguments for the module's own `training` flag."""
+def can_be_lowered(item: Any) -> bool:
+    """Whether `lower` keeps all of `item`: tensors and plain values in tuples, lists and dicts."""
+    if type(item) in (tuple, list, torch.Size):
+        return all(can_be_lowered(part) for part in item)
+    if type(item) is dict:
+        return all(can_be_lowered(part) for part in item.values())
+    if isinstance(item, slice):
+        return all(can_be_lowered(part) for part in (item.start, item.stop, item.step))
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.device, np.generic)
+    return isinstance(item, (Tensor, *PLAIN, *symbols))
 
 
 def lower(item: Any, node_of: Callable[[Tensor], fx.Node], meta: dict[str, Any]) -> Any:

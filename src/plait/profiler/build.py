@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.profiler.failures import TraceError
 from plait.profiler.source import Source, indent, write_source
 from plait.profiler.traced import Boundary, Layer, TracedModel
 
@@ -17,19 +19,31 @@ from plait.profiler.traced import Boundary, Layer, TracedModel
 class LayersModule(nn.Module):
     """Some layers of a model: takes the values that enter them, returns a tuple of those that leave.
 
-    Its parameters, buffers and modules are the original's own objects, under their original names.
+    Its parameters, buffers and modules are the original's own objects, under their original names. In
+    evaluation mode it computes `evaluation`, where that is given; a text instead says why it cannot.
     """
 
-    def __init__(self, source: Source, attributes: Iterable[tuple[str, Any, bool]], name: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        attributes: Iterable[tuple[str, Any, bool]],
+        name: str,
+        evaluation: Source | str | None = None,
+    ) -> None:
         super().__init__()
         attributes = list(attributes)
         numbered = {path.rpartition(".")[0] for path in _paths(attributes) if _is_number(path)}
         for path, item, persistent in attributes:
             _attach(self, path, item, persistent, numbered)
-        self._compute = _compile(source, name)
+        self._compute = self._evaluate = _compile(source, name)
+        self._no_evaluation = evaluation if isinstance(evaluation, str) else None
+        if isinstance(evaluation, Source):
+            self._evaluate = _compile(evaluation, f"{name}, evaluation")
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        result: tuple[Tensor, ...] = self._compute(self, *inputs)
+        if not self.training and self._no_evaluation is not None:
+            raise TraceError(f"the model cannot be evaluated in stages: {self._no_evaluation}")
+        result: tuple[Tensor, ...] = (self._compute if self.training else self._evaluate)(self, *inputs)
         return result
 
 
@@ -39,9 +53,28 @@ def build(
     """`layers` as one module over the model's own parameters; see `write_source` for `own_inputs`."""
     source = write_source(traced, layers, boundary, own_inputs)
     name = layers[0].id if len(layers) == 1 else f"{layers[0].id} to {layers[-1].id}"
-    module = LayersModule(source, attributes_of(traced, layers), name)
+    attributes = {path: (item, persistent) for path, item, persistent in attributes_of(traced, layers)}
+    evaluation: Source | str | None = traced.no_evaluation
+    if traced.evaluation is not None:
+        other, own = replace(traced.evaluation, model=traced.model), traced.evaluated_with(_ids(layers))
+        evaluation = write_source(other, own, other.boundary(own), own_inputs)
+        for path, item, persistent in attributes_of(other, own):
+            attributes.setdefault(path, (item, persistent))
+    modules = [path for path, (item, _) in attributes.items() if isinstance(item, nn.Module)]
+    inside = tuple(f"{path}." for path in modules)
+    module = LayersModule(
+        source,
+        # What is part of a module comes with it.
+        [(path, *item) for path, item in attributes.items() if not path.startswith(inside)],
+        name,
+        evaluation,
+    )
     module.training = traced.model.training  # and of its parts, each keeps its own mode
     return module
+
+
+def _ids(layers: Iterable[Layer]) -> list[str]:
+    return [layer.id for layer in layers]
 
 
 def attributes_of(traced: TracedModel, layers: Iterable[Layer]) -> Iterator[tuple[str, Any, bool]]:

@@ -162,7 +162,7 @@ def profile_model(
     loss = _scalar_loss(loss) if loss is not None else default_loss
     with _at_home(model, device) as place:
         arguments = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), arguments)
-        traced = trace(model, arguments)
+        traced = trace(model, arguments, evaluation=False)
         session = _Session(traced, arguments, loss, place)
         if place.type == "cuda":
             session.measure()  # what libraries set aside once would count for the layer that asks first

@@ -1,29 +1,34 @@
 """Recording: a model runs once on tensors without values, and every torch call it makes is written down.
 
-A torch.nn module is one call, run later by the module itself, so that dropout, BatchNorm, fused LSTMs,
-hooks and train/eval behave as they always do. Between modules the recorder sees torch functions as the
-model's source calls them. torch.export, the alternative, would lower everything to aten operations with
-the training flag and the device written in, and drop the backward of a torch.autograd.Function.
+A torch.nn module is one call, run later by the module itself, so that dropout, BatchNorm, fused LSTMs and
+hooks behave as they always do, and so is each of the user's own modules that stays whole. Between modules the
+recorder sees torch functions as the model's source calls them. torch.export, the alternative, would lower
+everything to aten operations with the device written in, and drop the backward of a torch.autograd.Function.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from plait.profiler.arguments import TrainingArgument, leaves, lower
-from plait.profiler.failures import current_line, refusal
-from plait.profiler.symbols import recurrent_shapes, shape_of
+from plait.profiler.arguments import can_be_lowered, leaves, lower
+from plait.profiler.failures import SourceLine, current_line, refusal
+from plait.profiler.symbols import Sizes, recurrent_shapes, shape_of
 
 # torch.nn modules that only arrange others: the layers are inside.
 CONTAINERS = (
@@ -43,6 +48,38 @@ _WRITING_OPERATORS = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's code stands, which is the same in every trace of the model.
+
+    `path` and `call` tell which call of which module it is, `index` how many modules that call had called
+    before, and `within` are the calls around it, as pairs of path and call.
+    """
+
+    path: str
+    call: int
+    index: int
+    within: tuple[tuple[str, int], ...]
+
+
+class MustOpen(Exception):
+    """A module that cannot be recorded as one call, for what it takes, returns or shares with others."""
+
+    def __init__(self, paths: Collection[str]) -> None:
+        super().__init__(", ".join(sorted(paths)))
+        self.paths = frozenset(paths)
+
+
+@dataclass
+class _Call:
+    """A call of a module that is running; `children` counts the modules that it has called."""
+
+    module: nn.Module
+    path: str
+    number: int
+    children: int = 0
+
+
 def after(value: Tensor, _change: object) -> Tensor:
     """`value` as it is once an operation that wrote into it has run."""
     return value
@@ -56,22 +93,42 @@ def is_leaf(module: nn.Module) -> bool:
 class Recorder(TorchFunctionMode):
     """Writes the torch calls of one forward pass of `model` into `graph`.
 
+    The modules whose paths are in `whole` are one call each; MustOpen is raised where one cannot be.
+    `constants` are tensors that have names already.
+
     A node's meta holds: `group`, equal for nodes of one layer; `path`, its module; `shape`, `dtype`,
     `requires_grad` and `storage` of a tensor; `writes`, the storages it changes in place; `symbols`, those
     its sizes are made of; `device`, whether it asks for one; `no_grad` and `autocast`, where it runs.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sizes: Sizes | None = None,
+        whole: Collection[str] = (),
+        constants: Mapping[str, Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.constants: dict[str, Tensor] = {}
-        self._attributes = dict(_named_tensors(model))
+        self.constants: dict[str, Tensor] = dict(constants or {})
+        self.places: dict[int, Place] = {}
+        # Modules whose own code was recorded, and the line that read a size which the trace fixes.
+        self.opened: dict[str, nn.Module] = {"": model}
+        self.size_read: SourceLine | None = None
+        self._sizes = sizes
+        self.whole = frozenset(whole)
+        # Tensors that the whole module which runs now may use, and in which one each other was made.
+        self._known: set[int] | None = None
+        self._running = ""
+        self._made_in: dict[int, str] = {}
+        self._attributes = {id(tensor): name for name, tensor in self.constants.items()}
+        self._attributes |= dict(_named_tensors(model))
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._values: dict[int, fx.Node] = {}
         self._kept: list[object] = []  # an object that lives keeps its id for itself
         # Of each storage written into: when, by which node, and the value it was written through.
         self._written: dict[int, tuple[int, fx.Node, fx.Node | None]] = {}
-        self._modules: list[tuple[nn.Module, str, int]] = [(model, "", 1)]
+        self._modules = [_Call(model, "", 1)]
         self._calls: Counter[str] = Counter()
         self._group = 0
         self._group_key: object = None
@@ -93,6 +150,10 @@ class Recorder(TorchFunctionMode):
                         self._kept.append(stand_in)
                         holder[name] = stand_in
 
+    def follow(self, other: Recorder) -> None:
+        """Know the parameters and buffers of a model whose tensors `other` has replaced."""
+        self._attributes |= other._attributes
+
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
         node = self.graph.placeholder(name)
         self._describe(node, tensor)
@@ -102,6 +163,7 @@ class Recorder(TorchFunctionMode):
         """The node that made `tensor`; a parameter, buffer or constant gets a node of its own."""
         node = self._values.get(id(tensor))
         if node is not None:
+            _refuse_lost_gradient(node, tensor)
             return self._current(node, tensor)
         name = self._attributes.get(id(tensor))
         if name is None:
@@ -127,28 +189,31 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if self._is_silent():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            self._watch_inside(args, kwargs, result)
+            return result
         _refuse_hooks(function)
+        self._note_size_read(function, args)
         return self._observe(function, args, kwargs, lambda: function(*args, **kwargs))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Record while inside: torch functions, calls of modules, and torch.autograd.Function."""
         call, assign = nn.Module.__call__, nn.Module.__setattr__
-        apply = torch.autograd.Function.__dict__["apply"]
         recorder = self
 
         def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return recorder._call_module(call, module, args, kwargs)
 
         def recorded_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            original = apply.__get__(None, cls)
-            if recorder._is_silent():
-                return original(*args, **kwargs)
-            if cls is CheckpointFunction:  # what to recompute is a schedule's choice, not the model's
+            if threading.get_ident() == recorder._thread and cls is CheckpointFunction:
+                # What to recompute is a schedule's choice, not the model's.
                 function, _, *inputs = args
                 return function(*inputs)
-            return recorder._observe(original, args, kwargs, lambda: original(*args, **kwargs))
+            original = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
+            if recorder._is_silent():
+                return original(*args, **kwargs)
+            return recorder._observe(cls.apply, args, kwargs, lambda: original(*args, **kwargs))
 
         def recorded_assignment(module: nn.Module, name: str, value: Any) -> None:
             if not recorder._assign_buffer(module, name, value):
@@ -158,7 +223,8 @@ class Recorder(TorchFunctionMode):
         detect, transformer._detect_is_causal_mask = transformer._detect_is_causal_mask, _is_said_causal
         nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
         nn.Module.__setattr__ = recorded_assignment  # type: ignore[method-assign, assignment]
-        torch.autograd.Function.apply = classmethod(recorded_apply)  # type: ignore[assignment]
+        # Below Function.apply, which may have another name already: `swish = Swish.apply`.
+        _SingleLevelFunction.apply = classmethod(recorded_apply)  # type: ignore[attr-defined]
         try:
             with self:
                 yield
@@ -166,7 +232,7 @@ class Recorder(TorchFunctionMode):
             transformer._detect_is_causal_mask = detect
             nn.Module.__call__ = call  # type: ignore[method-assign]
             nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
     def _is_silent(self) -> bool:
         """Inside a call that is being recorded as one, or on another job's thread."""
@@ -191,30 +257,85 @@ class Recorder(TorchFunctionMode):
 
     def _call_module(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._paths.get(id(module))
-        if path is None or self._is_silent():
+        if path is None or threading.get_ident() != self._thread:
             return call(module, *args, **kwargs)
         self._calls[path] += 1
-        self._modules.append((module, path, self._calls[path]))
-        try:
-            if path and is_leaf(module):
-                if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-                    return self._observe(
-                        path, args, kwargs, lambda: recurrent_shapes(module, *args, **kwargs)
-                    )
-                return self._observe(path, args, kwargs, lambda: call(module, *args, **kwargs))
+        if self._silent > 0:
+            if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+                return recurrent_shapes(module, *args, **kwargs)
             return call(module, *args, **kwargs)
+        self._modules.append(_Call(module, path, self._calls[path]))
+        try:
+            return self._call_one(call, module, path, args, kwargs)
         finally:
             self._modules.pop()
+            if self._modules:
+                self._modules[-1].children += 1
+
+    def _call_one(self, call: Any, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        if path and is_leaf(module):
+            if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+                return self._observe(path, args, kwargs, lambda: recurrent_shapes(module, *args, **kwargs))
+            return self._observe(path, args, kwargs, lambda: call(module, *args, **kwargs))
+        if path in self.whole:
+            return self._call_whole(call, module, path, args, kwargs)
+        self.opened[path] = module
+        return call(module, *args, **kwargs)
+
+    def _call_whole(self, call: Any, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """Record a call of one of the user's modules as it is, if what goes in and out allows that."""
+        if not can_be_lowered((args, kwargs)):
+            raise MustOpen({path})
+
+        def run() -> Any:
+            result = call(module, *args, **kwargs)
+            if not _can_be_bound(result):
+                raise MustOpen({path})
+            return result
+
+        self._known = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self._running = path
+        try:
+            with own_random_numbers():  # its draws in Python will be its own when it runs
+                return self._observe(path, args, kwargs, run)
+        finally:
+            self._known = None
+
+    def _watch_inside(self, args: Any, kwargs: Any, result: Any) -> None:
+        """See that a whole module uses only what it was given: others may run on another worker."""
+        if self._known is None or threading.get_ident() != self._thread:
+            return
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._known and id(leaf) not in self._attributes:
+                if id(leaf) in self._values:
+                    raise MustOpen({self._running})
+                if self._made_in.get(id(leaf), self._running) != self._running:
+                    raise MustOpen({self._running, self._made_in[id(leaf)]})
+        for leaf in leaves(result):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._attributes:
+                self._known.add(id(leaf))
+                self._made_in[id(leaf)] = self._running
+                self._kept.append(leaf)
+
+    def _note_size_read(self, function: Any, args: Any) -> None:
+        """Remember the first line that reads a size which is a number in this trace."""
+        if self.size_read is not None or not args or not isinstance(args[0], Tensor):
+            return
+        name = getattr(function, "__name__", "")
+        if name in ("size", "__len__", "numel") or (
+            name == "__get__" and getattr(function.__self__, "__name__", "") == "shape"
+        ):
+            sizes: list[Any] = list(args[0].shape)
+            read = [sizes[args[1]]] if name == "size" and len(args) > 1 else sizes
+            if any(isinstance(size, int) for size in read):
+                self.size_read = current_line()
 
     def _observe(self, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run a call and write it down when it made a tensor or changed one."""
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
-        self._silent += 1
-        try:
+        with self._in_silence():
             result = run()
-        finally:
-            self._silent -= 1
         changed = [t for t, version in zip(tensors, versions) if t._version != version]
         makes = any(isinstance(leaf, Tensor) for leaf in leaves(result))
         if not makes and not changed and not _writes(target):
@@ -232,10 +353,7 @@ class Recorder(TorchFunctionMode):
         if getattr(target, "__name__", "") == "__get__":  # a property of a tensor
             target, args = getattr, (*args[:1], target.__self__.__name__)
         lowered = lower(args, self.node_of, meta)
-        lowered_kwargs = {
-            key: TrainingArgument() if self._is_training_flag(key, item) else lower(item, self.node_of, meta)
-            for key, item in kwargs.items()
-        }
+        lowered_kwargs = {key: lower(item, self.node_of, meta) for key, item in kwargs.items()}
         node = self._create(kind, target, lowered, lowered_kwargs)
         node.meta |= meta
         if _writes(target):
@@ -244,16 +362,18 @@ class Recorder(TorchFunctionMode):
 
     def _enter_group(self, alone: bool) -> None:
         """A module's call is a layer alone; functions called one after another by one module are another."""
-        _, path, number = self._modules[-1]
-        key = object() if alone else (path, number)
+        call = self._modules[-1]
+        key = object() if alone else (call.path, call.number)
         if key != self._group_key:
             self._group += 1
             self._group_key = key
+            within = tuple((each.path, each.number) for each in self._modules[1:])
+            self.places[self._group] = Place(call.path, call.number, call.children, within)
 
     def _create(self, kind: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         name = args[1].lower() if target is getattr else operation_name(target)
         node = self.graph.create_node(kind, target, args, kwargs, name=name)
-        node.meta |= {"group": self._group, "path": self._modules[-1][1]}
+        node.meta |= {"group": self._group, "path": self._modules[-1].path}
         node.meta |= {"no_grad": not torch.is_grad_enabled(), "autocast": self._changed_autocast()}
         return node
 
@@ -261,9 +381,6 @@ class Recorder(TorchFunctionMode):
         """Where the model itself switched autocast, by device type."""
         now = _autocast_state()
         return {device: state for device, state in now.items() if state != self._autocast[device]}
-
-    def _is_training_flag(self, key: str, item: object) -> bool:
-        return key == "training" and item is self._modules[-1][0].training
 
     # Arguments and results.
 
@@ -280,7 +397,8 @@ class Recorder(TorchFunctionMode):
             parts = [self._bind_item(node, i, part, unchanged) for i, part in enumerate(result)]
             return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
         if isinstance(result, dict):
-            return {key: self._bind_item(node, key, part, unchanged) for key, part in result.items()}
+            bound = {key: self._bind_item(node, key, part, unchanged) for key, part in result.items()}
+            return bound if type(result) is dict else _like(result, bound)
         return result
 
     def _bind_item(self, node: fx.Node, key: Any, part: Any, unchanged: set[int]) -> Any:
@@ -291,11 +409,20 @@ class Recorder(TorchFunctionMode):
         return self._bind(item, part, unchanged)
 
     def _fresh(self, tensor: Tensor) -> Tensor:
-        self._silent += 1
-        try:
+        with self._in_silence():
             return torch.ops.aten.alias(tensor)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _in_silence(self) -> Iterator[None]:
+        self._silent += 1
+        if self._sizes is not None:
+            self._sizes.silent += 1
+        try:
+            yield
         finally:
             self._silent -= 1
+            if self._sizes is not None:
+                self._sizes.silent -= 1
 
     def _describe(self, node: fx.Node, tensor: Tensor) -> None:
         node.meta |= {
@@ -337,6 +464,53 @@ class Recorder(TorchFunctionMode):
         changed.meta |= {key: write.meta[key] for key in ("group", "path", "no_grad", "autocast")}
         self._describe(changed, tensor)
         return changed
+
+
+def _refuse_lost_gradient(node: fx.Node, tensor: Tensor) -> None:
+    """A tensor that got a gradient after it was made comes from code that the recorder has not seen."""
+    if tensor.requires_grad and not node.meta["requires_grad"] and tensor.grad_fn is not None:
+        raise refusal(
+            "this uses a tensor whose gradient comes from outside torch's own functions",
+            "call torch functions and torch.autograd.Function.apply directly",
+            current_line(),
+        )
+
+
+def _can_be_bound(result: Any) -> bool:
+    """Whether the parts of what a module returned can be told apart later: tensors, in known containers."""
+    if isinstance(result, (Tensor, type(None))):
+        return True
+    if isinstance(result, (tuple, list)):
+        return all(_can_be_bound(part) for part in result)
+    if isinstance(result, dict):
+        known = type(result) is dict or type(result) in pytree.SUPPORTED_NODES
+        return known and all(_can_be_bound(part) for part in result.values())
+    return False
+
+
+def _like(result: Any, parts: dict[str, Any]) -> Any:
+    """`parts` in a container of the kind of `result`, a dict that torch knows how to rebuild."""
+    if type(result) not in pytree.SUPPORTED_NODES:
+        return parts
+    node = pytree.SUPPORTED_NODES[type(result)]
+    _, context = node.flatten_fn(result)
+    return node.unflatten_fn(list(parts.values()), context)
+
+
+@contextlib.contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Put the random state of Python and numpy back at the end."""
+    before = python_random_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def python_random_state() -> tuple[Any, Any]:
+    """What Python's and numpy's own random numbers follow from."""
+    return random.getstate(), np.random.get_state()
 
 
 def _leads_to(node: fx.Node, value: fx.Node | None, group: int) -> bool:

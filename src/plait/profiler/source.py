@@ -20,7 +20,7 @@ from sympy import Expr, Symbol  # type: ignore[import-untyped]
 from torch import fx
 from torch.overrides import resolve_name
 
-from plait.profiler.arguments import DeviceArgument, SizeArgument, TrainingArgument
+from plait.profiler.arguments import DeviceArgument, SizeArgument
 from plait.profiler.failures import TraceError
 from plait.profiler.record import after, pick
 from plait.profiler.symbols import write_size
@@ -207,10 +207,19 @@ class _Writer:
         if name.startswith("torch.Tensor."):
             return _method_call(name.removeprefix("torch.Tensor."), arguments, keywords)
         if not name.startswith(("torch.", "F.")):
-            self._source.objects[name.partition(".")[0]] = (
-                getattr(node.target, "__self__", None) if "." in name else node.target
-            )
+            owner = getattr(node.target, "__self__", None) if "." in name else node.target
+            short, dot, rest = name.partition(".")
+            name = f"{self._object_name(short, owner)}{dot}{rest}"
         return f"{name}({', '.join(arguments + keywords)})"
+
+    def _object_name(self, name: str, item: Any) -> str:
+        """The name by which the source reaches `item`: its own, with a number if another has it."""
+        objects = self._source.objects
+        for number in itertools.count(1):
+            candidate = name if number == 1 else f"{name}_{number}"
+            if objects.setdefault(candidate, item) is item:
+                return candidate
+        raise AssertionError("unreachable")
 
     def _index(self, key: Any, node: fx.Node | None = None) -> str:
         if isinstance(key, tuple) and key:
@@ -233,8 +242,6 @@ class _Writer:
         if isinstance(item, DeviceArgument):
             assert node is not None
             return f"{self._names[self._size_givers[node, None][0]]}.device"
-        if isinstance(item, TrainingArgument):
-            return "self.training"
         if isinstance(item, (tuple, list)):
             parts = ", ".join(self._expression(part, node) for part in item)
             closing = "," if len(item) == 1 and isinstance(item, tuple) else ""

@@ -7,6 +7,7 @@ own code computed it, and serves every batch size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]
@@ -23,6 +24,14 @@ from plait.profiler.failures import SourceLine, current_line
 Shape = tuple[int | Expr, ...]
 
 
+@dataclass(frozen=True)
+class Branch:
+    """A way that the user's code took, and `holds`, the comparison of sizes that made it do so."""
+
+    holds: Any
+    line: SourceLine | None
+
+
 class Sizes(ShapeEnv):
     """The symbols of one trace; remembers the user's line that made a symbol a fixed number."""
 
@@ -30,6 +39,21 @@ class Sizes(ShapeEnv):
         # A value read from a tensor (`item()`) must fail at its own line rather than at a later use.
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
         self.fixed: dict[Symbol, tuple[int, SourceLine | None]] = {}
+        # Above 0 while a torch call or a whole module runs, whose branches will be its own when it runs.
+        self.silent = 1
+        self.branches: list[Branch] = []
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        """The value of a comparison of sizes; one that the user's own code asks for is noted."""
+        found = super().evaluate_expr(orig_expr, *args, **kwargs)
+        if self.silent == 0 and getattr(orig_expr, "free_symbols", None):
+            if found in (sympy.true, sympy.false):
+                holds = orig_expr if found == sympy.true else sympy.Not(orig_expr)
+            else:
+                holds = sympy.Eq(orig_expr, found)
+            if all(holds != branch.holds for branch in self.branches):
+                self.branches.append(Branch(holds, current_line()))
+        return found
 
     def _set_replacement(self, a: Symbol, tgt: Expr, *args: Any, **kwargs: Any) -> None:
         if tgt.is_number and a not in self.fixed:
@@ -37,11 +61,36 @@ class Sizes(ShapeEnv):
         super()._set_replacement(a, tgt, *args, **kwargs)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def fake_inputs(mode: FakeTensorMode, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A value-free copy of each tensor, symbols in its free dimensions; equal sizes share a symbol."""
+def fake_inputs(
+    mode: FakeTensorMode, tensors: Sequence[Tensor], others: Sequence[Sequence[Tensor]] = ()
+) -> list[Tensor]:
+    """A value-free copy of each tensor, symbols in its free dimensions; equal sizes share a symbol.
+
+    `others` are further examples of the same inputs: where their sizes differ, a dimension is free, too.
+    """
     batch = tensors[0].shape[0] if tensors and tensors[0].dim() else None
     stand_in = _unlike(size for tensor in tensors for size in tensor.shape)
-    return [_fake_input(mode, tensor, batch, stand_in, f"input{i}") for i, tensor in enumerate(tensors)]
+    chosen: dict[tuple[int, ...], int] = {(): stand_in}
+    found = []
+    for i, tensor in enumerate(tensors):
+        alike = [other[i].shape for other in others if len(other) == len(tensors)]
+        alike = [shape for shape in alike if len(shape) == tensor.dim()]
+        free = [_is_free(tensor, dim, alike) for dim in range(tensor.dim())]
+        sizes = []
+        for dim, size in enumerate(tensor.shape):
+            is_batch = dim == 0 and size == batch
+            in_all = (size, *(shape[dim] for shape in alike))
+            sizes.append(stand_in if is_batch else _own_size(in_all, chosen) if free[dim] else size)
+        found.append(_fake_input(mode, tensor, sizes, free, f"input{i}"))
+    return found
+
+
+def _own_size(in_all: tuple[int, ...], chosen: dict[tuple[int, ...], int]) -> int:
+    """The size to trace with for one that is `in_all` examples: unlike others."""
+    if in_all not in chosen:
+        near = [in_all[0], *range(in_all[0] - 1, 1, -1), *range(in_all[0] + 1, in_all[0] + 99)]
+        chosen[in_all] = next(size for size in near if size not in chosen.values())
+    return chosen[in_all]
 
 
 def _unlike(sizes: Iterable[int]) -> int:
@@ -50,25 +99,28 @@ def _unlike(sizes: Iterable[int]) -> int:
     return next(prime for prime in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41) if prime not in taken)
 
 
-def _fake_input(mode: FakeTensorMode, tensor: Tensor, batch: int | None, stand_in: int, name: str) -> Tensor:
+def _fake_input(
+    mode: FakeTensorMode, tensor: Tensor, sizes: list[int], free: list[bool], name: str
+) -> Tensor:
     from torch._dynamo.source import ConstantSource  # slow to import, and only a trace needs it
 
-    sizes = [stand_in if dim == 0 and size == batch else size for dim, size in enumerate(tensor.shape)]
     example = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
     example.requires_grad_(tensor.requires_grad)
     context: Any = StatelessSymbolicContext(
         dynamic_sizes=[
             # Equal sizes of at least two become one symbol ("duck" sizing).
-            DimDynamic.DUCK if size > 1 and _is_free(tensor, dim) else DimDynamic.STATIC
-            for dim, size in enumerate(sizes)
+            DimDynamic.DUCK if size > 1 and is_free else DimDynamic.STATIC
+            for size, is_free in zip(sizes, free)
         ]
     )
     return mode.from_tensor(example, symbolic_context=context, source=ConstantSource(name))
 
 
-def _is_free(tensor: Tensor, dim: int) -> bool:
+def _is_free(tensor: Tensor, dim: int, others: Sequence[torch.Size]) -> bool:
     """Whether a size may change from batch to batch: the first, and of token or mask tensors the second."""
-    return dim == 0 or (dim == 1 and not tensor.is_floating_point())
+    if dim == 0 or (dim == 1 and not tensor.is_floating_point()):
+        return True
+    return any(shape[dim] != tensor.shape[dim] for shape in others)
 
 
 def shape_of(tensor: Tensor) -> Shape:

@@ -6,22 +6,27 @@ import contextlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from plait.profiler.arguments import PLAIN, SizeArgument
 from plait.profiler.failures import TraceError, explain, refusal
-from plait.profiler.record import Recorder, operation_name
+from plait.profiler.record import MustOpen, Recorder, operation_name, own_random_numbers, python_random_state
 from plait.profiler.symbols import Sizes, fake_inputs
-from plait.profiler.traced import Layer, TracedModel
+from plait.profiler.traced import Concern, Guards, Layer, TracedModel
 
 Inputs = Sequence[Any] | Mapping[str, Any]
+# Stands for what a counter comes to in a long run: late enough for most thresholds, and even.
+_MANY = 1_000_000
 
 # Functions that only rearrange; a layer is named for another of its functions where it has one.
 _MINOR = frozenset(
@@ -32,32 +37,83 @@ _MINOR = frozenset(
 )
 
 
-def trace(model: nn.Module, inputs: Inputs) -> TracedModel:
+def trace(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    others: Sequence[Inputs] = (),
+    whole: Collection[str] = (),
+    evaluation: bool = True,
+) -> TracedModel:
     """The layers of `model`, as it computes on `inputs` in the mode (train or eval) it is in.
 
     `inputs` are the arguments of its forward: a sequence, or a mapping for keywords. Their first sizes
-    (and the second of integer and boolean tensors) stay free, so the trace serves any batch. The model is
-    run once on tensors without values; nothing of it changes. Trace under the autocast you train under.
+    (and the second of integer and boolean tensors) stay free, so the trace serves any batch, and so do those
+    in which `others`, further inputs, differ. The modules named by `whole` become one layer each, which runs
+    the module itself, where its arguments and results allow that. A model in training mode is traced in
+    evaluation mode, too, unless `evaluation` says otherwise. The model is run on tensors without values;
+    nothing of it changes. Trace under the autocast you train under.
     Raises TraceError with the line of the model's source that stands in the way.
     """
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    traced = _trace_once(model, inputs, others, frozenset(whole), {})
+    if not model.training or not evaluation:
+        return traced
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        # The same modules stay whole, and tensors that are neither parameters nor buffers keep their names.
+        other = _trace_once(model, inputs, others, traced.whole, traced.constants)
+        traced = replace(traced, evaluation=other)
+    except TraceError as failure:
+        traced = replace(traced, no_evaluation=str(failure))
+    finally:
+        for module in training:
+            module.training = True
+    return traced
+
+
+def _trace_once(
+    model: nn.Module,
+    inputs: Inputs,
+    others: Sequence[Inputs],
+    whole: frozenset[str],
+    constants: Mapping[str, Tensor],
+) -> TracedModel:
+    """The model as layers, in its present mode; modules of `whole` that cannot be one are opened."""
+    while True:
+        try:
+            return _trace_whole(model, inputs, others, whole, constants)
+        except MustOpen as found:
+            whole -= found.paths
+
+
+def _trace_whole(
+    model: nn.Module,
+    inputs: Inputs,
+    others: Sequence[Inputs],
+    whole: frozenset[str],
+    constants: Mapping[str, Tensor],
+) -> TracedModel:
+    args, kwargs = _arguments(inputs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = _tensors(inputs)
     if not tensors:
         raise TraceError(f"found no tensor among the inputs of {type(model).__name__}; expected at least one")
     sizes = Sizes()
     mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
-    recorder = Recorder(model)
-    fakes = fake_inputs(mode, tensors)
+    recorder = Recorder(model, sizes, whole, constants)
+    fakes = fake_inputs(mode, tensors, [_tensors(other) for other in others])
     nodes = [recorder.add_input(n, f) for n, f in zip(_input_names(model, args, kwargs), fakes)]
+    shapes = tuple(node.meta["shape"] for node in nodes)
     remaining = iter(fakes)
     stand_ins = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(stand_ins, spec)
-    output_leaves, output_spec = _run(model, args, kwargs, mode, recorder)
+    output_leaves, output_spec, concerns, written = _run(model, args, kwargs, mode, recorder, sizes)
     _check_batch_is_free(fakes[0], sizes)
     outputs = tuple(dict.fromkeys(leaf.name for leaf in output_leaves if isinstance(leaf, fx.Node)))
     _prune(recorder.graph, set(outputs))
     _settle_sizes(recorder.graph, sizes)
+    fixed = tuple((symbol, number, line) for symbol, (number, line) in sizes.fixed.items())
     return TracedModel(
         model,
         recorder.graph,
@@ -67,23 +123,144 @@ def trace(model: nn.Module, inputs: Inputs) -> TracedModel:
         tuple(output_leaves),
         output_spec,
         recorder.constants,
+        whole,
+        Guards(shapes, recorder.size_read, fixed, tuple(sizes.branches)),
+        concerns,
+        written,
     )
 
 
+def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(_arguments(inputs)) if isinstance(leaf, Tensor)]
+
+
 def _run(
-    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, recorder: Recorder
-) -> tuple[list[Any], pytree.TreeSpec]:
-    """Record one forward pass; the parts of what it returned, nodes in place of tensors."""
+    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, recorder: Recorder, sizes: Sizes
+) -> tuple[list[Any], pytree.TreeSpec, tuple[Concern, ...], frozenset[str]]:
+    """Record one forward pass; the parts of what it returned, nodes in place of tensors.
+
+    Also what a trace cannot repeat, and the buffers that were written.
+    """
     try:
         with _unchanged(model), _quiet():
             recorder.replace_tensors(model, mode)
+            before = {id(module): dict(module.__dict__) for module in model.modules()}
+            buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
+            random_before = python_random_state()
             # The dispatcher in Python knows symbolic sizes where the one in C++ would fix them.
             with torch.enable_grad(), mode, enable_python_dispatcher(), recorder.watching():
+                sizes.silent -= 1
                 result = model(*args, **kwargs)
+                sizes.silent += 1
                 leaves, spec = pytree.tree_flatten(result)
-                return [_output_leaf(recorder, leaf) for leaf in leaves], spec
+                found = [_output_leaf(recorder, leaf) for leaf in leaves]
+            concerns = _python_draws(random_before)
+            if not concerns and (kept := _kept(recorder, before)):
+                concerns = _carried_over(model, args, kwargs, mode, recorder, kept)
+            return found, spec, tuple(concerns), _written_buffers(model, buffers)
+    except MustOpen:
+        raise
     except Exception as failure:  # a user's forward may fail in any way
         raise explain(failure) from failure
+
+
+def _written_buffers(model: nn.Module, before: list[tuple[str, Tensor, int]]) -> frozenset[str]:
+    """The buffers that forward wrote or replaced; of normalisations, those they write past autograd."""
+    now = dict(model.named_buffers())
+    written = {name for name, old, version in before if now.get(name) is not old or old._version != version}
+    for path, module in model.named_modules():
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            written |= {f"{path}.{name}" if path else name for name, _ in module.named_buffers()}
+    return frozenset(written)
+
+
+def _python_draws(before: tuple[Any, Any]) -> list[Concern]:
+    now = python_random_state()
+    same = now[0] == before[0] and all(np.array_equal(a, b) for a, b in zip(now[1], before[1]))
+    what = "draws random numbers of Python or numpy, which stages would repeat for ever"
+    words = f"the model's forward {what}; draw them with torch, as part of the computation"
+    return [] if same else [Concern("", words)]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An attribute that the code of an opened module has left behind, which the next forward may go by."""
+
+    path: str
+    module: nn.Module
+    name: str
+    value: Any
+
+    def concern(self) -> Concern:
+        return Concern(
+            self.path,
+            f"forward of {_shown(self.path, self.module)} changes self.{self.name}, by which its next one "
+            f"goes, and stages would not; keep it in a buffer, or give it to forward and return it",
+        )
+
+
+def _kept(recorder: Recorder, before: Mapping[int, Mapping[str, Any]]) -> list[_Kept]:
+    found = []
+    for path, module in recorder.opened.items():
+        known = before[id(module)]
+        for name, new in module.__dict__.items():
+            old = known.get(name)
+            same = new is old or (isinstance(new, PLAIN) and isinstance(old, PLAIN) and new == old)
+            if not same:
+                found.append(_Kept(path, module, name, new))
+    return found
+
+
+def _shown(path: str, module: nn.Module) -> str:
+    return f"{path} ({type(module).__name__})" if path else type(module).__name__
+
+
+def _carried_over(
+    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, first: Recorder, kept: list[_Kept]
+) -> list[Concern]:
+    """What of `kept` changes a second forward in a row, or one after many; the rest is harmless."""
+    if not _does_the_same(model, args, kwargs, mode, first):
+        return [kept[0].concern()]
+    for each in kept:
+        value = each.value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            each.module.__dict__[each.name] = type(value)(_MANY)
+            if not _does_the_same(model, args, kwargs, mode, first):
+                return [each.concern()]
+    return []
+
+
+def _does_the_same(model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, first: Recorder) -> bool:
+    """Whether a further forward makes the calls that `first` has recorded."""
+    again = Recorder(model, None, first.whole)
+    again.follow(first)
+    try:
+        with torch.enable_grad(), mode, enable_python_dispatcher(), again.watching():
+            for tensor in pytree.tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    again.add_input("input", tensor)
+            model(*args, **kwargs)
+    except Exception:  # such as a tensor of the first forward
+        return False
+    return _written(again.graph) == _written(first.graph)
+
+
+def _written(graph: fx.Graph) -> list[str]:
+    """Each call of a graph as text, but for the names of values."""
+    number = {node: i for i, node in enumerate(n for n in graph.nodes if n.op != "get_attr")}
+
+    def name(item: Any) -> Any:
+        return f"%{number.get(item, item.target)}" if isinstance(item, fx.Node) else item
+
+    return [
+        repr((node.op, str(node.target), fx.node.map_aggregate((node.args, node.kwargs), name)))
+        for node in number
+        if node.op != "placeholder"
+    ]
 
 
 def _output_leaf(recorder: Recorder, leaf: Any) -> Any:
@@ -113,7 +290,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     ]
     before = [dict(holder) for holder in holders]
     try:
-        with torch.random.fork_rng(devices=[]):  # tensors without values draw nothing on other devices
+        # Tensors without values draw nothing on other devices.
+        with torch.random.fork_rng(devices=[]), own_random_numbers():
             yield
     finally:
         for holder, kept in zip(holders, before):
@@ -200,6 +378,7 @@ def _layers(model: nn.Module, recorder: Recorder) -> tuple[Layer, ...]:
                 tuple(nodes),
                 tuple(name for key, name in parameters.items() if key in used),
                 tuple(name for key, name in buffers.items() if key in used),
+                recorder.places[nodes[0].meta["group"]],
             )
         )
     return tuple(layers)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
-from sympy import Expr, Symbol  # type: ignore[import-untyped]
+from sympy import Expr, Symbol
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
-from plait.profiler.failures import FIXED_SHAPES, TraceError
-from plait.profiler.symbols import Shape
+from plait.profiler.failures import FIXED_SHAPES, SourceLine, TraceError
+from plait.profiler.record import Place
+from plait.profiler.symbols import Branch, Shape
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Layer:
     """Operations that stay together: one call of a torch.nn module, or the run of functions between two.
 
     `id` is the module's path; a second call of the same module is `path@2`. `parameters` and `buffers`
-    are the names of the original model; of a tied parameter, the name that comes first there.
+    are the names of the original model; of a tied parameter, the name that comes first there. `place` is the
+    same in every trace of the model.
     """
 
     id: str
@@ -45,6 +48,54 @@ class Layer:
     nodes: tuple[fx.Node, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    place: Place = field(default_factory=lambda: Place("", 1, 0, ()))
+
+
+@dataclass(frozen=True)
+class Concern:
+    """Something that a module's own code does and a trace cannot repeat."""
+
+    path: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What of the sizes of the inputs the trace has fixed.
+
+    `shapes` are those of the inputs, symbols in the free dimensions. `size_read` is a line of the model that
+    read a size which is a number in them; where there is none, such sizes may change. `fixed` are sizes that
+    the model's operations made numbers, and `branches` the ways that its code took.
+    """
+
+    shapes: tuple[Shape, ...] = ()
+    size_read: SourceLine | None = None
+    fixed: tuple[tuple[Symbol, int, SourceLine | None], ...] = ()
+    branches: tuple[Branch, ...] = ()
+
+    def broken_by(self, shapes: Sequence[Sequence[int]]) -> str | None:
+        """Why the trace does not hold for inputs of these shapes; None where it does."""
+        sizes: dict[Symbol, int] = {}
+        for traced, found in zip(self.shapes, shapes):
+            if len(traced) != len(found):
+                return f"found an input of {len(found)} dimensions, where the trace had {len(traced)}"
+            for dim, (known, size) in enumerate(zip(traced, found)):
+                if isinstance(known, Symbol) and sizes.setdefault(known, size) != size:
+                    return f"found sizes {sizes[known]} and {size}, which were equal in the trace"
+                if isinstance(known, int) and size != known and self.size_read is not None:
+                    return (
+                        f"found size {size} in dimension {dim} of an input, where the trace had {known}, "
+                        f"and the model reads sizes ({self.size_read})"
+                    )
+        for symbol, size, line in self.fixed:
+            if sizes.get(symbol, size) != size:
+                return f"found size {sizes[symbol]} in an input, which the trace has fixed at {size} ({line})"
+        for branch in self.branches:
+            if branch.holds.subs(sizes) == sympy.false:
+                return (
+                    f"with these sizes the model would take another branch than in the trace ({branch.line})"
+                )
+        return None
 
 
 @dataclass(frozen=True)
@@ -72,6 +123,27 @@ class TracedModel:
     output_leaves: tuple[Any, ...]
     output_spec: pytree.TreeSpec
     constants: dict[str, torch.Tensor]
+    # Which modules are one layer each, besides torch's own.
+    whole: frozenset[str] = frozenset()
+    guards: Guards = field(default_factory=Guards)
+    # What the code of opened modules does that a trace cannot repeat.
+    concerns: tuple[Concern, ...] = ()
+    # Buffers that forward writes, by their first names.
+    written: frozenset[str] = frozenset()
+    # The same model in evaluation mode; where that cannot be traced, why. Neither where it was traced so.
+    evaluation: TracedModel | None = None
+    no_evaluation: str | None = None
+
+    @cached_property
+    def homes(self) -> dict[str, str]:
+        """The layer beside which each layer of `evaluation` runs, which is mostly the same one."""
+        return {} if self.evaluation is None else find_homes(self, self.evaluation)
+
+    def evaluated_with(self, ids: Iterable[str]) -> tuple[Layer, ...]:
+        """The layers of `evaluation` that run where the layers `ids` do, in the order of execution."""
+        chosen = set(ids)
+        layers = () if self.evaluation is None else self.evaluation.layers
+        return tuple(layer for layer in layers if self.homes[layer.id] in chosen)
 
     @cached_property
     def layer_by_id(self) -> dict[str, Layer]:
@@ -103,6 +175,23 @@ class TracedModel:
             for symbol, size in zip(self.value(name).shape, tensor.shape, strict=True)
             if isinstance(symbol, Symbol)
         }
+
+    def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Refuse inputs for whose sizes the model would do something else than it did in the trace."""
+        shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+        if shapes in self._good_shapes:
+            return
+        why = self.guards.broken_by(shapes)
+        if why is not None:
+            raise InputError(
+                f"{why}; give every batch such sizes (pad inputs to one length, drop the last batch), or let "
+                f"no cut pass through the module whose code this is"
+            )
+        self._good_shapes.add(shapes)
+
+    @cached_property
+    def _good_shapes(self) -> set[tuple[tuple[int, ...], ...]]:
+        return set()
 
     def select(self, ids: Iterable[str]) -> tuple[Layer, ...]:
         """The layers named, in the order of execution."""
@@ -155,6 +244,34 @@ class TracedModel:
         given = dict(zip(self.outputs, values, strict=True))
         leaves = [given[leaf.name] if isinstance(leaf, fx.Node) else leaf for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
+
+
+def find_homes(traced: TracedModel, other: TracedModel) -> dict[str, str]:
+    """For each layer of `other`, a further trace of the same model, the layer of `traced` it belongs to.
+
+    That is the one at the same place in the code. Code that `traced` has not run goes with the layer whose
+    parameters it uses, else with the one that made the last of the values that it takes.
+    """
+    calls: dict[tuple[str, int], list[Layer]] = {}
+    users: dict[str, Layer] = {}
+    for layer in traced.layers:
+        calls.setdefault((layer.place.path, layer.place.call), []).append(layer)
+        for name in (*layer.parameters, *layer.buffers):
+            users.setdefault(name, layer)
+    order = {layer.id: i for i, layer in enumerate(traced.layers)}
+    homes: dict[str, str] = {}
+    for layer in other.layers:
+        same = [
+            candidate
+            for candidate in calls.get((layer.place.path, layer.place.call), ())
+            if candidate.place.index <= layer.place.index
+        ]
+        own = [users[name] for name in (*layer.parameters, *layer.buffers) if name in users]
+        made = [other.layer_of.get(name) for name in other.boundary([layer]).inputs]
+        before = [traced.layer_by_id[homes[name]] for name in made if name is not None]
+        found = same[-1:] or own[:1] or sorted(before, key=lambda each: order[each.id])[-1:]
+        homes[layer.id] = found[0].id if found else traced.layers[0].id
+    return homes
 
 
 def size_source(symbol: Symbol, nodes: Iterable[fx.Node]) -> tuple[fx.Node, int, int] | None:

@@ -19,7 +19,8 @@ from plait.runtime.averagings import PREFIX, averages_gradients, make_averaging,
 from plait.runtime.build import Parts
 from plait.runtime.columns import check_ties, columns_of
 from plait.runtime.evaluate import sums_of
-from plait.runtime.open_pipeline import State, open_pipeline, trace_parts
+from plait.runtime.folder import RunFolder
+from plait.runtime.open_pipeline import State, open_pipeline, prepare_together
 from plait.runtime.sampling import mix
 from plait.runtime.settings import TrainSettings
 from plait.runtime.stretch import pieces_of
@@ -72,6 +73,7 @@ class Column:
         arrangement: Arrangement,
         hosts: Sequence[str],
         prefix: str = PREFIX,
+        folder: RunFolder | None = None,
     ) -> None:
         columns = columns_of(arrangement)
         self.number = next(i for i, column in enumerate(columns) if worker.rank in column.workers)
@@ -82,7 +84,8 @@ class Column:
         self._orders = self._answers = 0
         self._heard = Counter[int]()
         self._loss = 0.0
-        traced = trace_parts(settings, parts)
+        self.checked, self.arrangement = prepare_together(worker, settings, parts, self.arrangement, folder)
+        traced = self.checked.traced
         check_ties(traced, self.arrangement)
         self._channels, self.pipeline = open_pipeline(
             worker, settings, parts, traced, self.arrangement, hosts

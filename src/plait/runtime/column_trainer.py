@@ -18,7 +18,7 @@ from plait.runtime.column import Column
 from plait.runtime.columns import columns_of
 from plait.runtime.evaluate import in_order
 from plait.runtime.folder import RunFolder
-from plait.runtime.open_pipeline import State, further_names, with_gathered
+from plait.runtime.open_pipeline import State, further_names, tell_of_verification, with_gathered
 from plait.runtime.own_pace import OwnPaceTrainer, leave_world
 from plait.runtime.pace import Pace
 from plait.runtime.sampling import share
@@ -64,7 +64,10 @@ class HeadTrainer(OwnPaceTrainer):
         self.recorder.begin_steps()
 
     def _open(self) -> Averaging:
-        self._column = Column(self.worker, self.settings, self.parts, self._whole, self._hosts)
+        self._column = Column(
+            self.worker, self.settings, self.parts, self._whole, self._hosts, folder=self.folder
+        )
+        tell_of_verification(self.recorder, self._column.checked)
         return self._column.averaging
 
     def _links_by_world(self) -> bool:
@@ -148,7 +151,7 @@ class FollowerTrainer(Trainer):
         if resume:
             self._restore()
         self._agree_on_start()
-        column = Column(self.worker, self.settings, self.parts, self._whole, self._hosts)
+        column = Column(self.worker, self.settings, self.parts, self._whole, self._hosts, folder=self.folder)
         leave_world(needed=len(set(self._hosts)) > 1)
         keep_what_was_built()
         while (order := column.next_order())["kind"] != "end":

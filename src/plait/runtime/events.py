@@ -31,6 +31,14 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True)
+class Verified(Event):
+    """The stages compute what the plain model computes; `notes` tells what was changed so that they do."""
+
+    seconds: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Step(Event):
     """The steps since the event before: the last one's number, their mean loss, samples and seconds."""
 

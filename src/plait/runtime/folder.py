@@ -33,6 +33,7 @@ class RunFolder:
         self.status = path / "status.json"
         self.result = path / "result.json"
         self.failure = path / "failure.txt"
+        self.verified = path / "verified.json"
 
     def events(self, rank: int = 0) -> Path:
         return self.path / "events" / f"rank{rank}.jsonl"

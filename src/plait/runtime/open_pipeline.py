@@ -2,41 +2,171 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.cluster.channels import Channels, connect
 from plait.cluster.clock import clock_offset
+from plait.cluster.collectives import broadcast_value
 from plait.cluster.worker import Worker
-from plait.core.errors import JobError
+from plait.core.errors import InputError, JobError
+from plait.core.files import write_atomic
+from plait.planner.depth import Schedule
+from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import loading
 from plait.runtime import pipeline as pipelines
 from plait.runtime.arrangement import Arrangement
-from plait.runtime.build import Parts
+from plait.runtime.build import Parts, build_model
 from plait.runtime.checkpoint import Checkpoint
-from plait.runtime.evaluate import as_arguments
+from plait.runtime.evaluate import as_arguments, telling_of_types
+from plait.runtime.events import Verified
+from plait.runtime.folder import RunFolder
 from plait.runtime.loss_scale import LossScale
 from plait.runtime.optim import build_optimizer
+from plait.runtime.record import Recorder
 from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
-from plait.runtime.tracing import check_target, trace_inputs
+from plait.runtime.staged import Choices
+from plait.runtime.tracing import check_target
+from plait.runtime.verify import Checked, Example, prepare_stages
+from plait.verification import same_random_numbers
 
 # The model's and the optimizer's state, by name.
 State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def trace_parts(settings: TrainSettings, parts: Parts) -> TracedModel:
-    """The model as layers, found with the first few samples."""
-    few = min(4, parts.train_set.length or 4)
-    content = parts.train_set.first_batch(few, settings.seed)
-    inputs, target = loading.to_device(content, parts.device, parts.dtype)
+def trace_parts(
+    settings: TrainSettings, parts: Parts, whole: Collection[str] = (), evaluation: bool = True
+) -> TracedModel:
+    """The model as layers, found with the first few samples; the modules of `whole` are one layer each."""
+    with same_random_numbers(settings.seed):
+        (inputs, target), (others, _) = _examples(settings, parts, few=4)
     check_target(target)
-    with parts.autocast():
-        return trace_inputs(parts.model, as_arguments(inputs))
+    with parts.autocast(), telling_of_types(parts.model, inputs):
+        return trace(
+            parts.model,
+            as_arguments(inputs),
+            others=[as_arguments(others)],
+            whole=whole,
+            evaluation=evaluation,
+        )
+
+
+def _examples(settings: TrainSettings, parts: Parts, few: int) -> list[tuple[Any, Any]]:
+    """Two batches of the training split that differ in their samples and, if there are several, in size."""
+    few = max(1, min(few, parts.train_set.length or few))
+    contents = parts.train_set.example_batches((few, max(1, few - 1)), settings.seed)
+    return [loading.to_device(content, parts.device, parts.dtype) for content in contents]
+
+
+def prepare_pipeline(
+    settings: TrainSettings, parts: Parts, arrangement: Arrangement, verify: bool
+) -> tuple[Checked, Arrangement]:
+    """The model in whole modules wherever the arrangement does not cut through them, verified if asked."""
+    traced = trace_parts(settings, parts, evaluation=False)
+    _check_layers(settings, traced, arrangement)
+    example = example_of(settings, parts, arrangement) if verify else None
+    found = prepare_stages(
+        traced, arrangement.stages, lambda whole: trace_parts(settings, parts, whole), example
+    )
+    return found, replace(arrangement, stages=found.stages)
+
+
+def example_of(settings: TrainSettings, parts: Parts, arrangement: Arrangement) -> Example:
+    """Batches of the job on which its stages are compared with its model."""
+    with same_random_numbers(settings.seed):
+        batches = _examples(settings, parts, few=min(4, settings.data.batch_size))
+    choices = Choices(parts.autocast, arrangement.recompute, arrangement.schedule is Schedule.ZERO_BUBBLE)
+
+    def fresh() -> torch.nn.Module:
+        model = build_model(settings.model, settings.seed).to(parts.device, parts.dtype)
+        model.load_state_dict(parts.model.state_dict())
+        return model
+
+    return Example(batches, parts.loss, choices, fresh)
+
+
+def prepare_together(
+    worker: Worker, settings: TrainSettings, parts: Parts, arrangement: Arrangement, folder: RunFolder | None
+) -> tuple[Checked, Arrangement]:
+    """As `prepare_pipeline`, verified by rank 0 for all; all workers call it together.
+
+    A run that goes on under the same plan is not verified again, unless the job says `every_run`; the stages
+    that its first verification led to are kept in its folder.
+    """
+    told = _prepare_here(worker, settings, parts, arrangement, folder)
+    own = told.pop("checked")
+    if worker.world_size > 1:
+        told = broadcast_value(told, 0)
+    if told["failure"] is not None:
+        raise JobError(f"parallel.plan: {told['failure']}")
+    stages = tuple(tuple(ids) for ids in told["stages"])
+    if own is None or own.fine != stages:
+        own, _ = prepare_pipeline(settings, parts, replace(arrangement, stages=stages), verify=False)
+    found = replace(own, notes=tuple(told["notes"]), seconds=told["seconds"])
+    return found, replace(arrangement, stages=found.stages)
+
+
+def _prepare_here(
+    worker: Worker, settings: TrainSettings, parts: Parts, arrangement: Arrangement, folder: RunFolder | None
+) -> dict[str, Any]:
+    """What this worker finds; that of rank 0, which verifies and has the run's folder, counts."""
+    told: dict[str, Any] = {"stages": arrangement.stages, "notes": (), "seconds": 0.0, "failure": None}
+    verify = settings.verify != "off" and worker.rank == 0
+    if verify and settings.verify == "first":
+        known = _known_stages(folder, settings, arrangement)
+        if known is not None:
+            verify, arrangement = False, replace(arrangement, stages=known)
+    try:
+        found, _ = prepare_pipeline(settings, parts, arrangement, verify)
+    except InputError as failure:
+        return told | {"failure": str(failure), "checked": None}
+    if verify and folder is not None:
+        _keep_stages(folder, settings, arrangement, found.fine)
+    told |= {"stages": found.fine, "notes": found.notes, "seconds": found.seconds}
+    return told | {"checked": found}
+
+
+def _fingerprint(settings: TrainSettings, arrangement: Arrangement) -> Any:
+    """What a verification was made for."""
+    model = {"factory": settings.model.factory, "args": dict(settings.model.args)}
+    found = {
+        "model": model,
+        "stages": arrangement.stages,
+        "recompute": sorted(arrangement.recompute),
+        "schedule": arrangement.schedule.value,
+        "precision": settings.precision,
+        "torch": torch.__version__,
+    }
+    return json.loads(json.dumps(found, default=str))
+
+
+def _known_stages(
+    folder: RunFolder | None, settings: TrainSettings, arrangement: Arrangement
+) -> tuple[tuple[str, ...], ...] | None:
+    """The stages that this run was verified with before, for the same plan; None where it was not."""
+    if folder is None or not folder.verified.exists():
+        return None
+    try:
+        kept = json.loads(folder.verified.read_text())
+        if kept["for"] != _fingerprint(settings, arrangement):
+            return None
+        return tuple(tuple(str(id) for id in ids) for ids in kept["stages"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _keep_stages(
+    folder: RunFolder, settings: TrainSettings, arrangement: Arrangement, stages: Sequence[Sequence[str]]
+) -> None:
+    kept = {"for": _fingerprint(settings, arrangement), "stages": stages}
+    write_atomic(folder.verified, json.dumps(kept))
 
 
 def link(worker: Worker, arrangement: Arrangement, device: torch.device) -> Channels:
@@ -68,7 +198,6 @@ def open_pipeline(
 
     The workers of the world may be in several arrangements of their own. `parts` keep what this one holds.
     """
-    _check_layers(settings, traced, arrangement)
     channels = link(worker, arrangement, parts.device)
     pipeline = pipelines.Pipeline(
         worker.rank,
@@ -123,3 +252,11 @@ def further_names(model: torch.nn.Module) -> dict[str, str]:
             further[name] = first[id(parameter)]
         first.setdefault(id(parameter), name)
     return further
+
+
+def tell_of_verification(recorder: Recorder, found: Checked) -> None:
+    """Write down what the verification of a pipeline came to."""
+    for note in found.notes:
+        recorder.warn(f"verify: {note}")
+    if found.seconds:
+        recorder.verified(Verified(round(found.seconds, 3), found.notes))

@@ -31,7 +31,7 @@ from plait.runtime.spans import Span
 from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.runtime.tied import make_tied
 from plait.runtime.updates import Updates, summed_beside_backward
-from plait.stages.cut import Stage, check_stages, cut
+from plait.stages.cut import Stage, check_buffers, check_stages, cut, evaluation_stages
 from plait.stages.linear import laid_out_as
 from plait.stages.quick import plain_forwards, quicken
 from plait.stages.routes import Route, find_routes
@@ -99,6 +99,9 @@ class _Held:
     runner: StageRunner
     incoming: list[_Hop]
     outgoing: list[_Hop]
+    # Those of an evaluation, for which other values may pass between stages.
+    evaluation_incoming: list[_Hop]
+    evaluation_outgoing: list[_Hop]
     flights: dict[int, Flight] = field(default_factory=dict)
     landing: Flight | None = None
 
@@ -113,6 +116,7 @@ class Pipeline:
         self, rank: int, arrangement: Arrangement, traced: TracedModel, channels: Channels, parts: Parts
     ) -> None:
         check_stages(traced, arrangement.stages)
+        check_buffers(traced, arrangement.stages)
         self.rank = rank
         self.arrangement = arrangement
         self.layout = arrangement.layouts[arrangement.pipeline_of(rank)]
@@ -160,7 +164,14 @@ class Pipeline:
         self._first_held = first_held(rank, arrangement, stages_of)
         self._replicas = replica_groups(arrangement, rendezvous)
         hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, arrangement.stages))]
-        output = replace(traced, model=nn.Module(), constants={})
+        evaluated, evaluated_stages = evaluation_stages(traced, arrangement.stages)
+        further = [
+            _Hop(2 * (len(hops) + i), route)
+            for i, route in enumerate(find_routes(evaluated, evaluated_stages))
+        ]
+        output = replace(traced, model=nn.Module(), constants={}, evaluation=None)
+        self._traced = output
+        self._evaluated = replace(evaluated, model=nn.Module(), constants={}, evaluation=None)
         self._held: dict[int, _Held] = {}
         for number, stage in stages.items():
             runner = StageRunner(
@@ -176,6 +187,8 @@ class Pipeline:
                 runner,
                 [hop for hop in hops if hop.route.target == number],
                 [hop for hop in hops if hop.route.source == number],
+                [hop for hop in further if hop.route.target == number],
+                [hop for hop in further if hop.route.source == number],
             )
 
     def run(self, ops: Iterable[Op], work: Work) -> None:
@@ -284,14 +297,18 @@ class Pipeline:
         flight.let_go_of_outputs()
         self._note(op, start)
 
-    def _begin(self, op: Forward, work: Work) -> Flight:
+    def _begin(self, op: Forward, work: Work, evaluating: bool = False) -> Flight:
         """The microbatch as it enters the stage, received or loaded."""
         seed, weight = work.seed(op.microbatch, op.stage), work.weight(op.microbatch)
         flight = Flight({}, seed, (op.version,), weight=weight)
         if op.stage == 0:
             inputs, flight.target = work.content(op.microbatch)
-            flight.inputs |= dict(zip(self._input_names, _tensors(inputs), strict=True))
-        for hop in self._held[op.stage].incoming:
+            tensors = _tensors(inputs)
+            if self._parts.make_stage is cut:  # those of many trials are stacked
+                (self._evaluated if evaluating else self._traced).check_inputs(tensors)
+            flight.inputs |= dict(zip(self._input_names, tensors, strict=True))
+        held = self._held[op.stage]
+        for hop in held.evaluation_incoming if evaluating else held.incoming:
             self._receive_forward(hop, op, flight)
         return flight
 
@@ -322,9 +339,10 @@ class Pipeline:
             message.release()
         return moved
 
-    def _send_forward(self, op: Forward, flight: Flight, comes_back: bool = True) -> None:
+    def _send_forward(self, op: Forward, flight: Flight, evaluating: bool = False) -> None:
         values = {**flight.inputs, **flight.outputs}
-        for hop in self._held[op.stage].outgoing:
+        held = self._held[op.stage]
+        for hop in held.evaluation_outgoing if evaluating else held.outgoing:
             tensors = [values[name] for name in hop.route.names]
             peer = self.layout.worker(hop.route.target, op.microbatch)
             target = flight.target if hop.route.takes_target else None
@@ -334,7 +352,7 @@ class Pipeline:
             leaves, note = _packed(target) if hop.route.takes_target else ([], "")
             what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
             self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
-            if comes_back and hop.route.grad_names:
+            if hop.route.grad_names and not evaluating:
                 self._channels.expect(peer, hop.number + 1)
 
     def _backward(self, op: Backward | BackwardInput) -> Flight:
@@ -430,18 +448,16 @@ class Pipeline:
             for stage, held in sorted(self._held.items()):
                 if self.layout.worker(stage, microbatch) == self.rank:
                     op = Forward(stage, microbatch)
-                    flight = self._begin(op, work)
+                    flight = self._begin(op, work, evaluating=True)
                     held.runner.evaluate(flight)
                     if stage == self.arrangement.last:
                         values = {**flight.inputs, **flight.outputs}
                         measure(self._rebuild(values), flight.target, microbatch)
-                    self._send_forward(op, flight, comes_back=False)
+                    self._send_forward(op, flight, evaluating=True)
                     flight.land()
 
     def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
-        loss_of = self._held[self.arrangement.last].runner.loss_of
-        assert isinstance(loss_of, LossOf)
-        return loss_of.output(values)
+        return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
 
 
 def _packed(target: Any) -> tuple[list[Tensor | None], str]:

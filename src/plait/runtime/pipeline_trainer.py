@@ -27,7 +27,14 @@ from plait.runtime.columns import check_columns
 from plait.runtime.evaluate import in_order, mean_of_all, sums_of
 from plait.runtime.folder import RunFolder
 from plait.runtime.notes import Notes
-from plait.runtime.open_pipeline import State, further_names, open_pipeline, trace_parts, with_gathered
+from plait.runtime.open_pipeline import (
+    State,
+    further_names,
+    open_pipeline,
+    prepare_together,
+    tell_of_verification,
+    with_gathered,
+)
 from plait.runtime.sampling import GlobalBatch, Position
 from plait.runtime.settings import TrainSettings
 from plait.runtime.spans import operations_event
@@ -122,9 +129,12 @@ class PipelineTrainer(StretchTrainer):
     def begin(self, steps: int) -> None:
         """Get ready to go on: cut the model, with the state it has now, into its stages."""
         super().begin(steps)
-        traced = trace_parts(self.settings, self.parts)
+        found, self._arrangement = prepare_together(
+            self.worker, self.settings, self.parts, self._arrangement, self.folder
+        )
+        tell_of_verification(self.recorder, found)
         self._channels, self._pipeline = open_pipeline(
-            self.worker, self.settings, self.parts, traced, self._arrangement, self._hosts
+            self.worker, self.settings, self.parts, found.traced, self._arrangement, self._hosts
         )
         self._pipeline.on_spans = self._record_operations
         self.recorder.begin_steps()

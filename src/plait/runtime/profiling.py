@@ -92,7 +92,7 @@ def _profile_sizes(
             plain_forwards(quicken(model, add=False))
         # Whatever the microbatches, an update is the same.
         updates = time_updates(
-            model.to(device), trace_inputs(model, inputs), settings.optimizer, max(repeats, 9)
+            model.to(device), trace_inputs(model, inputs, False), settings.optimizer, max(repeats, 9)
         )
     finally:
         torch.set_num_threads(before)

@@ -49,6 +49,7 @@ class Recorder:
         self._last_loss: torch.Tensor | None = None
         self._warned_of_loss = False
         self._bad_reads = 0
+        self._verified_s: float | None = None
         # The step at which the run was seen to have diverged, where that ends it.
         self.diverged_at: int | None = None
 
@@ -209,12 +210,18 @@ class Recorder:
             "seconds": round(seconds, 3),
             "workers": self._worker.world_size,
             "device": str(self._parts.device),
+            **({} if self._verified_s is None else {"verified_s": self._verified_s}),
         }
 
     def take_over(self, log_: EventLog) -> None:
         """Keep the record from now on, in this worker's own file: the one that kept it is gone."""
         self._active, self._log = True, log_
         self._mark = time.perf_counter()
+
+    def verified(self, event: events.Verified) -> None:
+        """Note that what was built computes what the plain model computes; the run's result tells of it."""
+        self._verified_s = event.seconds
+        self._record(event)
 
     def note(self, event: Event) -> None:
         """Write an event of another kind down."""

@@ -93,6 +93,19 @@ class DataSource:
             return self.collated(_first(self.dataset, samples, seed))
         return self.batch(0, [i % len(self.dataset) for i in range(samples)], seed)
 
+    def example_batches(self, sizes: Sequence[int], seed: int) -> list[Any]:
+        """Batches of these sizes, of further samples each; a set that has fewer begins again."""
+        count, begin, found = sum(sizes), 0, []
+        samples = _first(self.dataset, count, seed) if self.is_stream else []
+        for size in sizes:
+            numbers = range(begin, begin + size)
+            if self.is_stream:
+                found.append(self.collated([samples[i] for i in numbers]))
+            else:
+                found.append(self.batch(0, [i % len(self.dataset) for i in numbers], seed))
+            begin += size
+        return found
+
     def _read(self, epoch: int, numbers: Sequence[int], seed: int) -> list[Any]:
         if self.is_stream:
             if self._reader is None:

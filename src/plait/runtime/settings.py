@@ -9,6 +9,8 @@ from typing import Any, Literal
 from plait.sync.wish import TopologyWish
 
 Precision = Literal["float32", "float64", "bf16", "fp16"]
+# Whether what a run built is compared with the plain model first: never, once, or at every start.
+Verify = Literal["off", "first", "every_run"]
 
 
 @dataclass(frozen=True)
@@ -149,3 +151,4 @@ class TrainSettings:
     topology: TopologyWish = field(default_factory=TopologyWish)
     sync: SyncSettings = field(default_factory=SyncSettings)
     slow: SlowSettings = field(default_factory=SlowSettings)
+    verify: Verify = "first"

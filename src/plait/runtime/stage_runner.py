@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.cluster.messages import Message
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced import TracedModel, Value
 from plait.runtime.evaluate import telling_of_types
 from plait.runtime.loading import seed_all
 from plait.runtime.loss_scale import LossScale
+from plait.runtime.module_memory import ModuleMemory, Remembered
 from plait.stages.cut import Stage
 from plait.stages.deferred import DeferWeights
 from plait.stages.versions import WeightVersions
@@ -44,9 +45,9 @@ class Flight:
     edges: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     deferred: DeferWeights | None = None
+    # What the stage's modules held before a forward that is computed again.
+    before: Remembered | None = None
     messages: list[Message] = field(default_factory=list)
-    # Where forward runs again: what it met in the buffers that it writes, by their identity.
-    buffers: dict[int, Tensor] = field(default_factory=dict)
 
     def let_go_of_outputs(self) -> None:
         """Keep the outputs' places in the graph, from which backward starts, but not their memory."""
@@ -91,24 +92,28 @@ class StageRunner:
     recompute: bool = False
     split: bool = False
     scale: LossScale | None = None
+    # Sets where random numbers start, from the number of a flight.
+    seed: Callable[[int], None] = seed_all
 
     def __post_init__(self) -> None:
-        self._written: list[Tensor] | None = None
+        self._memory = ModuleMemory(self.stage.module)
 
     def forward(self, flight: Flight) -> None:
         """Fill the flight's outputs, and its loss where this is the last stage."""
         for weights, version in zip(self.versions, flight.versions):
             weights.use(version)
         if self.recompute:
-            with torch.no_grad(), self._keeping_written_buffers(flight):
+            flight.before = self._memory.capture()
+            with torch.no_grad():
                 self._run(flight)
+            self._memory.note_written(flight.before)
         else:
             self._run(flight)
 
     def evaluate(self, flight: Flight) -> None:
-        """As `forward` of a microbatch that never goes backward, in the module's present mode."""
+        """As `forward` of a microbatch that never goes backward, with the module in evaluation mode."""
         with torch.no_grad(), self.autocast():
-            flight.outputs = self._call(flight)
+            flight.outputs = self._call(flight, self.stage.evaluation_inputs, self.stage.evaluation_outputs)
 
     def backward(self, flight: Flight, grads: Mapping[str, Tensor]) -> None:
         """Leave gradients on the flight's inputs and on the weights; `grads` are those of the outputs."""
@@ -152,65 +157,29 @@ class StageRunner:
 
     def _run(self, flight: Flight) -> None:
         # Dropout draws the same whenever, wherever and how often this microbatch runs.
-        seed_all(flight.seed)
+        self.seed(flight.seed)
         defer = DeferWeights() if self.split else None
         with self.autocast(), defer or contextlib.nullcontext():
-            flight.outputs = self._call(flight)
+            flight.outputs = self._call(flight, self.stage.inputs, self.stage.outputs)
             if self.loss_of is not None:
                 loss = self.loss_of({**flight.inputs, **flight.outputs}, flight.target)
                 flight.loss = loss if flight.weight == 1.0 else loss * flight.weight
         flight.deferred = defer
 
-    def _call(self, flight: Flight) -> dict[str, Tensor]:
-        inputs = tuple(flight.inputs[value.name] for value in self.stage.inputs)
+    def _call(self, flight: Flight, taken: Sequence[Value], returned: Sequence[Value]) -> dict[str, Tensor]:
+        inputs = tuple(flight.inputs[value.name] for value in taken)
         with telling_of_types(self.stage.module, inputs):
             given = self.stage.module(*inputs)
-        return {value.name: tensor for value, tensor in zip(self.stage.outputs, given)}
+        return {value.name: tensor for value, tensor in zip(returned, given)}
 
     def _run_again(self, flight: Flight) -> None:
-        """Forward with gradients this time, from the buffers that the first forward met.
-
-        It runs on copies: what it writes to buffers (running statistics) was written before, and the graph
-        may keep what it reads of them.
-        """
+        """Forward with gradients this time, from the state that its first forward met; that of now stays."""
         for weights, version in zip(self.versions, flight.versions):
             weights.put(version)
-        buffers = {id(buffer): buffer for buffer in self.stage.module.buffers()}
-        met = flight.buffers
-        copies = {key: met[key] if key in met else buffer.detach().clone() for key, buffer in buffers.items()}
-        with _in_place_of(self.stage.module, copies):
-            self._run(flight)
+        assert flight.before is not None
+        now = self._memory.capture(copies=False)
+        self._memory.put(flight.before)
+        self._run(flight)
         flight.let_go_of_outputs()
-        flight.buffers = {}
-
-    @contextlib.contextmanager
-    def _keeping_written_buffers(self, flight: Flight) -> Iterator[None]:
-        """Leave in the flight what the buffers that a forward writes held before it."""
-        if self._written is None:
-            before = [(b, b.clone(), b._version) for b in self.stage.module.buffers()]
-            yield
-            # A stage does the same in every forward. Only batch normalisation's kernels write without a new
-            # version, and these read nothing of what they write.
-            changed = [
-                (b, old) for b, old, version in before if b._version != version or not torch.equal(b, old)
-            ]
-            self._written = [b for b, _ in changed]
-            flight.buffers = {id(b): old for b, old in changed}
-        else:
-            flight.buffers = {id(b): b.clone() for b in self._written}
-            yield
-
-
-@contextlib.contextmanager
-def _in_place_of(module: nn.Module, tensors: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let the module compute with `tensors` in place of its buffers, by the identity of these."""
-    places = [(owner, name) for owner in module.modules() for name in owner._buffers]
-    before = [owner._buffers[name] for owner, name in places]
-    try:
-        for (owner, name), buffer in zip(places, before):
-            if buffer is not None:
-                owner._buffers[name] = tensors[id(buffer)]
-        yield
-    finally:
-        for (owner, name), buffer in zip(places, before):
-            owner._buffers[name] = buffer
+        self._memory.put(now)
+        flight.before = None

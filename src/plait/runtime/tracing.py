@@ -16,10 +16,10 @@ from plait.runtime.evaluate import Arguments, telling_of_types
 from plait.workloads.losses import describe
 
 
-def trace_inputs(model: torch.nn.Module, inputs: Arguments) -> TracedModel:
+def trace_inputs(model: torch.nn.Module, inputs: Arguments, evaluation: bool = True) -> TracedModel:
     """The model as layers; where inputs of another type than the weights made it fail, it says so."""
     with telling_of_types(model, inputs):
-        return trace(model, inputs)
+        return trace(model, inputs, evaluation=evaluation)
 
 
 def check_target(target: Any) -> None:

@@ -18,7 +18,7 @@ from plait.profiler.build import attributes_of
 from plait.profiler.source import Source, attribute_path, indent, write_source
 from plait.profiler.traced import Layer, TracedModel
 from plait.stages.constructors import NoConstructor, constructor
-from plait.stages.cut import StageError, check_stages
+from plait.stages.cut import StageError, check_buffers, check_stages
 
 
 def write_code(traced: TracedModel, stages: Sequence[Sequence[str]], directory: Path) -> tuple[Path, ...]:
@@ -29,6 +29,7 @@ def write_code(traced: TracedModel, stages: Sequence[Sequence[str]], directory: 
     Tensors that belong to no state_dict lie beside it in `stage_0.pt`.
     """
     check_stages(traced, stages)
+    check_buffers(traced, stages)
     return tuple(_write_stage(traced, i, len(stages), ids, directory) for i, ids in enumerate(stages))
 
 
@@ -75,17 +76,17 @@ def _imports(source: Source) -> list[str]:
     """Lines that import what the stage uses of the user's own code."""
     lines = []
     for name, item in source.objects.items():
-        module = getattr(item, "__module__", None)
+        module, own = getattr(item, "__module__", None), getattr(item, "__name__", name)
         try:
-            reached = getattr(importlib.import_module(str(module)), name, None)
+            reached = getattr(importlib.import_module(str(module)), own, None)
         except ImportError:
             reached = None
         if reached is not item or module == "__main__":
             raise StageError(
-                f"{name}, which the model uses, cannot be imported from {module!r}; "
+                f"{own}, which the model uses, cannot be imported from {module!r}; "
                 f"define it at the top level of a module of its own"
             )
-        lines.append(f"from {module} import {name}")
+        lines.append(f"from {module} import {own}{'' if own == name else f' as {name}'}")
     return lines
 
 

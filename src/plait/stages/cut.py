@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plait.core.errors import InputError
 from plait.profiler.build import LayersModule, build
-from plait.profiler.traced import TracedModel, Value
+from plait.profiler.traced import Boundary, TracedModel, Value
 
 
 class StageError(InputError):
@@ -22,7 +22,8 @@ class Stage:
     the same tensor: what one stage gives, any later one may take (skips reach over stages between), and an
     input named like an argument of the model's forward is that argument. Inputs are never written into.
     The parameters are the model's own objects under their original names; `first_names` maps each to the
-    first name the model has for it, equal for tied parameters wherever they are.
+    first name the model has for it, equal for tied parameters wherever they are. In evaluation mode the
+    module takes `evaluation_inputs` and returns `evaluation_outputs`.
     """
 
     layers: tuple[str, ...]
@@ -30,6 +31,8 @@ class Stage:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     first_names: dict[str, str]
+    evaluation_inputs: tuple[Value, ...] = ()
+    evaluation_outputs: tuple[Value, ...] = ()
 
 
 def cut(traced: TracedModel, layer_ids: Iterable[str]) -> Stage:
@@ -37,23 +40,32 @@ def cut(traced: TracedModel, layer_ids: Iterable[str]) -> Stage:
     layers = traced.select(layer_ids)
     if not layers:
         raise StageError("found a stage without layers; expected at least one")
+    if traced.concerns:
+        raise StageError(f"{traced.concerns[0].words}, or let no cut pass through that module")
     boundary = traced.boundary(layers)
     module = build(traced, layers, boundary, own_inputs=True)
     first: dict[int, str] = {}
     for name, parameter in traced.model.named_parameters(remove_duplicate=False):
         first.setdefault(id(parameter), name)
-    return Stage(
-        tuple(layer.id for layer in layers),
-        module,
-        tuple(traced.value(name) for name in boundary.inputs),
-        tuple(traced.value(name) for name in boundary.outputs),
-        {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)},
+    ids = [layer.id for layer in layers]
+    inputs, outputs = _values(traced, boundary)
+    other = traced.evaluation
+    evaluated = (
+        _values(other, other.boundary(traced.evaluated_with(ids))) if other is not None else (inputs, outputs)
     )
+    names = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+    return Stage(tuple(ids), module, inputs, outputs, names, *evaluated)
+
+
+def _values(traced: TracedModel, boundary: Boundary) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    inputs = tuple(traced.value(name) for name in boundary.inputs)
+    return inputs, tuple(traced.value(name) for name in boundary.outputs)
 
 
 def cut_all(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
     """All stages, checked: every layer is in exactly one, and values flow only to later stages."""
     check_stages(traced, stages)
+    check_buffers(traced, stages)
     return tuple(cut(traced, ids) for ids in stages)
 
 
@@ -72,11 +84,48 @@ def check_stages(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
         raise StageError(
             f"{len(missing)} layers are in no stage, the first is {missing[0]!r}; add them to one"
         )
+    _check_flow(traced, stage_of, "")
+    if traced.evaluation is not None:
+        homes = {id: stage_of[home] for id, home in traced.homes.items()}
+        _check_flow(traced.evaluation, homes, " in evaluation mode")
+
+
+def check_buffers(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
+    """Refuse a buffer that one stage writes and another uses: each worker has a copy of its own."""
+    for name, found in shared_buffers(traced, stages).items():
+        raise StageError(
+            f"buffer {name!r} is written by forward and used in stages {sorted(found)}, each of which would "
+            f"have its own; expected one: let no cut come between the layers that use it"
+        )
+
+
+def shared_buffers(traced: TracedModel, stages: Sequence[Sequence[str]]) -> dict[str, set[int]]:
+    """The buffers that forward writes and several stages use, with those stages."""
+    found: dict[str, set[int]] = {}
+    for stage, ids in enumerate(stages):
+        for layer in traced.select(ids):
+            for name in layer.buffers:
+                if name in traced.written:
+                    found.setdefault(name, set()).add(stage)
+    return {name: used for name, used in found.items() if len(used) > 1}
+
+
+def evaluation_stages(
+    traced: TracedModel, stages: Sequence[Sequence[str]]
+) -> tuple[TracedModel, tuple[tuple[str, ...], ...]]:
+    """The trace that an evaluation runs, and the layers of each stage in it."""
+    if traced.evaluation is None:
+        return traced, tuple(tuple(ids) for ids in stages)
+    found = tuple(tuple(layer.id for layer in traced.evaluated_with(ids)) for ids in stages)
+    return traced.evaluation, found
+
+
+def _check_flow(traced: TracedModel, stage_of: dict[str, int], when: str) -> None:
     for layer in traced.layers:
         for name in traced.boundary([layer]).inputs:
             source = traced.layer_of.get(name)
             if source is not None and stage_of[source] > stage_of[layer.id]:
                 raise StageError(
-                    f"layer {layer.id!r} of stage {stage_of[layer.id]} needs {name!r} from layer {source!r} "
-                    f"of stage {stage_of[source]}; expected values to flow to later stages only"
+                    f"layer {layer.id!r} of stage {stage_of[layer.id]} needs {name!r}{when} from layer "
+                    f"{source!r} of stage {stage_of[source]}; expected values to flow to later stages only"
                 )

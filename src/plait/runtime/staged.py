@@ -1,0 +1,250 @@
+"""A model in stages within one process: each stage on a copy of its own, one after the other.
+
+What the workers of a pipeline do with one microbatch, by the same runners: values pass detached from stage to
+stage, gradients come back, and what two stages hold of the model are two copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.profiler.traced import TracedModel
+from plait.runtime.evaluate import evaluation_mode
+from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
+from plait.stages.cut import Stage, cut, evaluation_stages
+from plait.stages.quick import quicken
+from plait.stages.routes import Route, find_routes
+from plait.verification import Observation
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How stages run: which compute activations again, whether backward is split, with quicker layers."""
+
+    autocast: Autocast = contextlib.nullcontext
+    recompute: Collection[int] = ()
+    split: bool = False
+    quick: bool = True
+
+
+class StagedModel:
+    """Copies of the stages of `traced`, with the state that its model has now; the model stays as it is.
+
+    `fresh` makes the model anew, with the same state, for models that cannot be copied.
+    """
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        stages: Sequence[Sequence[str]],
+        loss: Loss,
+        choices: Choices,
+        fresh: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        self.stages = [copied(cut(traced, ids), traced, ids, fresh) for ids in stages]
+        self.modules = [stage.module for stage in self.stages]
+        on_cpu = all(p.device.type == "cpu" for module in self.modules for p in module.parameters())
+        if choices.quick and on_cpu:
+            for module in self.modules:
+                quicken(module, add=not choices.split, turn=False)
+        self._traced = traced
+        self._evaluated, ids_evaluated = evaluation_stages(traced, stages)
+        self._routes = find_routes(traced, stages)
+        self._evaluated_routes = find_routes(self._evaluated, ids_evaluated)
+        self._states = [_RandomState() for _ in stages]
+        last = len(stages) - 1
+        self._runners = [
+            StageRunner(
+                stage,
+                (),
+                LossOf(traced, loss) if number == last else None,
+                choices.autocast,
+                number in choices.recompute,
+                choices.split,
+                seed=lambda _, state=self._states[number]: state.start(),  # type: ignore[misc]
+            )
+            for number, stage in enumerate(self.stages)
+        ]
+
+    def step(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
+        """What the model returns and its loss; gradients are left in the stages."""
+        flights = self._forward(inputs, target)
+        last = flights[-1]
+        assert last.loss is not None
+        output = self._traced.rebuild_output(
+            [({**last.inputs, **last.outputs})[name].detach() for name in self._traced.outputs]
+        )
+        loss = last.loss.detach().clone()
+        self._backward(flights)
+        return output, loss
+
+    def _forward(self, inputs: Any, target: Any) -> list[Flight]:
+        for state in self._states:
+            state.forget()
+        tensors = _tensors(inputs)
+        self._traced.check_inputs(tensors)
+        values: dict[str, Tensor] = dict(zip(self._traced.inputs, tensors, strict=True))
+        flights = []
+        for number, runner in enumerate(self._runners):
+            flight = Flight(_received(number, self._routes, values, self._traced), 0, (), target)
+            runner.forward(flight)
+            values |= flight.outputs
+            flights.append(flight)
+        return flights
+
+    def _backward(self, flights: Sequence[Flight]) -> None:
+        grads: dict[str, Tensor] = {}
+        for number in reversed(range(len(flights))):
+            runner, flight = self._runners[number], flights[number]
+            flight.let_go_of_outputs()
+            own = {value.name: grads[value.name] for value in runner.stage.outputs if value.name in grads}
+            runner.backward(flight, own)
+            if flight.deferred is not None:
+                runner.own_gradients(flight, ())
+                runner.backward_weight(flight)
+            for route in self._routes:
+                if route.target != number:
+                    continue
+                for name in route.grad_names:
+                    grad = flight.inputs[name].grad
+                    if grad is not None:
+                        grads[name] = grads[name] + grad if name in grads else grad
+
+    def evaluate(self, inputs: Any) -> Any:
+        """What the model returns in evaluation mode."""
+        tensors = _tensors(inputs)
+        self._evaluated.check_inputs(tensors)
+        values: dict[str, Tensor] = dict(zip(self._evaluated.inputs, tensors, strict=True))
+        with contextlib.ExitStack() as modes:
+            for module in self.modules:
+                modes.enter_context(evaluation_mode(module))
+            for number, runner in enumerate(self._runners):
+                received = _received(number, self._evaluated_routes, values, self._evaluated)
+                flight = Flight(received, 0, ())
+                runner.evaluate(flight)
+                values |= flight.outputs
+        return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradient of each parameter by its first name, summed over the stages that hold it."""
+        found: dict[str, Tensor | None] = {}
+        for stage in self.stages:
+            seen: set[int] = set()
+            for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                first = stage.first_names[name]
+                before, grad = found.get(first), parameter.grad
+                together = before + grad if before is not None and grad is not None else before
+                found[first] = grad if before is None else together
+        return found
+
+    def buffers(self) -> Iterator[tuple[int, str, Tensor]]:
+        """Each buffer that belongs to the model, with the stage that holds it."""
+        for number, module in enumerate(self.modules):
+            for name, buffer in module.named_buffers():
+                yield number, name, buffer
+
+    def drop_gradients(self) -> None:
+        for module in self.modules:
+            for parameter in module.parameters():
+                parameter.grad = None
+
+
+def observe_staged(
+    staged: StagedModel, model: nn.Module, inputs: Any, target: Any, loss: Loss | None
+) -> Observation:
+    """What `verification.observe_step` would find of the plain `model`, here found of its stages.
+
+    Without a loss it is an evaluation.
+    """
+    staged.drop_gradients()
+    found: dict[str, Tensor | None] = {}
+    if loss is None:
+        output = staged.evaluate(inputs)
+        _note_output(found, output)
+    else:
+        output, value = staged.step(inputs, target)
+        _note_output(found, output)
+        found["the loss"] = value
+        grads = staged.gradients()
+        for name, _ in model.named_parameters():
+            grad = grads.get(name)
+            found[f"the gradient of {name}"] = None if grad is None else grad.detach().clone()
+    known = dict(model.named_buffers())
+    held: dict[str, Tensor] = {}
+    for _, name, buffer in staged.buffers():
+        if name in known and (name not in held or torch.equal(held[name], known[name])):
+            held[name] = buffer
+    for name, buffer in known.items():
+        found[f"the buffer {name}"] = held.get(name, buffer).detach().clone()
+    return found
+
+
+def _note_output(found: dict[str, Tensor | None], output: Any) -> None:
+    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
+        if isinstance(leaf, Tensor):
+            found[f"output{pytree.keystr(path)}"] = leaf.detach().clone()
+
+
+def copied(
+    stage: Stage, traced: TracedModel, ids: Sequence[str], fresh: Callable[[], nn.Module] | None
+) -> Stage:
+    """`stage` on a copy of what it holds of the model."""
+    try:
+        return replace(stage, module=copy.deepcopy(stage.module))
+    except Exception:
+        if fresh is None:
+            raise
+    constants = {name: tensor.detach().clone() for name, tensor in traced.constants.items()}
+    return cut(replace(traced, model=fresh(), constants=constants), ids)
+
+
+def _received(
+    number: int, routes: Sequence[Route], values: Mapping[str, Tensor], traced: TracedModel
+) -> dict[str, Tensor]:
+    """What a stage gets: leaves of autograd, as they would come from other workers."""
+    found = {name: values[name] for name in traced.inputs} if number == 0 else {}
+    for route in routes:
+        if route.target == number:
+            for name in route.names:
+                leaf = values[name].detach()
+                found[name] = leaf.requires_grad_() if name in route.grad_names else leaf
+    return found
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+@dataclass
+class _RandomState:
+    """Where the random numbers of a stage start: where the stage before has ended, each time it runs."""
+
+    _kept: list[Any] = field(default_factory=list)
+
+    def forget(self) -> None:
+        self._kept = []
+
+    def start(self) -> None:
+        on_gpus = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if not self._kept:
+            gpus = torch.cuda.get_rng_state_all() if on_gpus else []
+            self._kept = [random.getstate(), numpy.random.get_state(), torch.get_rng_state(), gpus]
+            return
+        random.setstate(self._kept[0])
+        numpy.random.set_state(self._kept[1])
+        torch.set_rng_state(self._kept[2])
+        if on_gpus:
+            torch.cuda.set_rng_state_all(self._kept[3])

@@ -1,0 +1,301 @@
+"""Stages compute what the plain model computes, or the run is refused: checked on the job's own batches."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.core.errors import InputError, JobError
+from plait.core.events import read
+from plait.planner.depth import Schedule
+from plait.profiler import record, source, traced
+from plait.profiler.trace import trace
+from plait.runtime import build, checkpoint, module_memory, verify
+from plait.runtime.events import Verified
+from plait.runtime.folder import RunFolder
+from plait.runtime.pipeline_trainer import PipelineTrainer
+from plait.runtime.settings import ModelSettings, TrainSettings
+from plait.runtime.staged import Choices
+from plait.stages.cut import StageError, cut_all
+from plait.verification import same_random_numbers
+from plait.workloads.transformer import transformer
+from support.checked import make_hard, plain_step, prepare, staged
+from support.plans import cut_in_two, planned
+from support.traced_models import tensors_of
+from support.training import TestWorker, digits_job
+from support.world import run_ranks
+
+tracer = sys.modules["plait.profiler.trace"]
+RIGHT = (
+    "aliased function",
+    "dropped path",
+    "auxiliary head",
+    "frozen part",
+    "own statistics",
+    "length",
+    "two of one name",
+    "zero branch",
+    "shared state",
+    "divided block",
+)
+REFUSED = {
+    "shared buffer": "buffer 'mean' is written by forward and used in stages",
+    "state": "Stateful changes self.h, by which its next one goes",
+    "counter": "CountsCalls changes self.calls, by which its next one goes",
+    "warm-up": "WarmsUp changes self.calls, by which its next one goes",
+    "layer drop": "draws random numbers of Python or numpy",
+    "branch on size": "would take another branch than in the trace .*hard_models.py",
+}
+
+
+@pytest.mark.parametrize("choices", [Choices(), Choices(recompute=(0, 1)), Choices(split=True)])
+@pytest.mark.parametrize("name", RIGHT)
+def test_stages_of_a_hard_model_compute_what_it_computes_step_after_step(name: str, choices: Choices) -> None:
+    model, batches, place = make_hard(name)
+    plain = copy.deepcopy(model)
+    stages = staged(prepare(model, batches, place, verify=False), choices)
+    for step, batch in enumerate([*batches, *batches, batches[0]]):
+        expected = plain_step(plain, batch, step)
+        stages.drop_gradients()
+        torch.manual_seed(step)
+        output, _ = stages.step(batch, None)
+        torch.testing.assert_close(tensors_of(output), expected, rtol=1e-9, atol=1e-12)
+        grads = stages.gradients()
+        for parameter, tensor in plain.named_parameters():
+            found = grads[parameter]
+            assert (found is None) == (tensor.grad is None), parameter
+            if found is not None:
+                torch.testing.assert_close(found, tensor.grad, rtol=1e-9, atol=1e-12)
+    held = {n: b for _, n, b in stages.buffers()}
+    for buffer, value in plain.named_buffers():
+        torch.testing.assert_close(held[buffer], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["dropped path", "auxiliary head", "frozen part", "own statistics"])
+def test_an_evaluation_in_stages_is_that_of_the_model_and_changes_nothing(name: str) -> None:
+    model, batches, place = make_hard(name)
+    stages = staged(prepare(model, batches, place, verify=False))
+    before = [(n, b.clone()) for _, n, b in stages.buffers()]
+    with torch.no_grad():
+        for inputs in batches:
+            with same_random_numbers(1):
+                found = stages.evaluate(inputs)
+            with same_random_numbers(1):
+                expected = copy.deepcopy(model).eval()(*inputs)
+            assert type(found) is type(expected)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert all(torch.equal(b, dict(before)[n]) for _, n, b in stages.buffers())
+
+
+def test_the_workload_transformer_is_evaluated_without_dropout() -> None:
+    torch.manual_seed(0)
+    model = transformer(vocabulary=50, context=16, layers=2, heads=2, width=16, dropout=0.5).double()
+    batches = tuple((torch.randint(0, 50, (n, 8)),) for n in (4, 3))
+    stages = staged(prepare(model, batches, "block2.attention_norm", verify=False))
+    with torch.no_grad():
+        found = stages.evaluate(batches[0])
+        torch.testing.assert_close(found, copy.deepcopy(model).eval()(*batches[0]))
+
+
+def test_a_module_that_no_cut_divides_is_called_as_the_user_wrote_it() -> None:
+    model, batches, _ = make_hard("divided block")
+    checked = prepare(model, batches, "last")
+    assert checked.stages == (("first", "block"), ("last",))
+    stages = staged(checked)
+    called: list[Any] = []
+    block = stages.modules[0].get_submodule("block")
+    assert type(block) is type(model.block)
+    block.register_forward_hook(lambda *_: called.append(1))
+    stages.step(batches[0], None)
+    assert called == [1]
+    assert block.h is not None
+    names = {n for module in stages.modules for n in module.state_dict()}
+    assert names == set(model.state_dict())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_stages_cannot_repeat_is_refused_in_words(name: str) -> None:
+    model, batches, place = make_hard(name)
+    with pytest.raises(InputError, match=REFUSED[name]):
+        prepare(model, batches, place)
+
+
+def test_a_module_with_state_of_its_own_stays_in_one_stage_and_a_note_says_so() -> None:
+    model, batches, place = make_hard("divided block")
+    checked = prepare(model, batches, place)
+    assert checked.stages == (("first",), ("block", "last"))
+    assert "forward of block (Stateful) changes self.h" in checked.notes[0]
+    assert "stay in one stage" in checked.notes[0]
+
+
+def test_batches_of_a_length_that_the_trace_has_fixed_are_refused() -> None:
+    model, _, _ = make_hard("length")
+    x = torch.randn(4, 7, 4, dtype=torch.float64)
+    fixed = trace(model, (x,))
+    fixed.check_inputs([x[:2]])
+    with pytest.raises(InputError, match=r"found size 5 in dimension 1 .* had 7, .*hard_models.py"):
+        fixed.check_inputs([x[:, :5]])
+    free = trace(model, (x,), others=[(x[:, :6],)])
+    free.check_inputs([x[:, :5]])
+    ids = [layer.id for layer in free.layers]
+    first, last = cut_all(free, [ids[:-1], ids[-1:]])
+    torch.testing.assert_close(last.module(*first.module(x[:, :5]))[0], model(x[:, :5]))
+
+
+def test_sizes_that_were_equal_in_the_trace_must_stay_equal() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(9, 4)
+
+        def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return self.embed(source).mean(1) + self.embed(target).sum(1) / target.shape[1]
+
+    tokens = torch.zeros(3, 6, dtype=torch.long)
+    found = trace(Two(), (tokens, tokens))
+    with pytest.raises(InputError, match="found sizes 6 and 4, which were equal in the trace"):
+        found.check_inputs([tokens, tokens[:, :4]])
+    free = trace(Two(), (tokens, tokens), others=[(tokens, tokens[:, :4])])
+    free.check_inputs([tokens, tokens[:, :4]])
+
+
+# Verification alone, without the mend of each case.
+
+
+def without_the_recorder_of_functions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(record, "_SingleLevelFunction", type("Elsewhere", (), {}))
+    patch.setattr(record, "_refuse_lost_gradient", lambda node, tensor: None)
+
+
+def without_the_evaluation_trace(patch: pytest.MonkeyPatch) -> None:
+    once = tracer._trace_once
+    patch.setattr(
+        "support.checked.trace",
+        lambda model, inputs, others, whole=frozenset(), evaluation=True: once(
+            model, inputs, others, frozenset(whole), {}
+        ),
+    )
+
+
+def without_the_check_of_buffers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verify, "shared_buffers", lambda traced, stages: {})
+
+
+def without_the_check_of_attributes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tracer, "_kept", lambda recorder, before: [])
+
+
+def without_the_check_of_draws(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tracer, "_python_draws", lambda before: [])
+
+
+def without_names_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    def last_one_wins(self: Any, name: str, item: Any) -> str:
+        self._source.objects[name] = item
+        return name
+
+    patch.setattr(source._Writer, "_object_name", last_one_wins)
+
+
+def without_guards(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(traced.Guards, "broken_by", lambda self, shapes: None)
+
+
+def without_copies_of_buffers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module_memory, "_SMALL", -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "revert", "where"),
+    [
+        ("aliased function", without_the_recorder_of_functions, "gradient of a.weight: none; .* in backward"),
+        ("dropped path", without_the_evaluation_trace, "in evaluation mode .*head .* gets other inputs"),
+        ("auxiliary head", without_the_evaluation_trace, "in evaluation mode output"),
+        ("own statistics", without_the_evaluation_trace, "in evaluation mode .* they part"),
+        ("shared buffer", without_the_check_of_buffers, "in training mode output"),
+        ("state", without_the_check_of_attributes, "code of Stateful before it: b .* gets other inputs"),
+        ("counter", without_the_check_of_attributes, "code of CountsCalls before it: b .* gets other"),
+        ("layer drop", without_the_check_of_draws, "layers"),
+        ("two of one name", without_names_of_their_own, "in training mode"),
+        ("branch on size", without_guards, "code of BranchesOnSize before it: b .* gets other inputs"),
+        ("zero branch", without_copies_of_buffers, "buffer norm.running"),
+    ],
+)
+def test_verification_alone_catches_a_model_that_would_be_trained_wrong(
+    name: str, revert: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revert(monkeypatch)
+    model, batches, place = make_hard(name)
+    choices = Choices(recompute=(0,)) if name == "zero branch" else Choices()
+    prepare(model, batches, place, choices, verify=False)
+    with pytest.raises(StageError, match=f"do not compute what the model computes: .*{where}"):
+        prepare(model, batches, place, choices)
+
+
+def test_a_verification_changes_nothing_of_the_model_nor_of_the_random_numbers() -> None:
+    model, batches, place = make_hard("zero branch")
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    prepare(model, batches, place)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Runs.
+
+
+def train_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    size = dist.get_world_size()
+    parts = build.build(settings, torch.device("cpu"))
+    trainer = PipelineTrainer(TestWorker(rank, size), settings, parts, RunFolder(folder), ["here"] * size)  # type: ignore[arg-type]
+    return trainer.run(resume)
+
+
+def refused_rank(rank: int, settings: TrainSettings, folder: Path) -> str:
+    try:
+        train_rank(rank, settings, folder)
+    except JobError as failure:
+        return str(failure)
+    return ""
+
+
+def job(steps: int, verify: str = "first") -> TrainSettings:
+    return replace(planned((1, 1), Schedule.FLUSH, microbatches=2), steps=steps, verify=verify)  # type: ignore[arg-type]
+
+
+def test_a_run_that_would_be_wrong_is_refused_on_every_worker(tmp_path: Path) -> None:
+    settings = digits_job(model=ModelSettings("support.hard_models:Digits"), steps=4)
+    found = run_ranks(2, refused_rank, cut_in_two(settings, Schedule.FLUSH, 4), tmp_path / "run")
+    assert all("forward of Digits changes self.calls, by which its next one goes" in words for words in found)
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return checkpoint.load(checkpoint.list_checkpoints(folder / "checkpoints")[0]).model
+
+
+def verified(folder: Path) -> list[Verified]:
+    return [e.event for e in read(RunFolder(folder).events(0)) if isinstance(e.event, Verified)]
+
+
+def test_a_run_is_verified_once_tells_so_and_ends_bitwise_as_without(tmp_path: Path) -> None:
+    first, off = tmp_path / "first", tmp_path / "off"
+    result = run_ranks(2, train_rank, job(6), first)[0]
+    unverified = run_ranks(2, train_rank, job(6, "off"), off)[0]
+    assert result["verified_s"] > 0
+    assert "verified_s" not in unverified
+    assert (len(verified(first)), len(verified(off))) == (1, 0)
+    found, expected = weights(first), weights(off)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    run_ranks(2, train_rank, job(8), first, True)
+    assert len(verified(first)) == 1
+    run_ranks(2, train_rank, job(9, "every_run"), first, True)
+    assert len(verified(first)) == 2
