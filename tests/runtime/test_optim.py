@@ -18,7 +18,7 @@ from plait.runtime.optim import (
     check_lr_schedule,
     optimizer_kinds,
 )
-from plait.runtime.settings import GroupSettings, LrScheduleSettings, OptimizerSettings
+from plait.runtime.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.runtime.sweep.trials import is_fusable
 from support.plans import planned
 from support.training import (
@@ -163,6 +163,25 @@ def test_groups_train_alike_in_one_process_on_workers_that_share_batches_and_in_
     assert largest_difference(saved_weights(tmp_path / "pipeline"), expected) < 1e-10
     _, again = train_here(with_groups(digits_job(steps=6)), tmp_path / "pipeline", resume=True)
     assert largest_difference(again, expected) < 1e-10
+
+
+def vectors_apart(parameters, lr: float) -> torch.optim.Optimizer:
+    """An optimizer of one's own: vectors, if there are any, have a rate of their own."""
+    parts = [[p for p in parameters if p.dim() == 1], [p for p in parameters if p.dim() > 1]]
+    rates = (lr / 10, lr)
+    return torch.optim.SGD([{"params": p, "lr": rate} for p, rate in zip(parts, rates) if p])
+
+
+def test_a_stage_has_the_rates_of_its_own_groups_where_an_optimizer_leaves_out_empty_ones(tmp_path: Path):
+    changes = {
+        "model": ModelSettings("support.traced_models:BiasBehind"),
+        "optimizer": OptimizerSettings("test_optim:vectors_apart", {"lr": 0.1}),
+        "lr_schedule": LrScheduleSettings("cosine"),
+        "steps": 5,
+    }
+    _, expected = train_here(digits_job(**changes), tmp_path / "plain")
+    run_ranks(2, train_each, {"stages": planned((1, 1), Schedule.FLUSH, **changes)}, tmp_path)
+    assert largest_difference(saved_weights(tmp_path / "stages"), expected) < 1e-10
 
 
 def test_trials_with_groups_are_not_fused():

@@ -132,7 +132,7 @@ class Column:
         """Update on `count` samples and average; the loss, on the head, which alone has the `contents`."""
         pieces = self.pieces_of(count)
         sizes = [count * (i + 1) // pieces - count * i // pieces for i in range(pieces)]
-        for group, base in zip(self.pipeline.optimizer.param_groups, self._parts.base_lrs):
+        for group, base in zip(self.pipeline.optimizer.param_groups, self.pipeline.base_lrs):
             group["lr"] = base * lr
         work = ColumnWork(sizes, (self._settings.seed, step, share), iter(contents))
         self.pipeline.run(one_batch(self.arrangement, self._rank, pieces), work)

@@ -148,6 +148,8 @@ class Pipeline:
         trained = [p for p in self.parameters.values() if p.requires_grad]
         # An optimizer wants a parameter, also on a worker whose stages have none.
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
+        # Of its own groups: a user's optimizer may leave out those that are empty in these stages.
+        self.base_lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         agreements = make_agreements(rendezvous, arrangement, stages_of, self.parameters, parts.topology)
         tied = make_tied(
             arrangement,

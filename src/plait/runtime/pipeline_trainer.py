@@ -212,7 +212,7 @@ class PipelineTrainer(StretchTrainer):
 
     def _set_lr(self, step: int) -> None:
         factor = self._lr_factor(step)
-        for group, base in zip(self._pipeline.optimizer.param_groups, self.parts.base_lrs):
+        for group, base in zip(self._pipeline.optimizer.param_groups, self._pipeline.base_lrs):
             group["lr"] = base * factor
 
     def _recorder_of(self, steps: list[GlobalBatch]) -> Callable[[int, float, float], None]:
