@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.fusion.check import check_models
+from plait.fusion.check import check_structure, different_attributes
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim import FusedOptimizer
 from plait.fusion.per_trial import PerTrial
+from plait.fusion.tensor import TrialTensor
+from plait.fusion.unfused import held_values, own_copy
 
 
 def keep_trials(
@@ -33,8 +35,9 @@ def keep_trials(
         )
     index = torch.tensor(list(numbers), device=fused.seeds.device)
     frozen = [place for place, number in enumerate(numbers) if number in fused.frozen]
+    before = fused.trials
     _rewrite(fused, optimizer, lambda tensor: tensor[index])
-    _rewrite_lists(fused, optimizer, lambda values: [values[number] for number in numbers])
+    _rewrite_lists(fused, optimizer, before, lambda values: [values[number] for number in numbers])
     if seeds is not None:
         fused.seeds.copy_(torch.tensor(list(seeds)))
     fused.freeze(frozen)
@@ -74,9 +77,10 @@ def replace_trial(
 
     `steps` is how many the new trial will make, where the optimizer counts them.
     """
-    own_module = fused.trial(number)
-    check_models([own_module, model])
+    _let_differ(fused, number, model)
     _write_model(fused, number, model)
+    for name, modules in fused.own_modules().items():
+        modules.replace(number, own_copy(model.get_submodule(name)))
     fused.seeds[number], fused.ages[number] = seed, 0
     optimizer.forget_trial(number)
     changed = {**(hyperparameters or {})}
@@ -85,6 +89,14 @@ def replace_trial(
         optimizer.limits[number] = steps
     fused.freeze([other for other in fused.frozen if other != number])
     optimizer.notice_finished()
+
+
+def _let_differ(fused: FusedModule, number: int, model: nn.Module) -> None:
+    """Run submodules trial by trial whose Python state, a counter say, has moved on from a newcomer's."""
+    check_structure([fused.trial(number), model])
+    for path, name in different_attributes(fused.trial(number), model):
+        if not any(path == own or path.startswith(f"{own}.") or not own for own in fused.own_modules()):
+            fused.unfuse(path, f"its attribute {name} changes as it trains")
 
 
 def _with(values: Sequence[float], number: int, value: float) -> list[float]:
@@ -110,9 +122,15 @@ def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Te
     for parameter in fused.module.parameters():
         parameter.data = change(parameter.data)
         parameter.grad = None
+    changed: dict[int, Tensor] = {}
     for part in fused.module.modules():
         for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else change(buffer)
+            # One that has several names stays one.
+            if buffer is not None:
+                part._buffers[name] = changed.setdefault(id(buffer), change(buffer))
+    for value in held_values(fused.module):
+        if isinstance(value, TrialTensor):
+            value._stacked = change(value.stacked)
     fused.seeds, fused.ages = change(fused.seeds), change(fused.ages)
     fused.set_count(len(fused.seeds))
     optimizer.steps = change(optimizer.steps)
@@ -124,12 +142,15 @@ def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Te
 
 
 def _rewrite_lists(
-    fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[list[Any]], list[Any]]
+    fused: FusedModule, optimizer: FusedOptimizer, before: int, change: Callable[[list[Any]], list[Any]]
 ) -> None:
     for part in fused.module.modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, PerTrial):
                 setattr(part, name, PerTrial(change(list(value.values))))
+    numbers = change(list(range(before)))
+    for modules in fused.own_modules().values():
+        modules.reorder(numbers)
     optimizer.numbers = {name: change(values) for name, values in optimizer.numbers.items()}
     optimizer.made = change(optimizer.made)
     optimizer.limits = None if optimizer.limits is None else change(optimizer.limits)

@@ -34,6 +34,8 @@ class TrialMode(TorchFunctionMode):
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.trials.is_alone:
+            return func(*args, **kwargs)
         if func in _DRAWS or func in _LIKE:
             return RULES[func](func, (self._own(args[0]), *args[1:]), kwargs)
         if func in _NEW:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
+from plait.core.names import did_you_mean
 from plait.fusion.check import check_models, hyperparameters
 from plait.fusion.errors import FusionError
 from plait.fusion.install import Wrappers, installed, recurrent_in, refresh_recurrent, slots_of, stack
@@ -22,7 +23,7 @@ from plait.fusion.patches import Patch, patch_norms
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.random import Streams
 from plait.fusion.tensor import Trials, TrialTensor, unwrap
-from plait.fusion.unfused import patch_unfused
+from plait.fusion.unfused import OwnModules, held_values, own_copy
 
 if TYPE_CHECKING:
     from plait.fusion.compiled import CompiledForward
@@ -54,7 +55,7 @@ def fuse(
     models: Sequence[nn.Module],
     seeds: Sequence[int] | None = None,
     ages: Sequence[int] | None = None,
-    unfused: Iterable[str] = (),
+    unfused: Iterable[str] | Mapping[str, str] = (),
 ) -> FusedModule:
     """One module that computes, and trains, all of `models` at once; the models stay as they are.
 
@@ -78,7 +79,8 @@ def fuse(
     for what, given in (("seeds", seeds), ("ages", ages)):
         if len(given) != count:
             raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
-    return FusedModule(models, seeds, ages, tuple(unfused))
+    reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
+    return FusedModule(models, seeds, ages, reasons)
 
 
 class FusedModule(nn.Module):
@@ -91,7 +93,7 @@ class FusedModule(nn.Module):
     ages: Tensor
 
     def __init__(
-        self, models: list[nn.Module], seeds: list[int], ages: list[int], unfused: tuple[str, ...]
+        self, models: list[nn.Module], seeds: list[int], ages: list[int], unfused: Mapping[str, str]
     ) -> None:
         super().__init__()
         self.module = _stacked(models)
@@ -103,14 +105,45 @@ class FusedModule(nn.Module):
         self._wrappers = Wrappers(self._trials)
         self._slots = slots_of(self.module)
         self._recurrent = recurrent_in(self.module)
+        # By name, the submodules that run trial by trial.
+        self._own: dict[str, OwnModules] = {}
         self.freeze([])
         patch_norms(self.module)
-        patch_unfused(self.module, unfused, self._trials)
+        for name in _outermost(unfused):
+            self.unfuse(name, unfused[name], models)
 
     @property
     def trials(self) -> int:
         """How many trials there are."""
         return self._trials.count
+
+    @property
+    def unfused(self) -> dict[str, str]:
+        """The submodules that run trial by trial, "" being the whole model, and why."""
+        return {name: own.why for name, own in self._own.items()}
+
+    def unfuse(self, name: str, why: str, models: Sequence[nn.Module] | None = None) -> None:
+        """Let a submodule run trial by trial from now on, on modules of its own for each trial.
+
+        They are copies of those in `models`, else of what the trials are now.
+        """
+        parts = dict(self.module.named_modules())
+        if name not in parts:
+            raise FusionError(f"fuse: unfused={name!r} names no submodule{did_you_mean(name, parts)}")
+        if any(name == other or name.startswith(f"{other}.") or not other for other in self._own):
+            return
+        models = self.split() if models is None else models
+        for other in [other for other in self._own if other.startswith(f"{name}.") or not name]:
+            del self._own[other]
+        own = [own_copy(model.get_submodule(name)) for model in models]
+        inside = {id(p) for p in parts[name].parameters()}
+        tied = inside & {id(p) for p in _parameters_outside(self.module, parts[name])}
+        self._own[name] = OwnModules(parts[name], own, self._trials, tied, why)
+        self.forget()
+
+    def own_modules(self) -> Mapping[str, OwnModules]:
+        """The trials' own modules of submodules that are not fused, by name."""
+        return self._own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What each trial's model returns for its slice of the arguments, trials first."""
@@ -232,19 +265,42 @@ class FusedModule(nn.Module):
             own = tensor.detach()[number].clone()
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if is_parameter else own
-        # What a forward left in a plain attribute, attention weights say, has the trials too.
-        for part in self.module.modules():
-            for value in vars(part).values():
-                if isinstance(value, TrialTensor):
-                    memo[id(value)] = value.stacked[number].detach().clone()
+        # What a forward left in an attribute, attention weights say, has the trials too.
+        for value in held_values(self.module):
+            if isinstance(value, TrialTensor):
+                memo[id(value)] = value.stacked[number].detach().clone()
+            elif isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+            elif isinstance(value, PerTrial):
+                memo[id(value)] = value.of(number)
+        for modules in self._own.values():
+            memo[id(modules.part)] = modules.copy_of(number, memo)
         made = copy.deepcopy(self.module, memo)
         for part in made.modules():
             if isinstance(part.__dict__.get("forward"), Patch):
                 del part.forward
-            for name, value in list(vars(part).items()):
-                if isinstance(value, PerTrial):
-                    setattr(part, name, value.of(number))
+        refresh_recurrent(recurrent_in(made))
         return made
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """The names without those of submodules of others."""
+    every = list(names)
+    if "" in every:
+        return [""]
+    return [name for name in every if not any(name.startswith(f"{other}.") for other in every)]
+
+
+def _parameters_outside(module: nn.Module, part: nn.Module) -> list[nn.Parameter]:
+    """The parameters that submodules other than those of `part` hold."""
+    inside = {id(one) for one in part.modules()}
+    return [
+        parameter
+        for one in module.modules()
+        if id(one) not in inside
+        for parameter in one._parameters.values()
+        if parameter is not None
+    ]
 
 
 def _stacked(models: list[nn.Module]) -> nn.Module:

@@ -12,6 +12,7 @@ from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 from plait.fusion.module import FusedModule
+from plait.fusion.unfused import trials_with_gradient
 from plait.fusion.updates import KINDS, Kind, Pieces, kind_of
 
 Number = float | Sequence[float] | Tensor
@@ -130,14 +131,27 @@ class FusedOptimizer:
         gradients = [p.grad for p, _ in updated if p.grad is not None]
         if self.clip_norm is not None:
             clip_gradients(gradients, self.clip_norm, self.sum_squares)
+        kept = self._without_gradient(updated)
         if self._has_kernel() and not self._in_one_pass():
             self.steps += 1.0 if moving is None else moving
             self._step_by_kernel(updated, gradients, skip)
         else:
             self._step_by_vectors(updated, gradients, moving)
             self.steps += 1.0 if moving is None else moving
+        for tensor, trials, before in kept:
+            tensor[trials] = before
         self.made = [made + 1 for made in self.made]
         self.notice_finished()
+
+    def _without_gradient(self, updated: Updated) -> list[tuple[Tensor, list[int], Tensor]]:
+        """What must stay as it is: the trials of parameters and states that have no gradient this time."""
+        found = []
+        for parameter, state in updated:
+            has = trials_with_gradient(parameter, self.fused.trials)
+            trials = [number for number, one in enumerate(has) if not one]
+            if trials:
+                found += [(tensor, trials, tensor[trials].clone()) for tensor in (parameter, *state.values())]
+        return found
 
     def _has_kernel(self) -> bool:
         # On the CPU torch's kernels leave bfloat16 parameters unchanged (seen with 2.13); on a GPU they take

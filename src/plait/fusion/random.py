@@ -59,6 +59,12 @@ class Streams:
         counts = tuple(one.calls for one in streams if isinstance(one.calls, int))
         self.calls = counts[0] if len(set(counts)) == 1 else counts
 
+    def number(self) -> int:
+        """A seed for other generators, of a stream of one trial; it changes from draw to draw."""
+        calls = self.calls if isinstance(self.calls, int) else self.calls[0]
+        offset, factor = (int(key) & _WORD for key in _keys(self.seeds, self.ages))
+        return (offset << 31 ^ factor ^ _mix(calls)) & ((1 << 63) - 1)
+
     def _call_key(self, number: int) -> int | Tensor:
         if isinstance(self.calls, int):
             return _signed(_mix(self.calls * 2 + number))
