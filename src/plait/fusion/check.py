@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plait.core.shown import shown
@@ -99,6 +100,19 @@ def hyperparameters(models: Sequence[nn.Module]) -> list[tuple[str, str, list[fl
     return found
 
 
+def tensor_attributes(models: Sequence[nn.Module]) -> list[tuple[str, str, list[Tensor]]]:
+    """Tensors in plain attributes that differ between models: the module's path, the name, one a model."""
+    found = []
+    others = [dict(model.named_modules()) for model in models]
+    for path, part in models[0].named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and name not in _SKIPPED:
+                every = [vars(other[path])[name] for other in others]
+                if not all(torch.equal(value, one) for one in every[1:]):
+                    found.append((path, name, every))
+    return found
+
+
 def different_attributes(first: nn.Module, other: nn.Module) -> list[tuple[str, str]]:
     """Where two models of one structure differ in what is no float, parameter or buffer: path and name."""
     others = dict(other.named_modules())
@@ -116,9 +130,19 @@ def _attribute(part: nn.Module, name: str) -> Any:
     return tuple(value.values()) if "_hooks" in name and isinstance(value, dict) else value
 
 
+def _description(part: nn.Module, name: str) -> Hashable:
+    """An attribute as it must be the same in models that are fused."""
+    value = _attribute(part, name)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    return value != 0 if isinstance(value, float) else describe(value)
+
+
 def _is_alike(first: Any, other: Any) -> bool:
     if first is other:
         return True
+    if isinstance(first, Tensor) and isinstance(other, Tensor):
+        return first.shape == other.shape and first.dtype == other.dtype
     if _is_number(first) and _is_number(other) and float in (type(first), type(other)):
         return True
     return describe(first) == describe(other)
@@ -142,9 +166,9 @@ def shape_key(model: nn.Module) -> Hashable:
     Of a float only whether it is zero counts: a model that asks so takes another branch.
     """
     values = tuple(
-        (path, name, value != 0 if isinstance(value, float) else describe(_attribute(part, name)))
+        (path, name, _description(part, name))
         for path, part in model.named_modules()
-        for name, value in vars(part).items()
+        for name in vars(part)
         if name not in _SKIPPED
     )
     return (*_kinds(model).items(), *_shapes(model).items(), *shared_names(model).items(), *values)

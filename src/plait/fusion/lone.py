@@ -26,23 +26,11 @@ from plait.fusion.registry import RULES, Arguments, Function, Options, arguments
 from plait.fusion.rules.shapes import sizes
 from plait.fusion.tensor import Trials, TrialTensor
 
-_DROPOUTS = frozenset(
-    spellings(
-        [
-            "dropout",
-            "dropout_",
-            "dropout1d",
-            "dropout2d",
-            "dropout3d",
-            "feature_dropout",
-            "feature_dropout_",
-            "alpha_dropout",
-            "alpha_dropout_",
-            "feature_alpha_dropout",
-            "feature_alpha_dropout_",
-        ]
-    )
-)
+_DROPOUT_NAMES = (
+    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_",
+    "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_",
+)  # fmt: skip
+_DROPOUTS = frozenset(spellings(_DROPOUT_NAMES))
 _LIKE = frozenset((torch.rand_like, torch.randn_like))
 _NEW = {torch.rand: "uniform", torch.randn: "normal"}
 _ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.fusion.check import check_structure, different_attributes
+from plait.fusion.check import check_structure, different_attributes, tensor_attributes
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim import FusedOptimizer
@@ -109,6 +109,11 @@ def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
     for target, source in zip(stacked, own):
         target.data[number].copy_(source.detach())
     parts = dict(model.named_modules())
+    for path, name, (before, after) in tensor_attributes([fused.trial(number), model]):
+        part = fused.module.get_submodule(path)
+        if not isinstance(part.__dict__[name], TrialTensor):
+            part.__dict__[name] = fused.of_trials(before)
+        part.__dict__[name].stacked[number].copy_(after.detach())
     for path, part in fused.module.named_modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and name in vars(parts[path]):

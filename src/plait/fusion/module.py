@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.core.names import did_you_mean
-from plait.fusion.check import check_models, hyperparameters
+from plait.fusion.check import check_models, hyperparameters, tensor_attributes
 from plait.fusion.errors import FusionError
 from plait.fusion.install import Wrappers, installed, recurrent_in, refresh_recurrent, slots_of, stack
 from plait.fusion.mode import TrialMode
@@ -56,12 +56,18 @@ def fuse(
     seeds: Sequence[int] | None = None,
     ages: Sequence[int] | None = None,
     unfused: Iterable[str] | Mapping[str, str] = (),
+    verify: Sequence[Any] | None = None,
 ) -> FusedModule:
     """One module that computes, and trains, all of `models` at once; the models stay as they are.
 
     The models have the same shapes; float attributes that differ (a dropout's `p`) become hyperparameters of
     the trials. `seeds` are the trials' random streams (0, 1, 2... where none are given), `ages` how many
     training forwards each has behind it. Submodules named in `unfused` run trial by trial; "" names them all.
+
+    With `verify`, one batch or two that the plain models take (a tensor, a tuple of positional or a dict of
+    named arguments), the trials are first compared with the models alone: outputs, gradients and buffers in
+    training and evaluation. Modules that cannot be fused rightly then run trial by trial, which
+    `FusedModule.unfused` tells; models for which even that is not right are refused.
     """
     is_list = isinstance(models, Iterable) and not (
         isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
@@ -80,7 +86,27 @@ def fuse(
         if len(given) != count:
             raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
+    if verify is not None:
+        reasons = _verified(models, seeds, ages, reasons, verify)
     return FusedModule(models, seeds, ages, reasons)
+
+
+def _verified(
+    models: Sequence[nn.Module],
+    seeds: Sequence[int],
+    ages: Sequence[int],
+    unfused: Mapping[str, str],
+    batches: Sequence[Any],
+) -> dict[str, str]:
+    """The submodules that must run trial by trial, and why."""
+    from plait.fusion.verify import BatchRehearsal, tell, verify_fused  # it fuses models itself
+
+    listed = [batches] if isinstance(batches, (Tensor, Mapping)) else batches
+    verdict = verify_fused(BatchRehearsal(models, seeds, ages, listed), unfused)
+    if verdict.refused is not None:
+        raise FusionError(f"fuse: these models cannot be fused: {verdict.refused}; train each alone")
+    tell(verdict, unfused)
+    return dict(verdict.unfused)
 
 
 class FusedModule(nn.Module):
@@ -107,6 +133,8 @@ class FusedModule(nn.Module):
         self._recurrent = recurrent_in(self.module)
         # By name, the submodules that run trial by trial.
         self._own: dict[str, OwnModules] = {}
+        for path, name, tensors in tensor_attributes(models):
+            self.module.get_submodule(path).__dict__[name] = TrialTensor(stack(tensors), self._trials)
         self.freeze([])
         patch_norms(self.module)
         for name in _outermost(unfused):
@@ -140,6 +168,10 @@ class FusedModule(nn.Module):
         tied = inside & {id(p) for p in _parameters_outside(self.module, parts[name])}
         self._own[name] = OwnModules(parts[name], own, self._trials, tied, why)
         self.forget()
+
+    def of_trials(self, tensor: Tensor) -> TrialTensor:
+        """The same tensor for each trial, to be kept in an attribute."""
+        return TrialTensor(stack([tensor] * self.trials), self._trials)
 
     def own_modules(self) -> Mapping[str, OwnModules]:
         """The trials' own modules of submodules that are not fused, by name."""
@@ -313,7 +345,7 @@ def _stacked(models: list[nn.Module]) -> nn.Module:
         memo.setdefault(id(parameter), nn.Parameter(stacked, parameter.requires_grad))
     for name, buffer in buffers[0].items():
         memo.setdefault(id(buffer), stack([buffer_dict[name] for buffer_dict in buffers]))
-    module = copy.deepcopy(models[0], memo)
+    module = own_copy(models[0], memo)
     for path, attribute, values in hyperparameters(models):
         setattr(module.get_submodule(path), attribute, PerTrial(values))
     refresh_recurrent(recurrent_in(module))
