@@ -188,6 +188,7 @@ class Job(Section):
     tensorboard: bool = False
     log_every_steps: Count | None = None
     stop_on_nan: bool = True
+    verify: Literal["off", "first", "every_run"] = "first"
     parallel: Parallel = Field(default_factory=Parallel)
     cluster: Cluster = Field(default_factory=Cluster)
     run_dir: Text = Field(default="runs", min_length=1)
@@ -316,6 +317,7 @@ class Job(Section):
             tensorboard=self.tensorboard,
             log_every_steps=self.log_every_steps,
             stop_on_nan=self.stop_on_nan,
+            verify=self.verify,
             topology=read_wish(self.parallel.topology),
             sync=run.SyncSettings(self.parallel.sync, self.parallel.sync_options),
             slow=run.SlowSettings(self.parallel.slow, _pair(self.parallel.jitter)),

@@ -48,6 +48,8 @@ SCENES = ((True, 0), (True, 1), (False, 0), (False, 1))
 _ATTEMPTS = 12
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _WHOLE = "the whole model"
+# The path of no module: where a loss or backward failed.
+_IN_NONE = "\0"
 
 
 class Rehearsal(Protocol):
@@ -67,6 +69,13 @@ class Rehearsal(Protocol):
     def step(self) -> float:
         """The rounding of the coarsest numbers that are computed with."""
 
+    @property
+    def loss_alone(self) -> bool:
+        """Whether losses are computed trial by trial; verification sets it where they must be."""
+
+    @loss_alone.setter
+    def loss_alone(self, value: bool) -> None: ...
+
     def together(self, fused: FusedModule, batch: int) -> tuple[Any, Tensor]:
         """The outputs of all trials, trials first, and their losses."""
 
@@ -79,13 +88,15 @@ class Verdict:
     """What verification found: the modules that must run trial by trial, by name, and why.
 
     `refused` says why not even that helps; then each trial has to be trained alone. `has_python_state` tells
-    that modules keep numbers in Python that change from step to step, which no CUDA graph can hold.
+    that modules keep numbers in Python that change from step to step, which no CUDA graph can hold. With
+    `loss_alone` only the loss is computed trial by trial.
     """
 
     unfused: Mapping[str, str] = field(default_factory=dict)
     refused: str | None = None
     seconds: float = 0.0
     has_python_state: bool = False
+    loss_alone: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -114,7 +125,7 @@ def verify_fused(rehearsal: Rehearsal, unfused: Mapping[str, str] | None = None)
         log.warning("fused trials were not verified: there is not enough memory for a second copy of them")
         refused = None
     seconds = time.perf_counter() - start
-    return Verdict(check.unfused, refused, seconds, check.has_python_state)
+    return Verdict(check.unfused, refused, seconds, check.has_python_state, rehearsal.loss_alone)
 
 
 def tell(verdict: Verdict, known: Mapping[str, str]) -> None:
@@ -122,6 +133,8 @@ def tell(verdict: Verdict, known: Mapping[str, str]) -> None:
     for name, why in verdict.unfused.items():
         if name not in known:
             log.warning("%s runs trial by trial, which is slower: %s", name or _WHOLE, why)
+    if verdict.refused is not None:
+        log.warning("these trials are not fused, each trains alone: %s", verdict.refused)
 
 
 class _Check:
@@ -139,6 +152,9 @@ class _Check:
             problem = self._problem()
             if problem is None:
                 return None
+            if problem.only_loss and not self.rehearsal.loss_alone:
+                self.rehearsal.loss_alone = True
+                continue
             if "" in self.unfused or problem.only_loss:
                 return problem.why
             blamed = problem.module if problem.module is not None else self._locate(problem)
@@ -186,7 +202,8 @@ class _Check:
             except torch.OutOfMemoryError:
                 raise
             except Exception as failure:  # the user's code can fail in any way on fused tensors
-                return _Problem(scene, 0, _first_line(failure), stack.failed_in)
+                in_loss = stack.failed_in == _IN_NONE and not self.rehearsal.loss_alone
+                return _Problem(scene, 0, _first_line(failure), stack.failed_in, only_loss=in_loss)
             for trial in self.trials:
                 differences = find_differences(expected[trial][scene][0], found[trial], Noise({}))
                 if differences:
@@ -337,7 +354,7 @@ class _Stack:
             handle.remove()
         if kind is not None:
             # Without one, it was raised by the loss or by backward.
-            self.failed_in = self._running[-1] if self._running else ""
+            self.failed_in = self._running[-1] if self._running else _IN_NONE
 
     def _enter(self, part: nn.Module, _: object) -> None:
         if id(part) in self._paths:
@@ -492,6 +509,7 @@ class BatchRehearsal:
     """
 
     step = 0.0
+    loss_alone = True
 
     def __init__(
         self, models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], batches: Sequence[Any]

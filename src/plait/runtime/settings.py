@@ -133,6 +133,7 @@ class TrainSettings:
     tensorboard: bool = False
     log_every_steps: int | None = None
     stop_on_nan: bool = True
+    verify: Literal["off", "first", "every_run"] = "first"
     pipeline: PipelineSettings | None = None
     topology: TopologyWish = field(default_factory=TopologyWish)
     sync: SyncSettings = field(default_factory=SyncSettings)

@@ -14,6 +14,7 @@ from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.loading import Batch, seed_all
 from plait.runtime.sampling import mix
 from plait.runtime.sweep.array import Entry, TrialTensors
+from plait.runtime.sweep.feeds import reseated
 from plait.runtime.sweep.team import Team, TeamSum, share_of
 
 
@@ -108,3 +109,44 @@ class LoneArray:
             parts.scaler.state_dict(),
             self._age,
         )
+
+
+class LoneTrials:
+    """Trials that cannot be fused: each is trained alone, one after the other, on one worker or a team."""
+
+    is_fused = False
+
+    def __init__(self, entries: Sequence[Entry], team: Team | None = None) -> None:
+        self._team = team
+        self._arrays = [LoneArray([entry], team) for entry in entries]
+
+    @property
+    def trials(self) -> int:
+        return len(self._arrays)
+
+    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+        """Let trials leave and enter."""
+        for place in leaving:
+            self._arrays[place].close()
+        self._arrays = reseated(self._arrays, leaving, [LoneArray([entry], self._team) for entry in entering])
+
+    def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
+        """One step of every trial on its batch; their losses."""
+        each = zip(self._arrays, batches, factors)
+        return torch.cat([array.step([batch], [factor]) for array, batch, factor in each])
+
+    def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
+        """Mean loss and metric of the trials at `places` over the test split."""
+        return [self._arrays[place].evaluate([0])[0] for place in places]
+
+    def close(self) -> None:
+        """Let go of the trials."""
+        for array in self._arrays:
+            array.close()
+
+    def collect(self, place: int) -> None:
+        """Let the team's leader have the state of the trial at `place`."""
+        self._arrays[place].collect(0)
+
+    def tensors(self, place: int) -> TrialTensors:
+        return self._arrays[place].tensors(0)

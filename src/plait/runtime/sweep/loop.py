@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from plait.cluster.worker import Worker
 from plait.core.codec import finite
+from plait.fusion.verify import Verdict, tell
+from plait.runtime import build
 from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience
+from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.array import Array, Entry
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.desk import Desk
@@ -24,10 +28,12 @@ from plait.runtime.sweep.seat import Seat, newest, save_seat
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.team import Team, share_of
 from plait.runtime.sweep.trials import is_fusable, with_values
+from plait.runtime.sweep.verified import verify_entries
 from plait.runtime.sweep.width import choose_width
 
 # How long a worker that could take more waits before it asks again.
 POLL_S = 0.1
+log = logging.getLogger(__name__)
 
 
 class SweepLoop:
@@ -56,6 +62,7 @@ class SweepLoop:
         self._group = ""
         self._width = 1
         self._widths: dict[str, int] = {}
+        self._verdicts: dict[str, Verdict] = {}
         self._may_get_more = True
         self._asked = 0.0
         self._losses: Tensor | None = None
@@ -91,10 +98,24 @@ class SweepLoop:
             replicas = self._settings.replicas
             own = math.ceil(found["waiting"] * self._settings.team_size / self._worker.world_size)
             width = self._settings.width if is_fusable(settings) else 1
-            self._widths[self._group] = width or choose_width(settings, self._device, sets, own, replicas)
+            self._widths[self._group] = width or self._choose_width(settings, sets, own, replicas)
         self._width = self._widths[self._group]
         self._change([], self._take(self._width, begin=True))
         return bool(self._seats)
+
+    def _choose_width(
+        self, settings: TrainSettings, sets: tuple[Any, Any], trials: int, replicas: int
+    ) -> int:
+        try:
+            return choose_width(settings, self._device, sets, trials, replicas)
+        except Exception:  # a user's model can fail in any way when fused
+            if self._settings.train.verify == "off":
+                raise
+        entries = [Entry(settings, build.build(settings, self._device, sets)) for _ in range(2)]
+        verdict = self._verify(entries)
+        if not verdict.is_fused:
+            return 1
+        return choose_width(settings, self._device, sets, trials, replicas, verdict)
 
     def _take(self, count: int, begin: bool = False) -> list[tuple[Seat, Entry]]:
         self._asked = time.monotonic()
@@ -149,9 +170,30 @@ class SweepLoop:
     def _make_array(self, entries: Sequence[Entry]) -> Array:
         in_stages = self._settings.train.pipeline is not None
         fused = in_stages or (self._width > 1 and is_fusable(entries[0].settings))
-        return (
-            make_array(entries, fused, None) if self._team is None else LedArray(self._team, entries, fused)
+        verdict = self._verify(entries) if fused and not in_stages else None
+        if self._team is None:
+            return make_array(entries, fused, None, verdict)
+        return LedArray(self._team, entries, fused, verdict)
+
+    def _verify(self, entries: Sequence[Entry]) -> Verdict:
+        """How these trials are fused rightly: what the first array of a kind showed, unless asked anew."""
+        mode = self._settings.train.verify
+        known = self._verdicts.get(self._group)
+        if mode == "off" or (known is not None and mode == "first"):
+            return known or Verdict()
+        verdict = verify_entries(entries, share_of(self._team), known)
+        tell(verdict, known.unfused if known is not None else {})
+        log.info("verified %d fused trials in %.1f s", len(entries), verdict.seconds)
+        self._verdicts[self._group] = verdict
+        self._desk.ask(
+            ask="verified",
+            worker=self._worker.rank,
+            trials=len(entries),
+            seconds=verdict.seconds,
+            unfused=dict(verdict.unfused),
+            refused=verdict.refused,
         )
+        return verdict
 
     def _dissolve(self) -> None:
         if self._array is not None:

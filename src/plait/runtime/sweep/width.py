@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from plait.fusion.errors import FusionError
+from plait.fusion.verify import Verdict
 from plait.fusion.width import Need, measure_need, saturated_width
 from plait.runtime import build
 from plait.runtime.loading import Batch
@@ -33,7 +34,12 @@ log = logging.getLogger(__name__)
 
 
 def choose_width(
-    settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], trials: int, replicas: int = 1
+    settings: TrainSettings,
+    device: torch.device,
+    sets: tuple[Any, Any],
+    trials: int,
+    replicas: int = 1,
+    verdict: Verdict | None = None,
 ) -> int:
     """The trials of one array, of `trials` that there are: as many as fit and as go faster together.
 
@@ -45,10 +51,10 @@ def choose_width(
     batch = Feed(sets[0], settings, Position(), False, replicas - 1, replicas).next()
     # Sums of gradients need buffers.
     beside = _weight_bytes(settings) if replicas > 1 else 0
-    width = min(trials, MOST, _fitting(settings, device, sets, batch, beside))
+    width = min(trials, MOST, _fitting(settings, device, sets, batch, beside, verdict))
 
     def throughput(count: int) -> float:
-        return count / _seconds(_stepper(_entries(settings, device, sets, count), batch), device)
+        return count / _seconds(_stepper(_entries(settings, device, sets, count), batch, verdict), device)
 
     # From the widest down: two measurements are enough where wide arrays pay, as they mostly do.
     wide = throughput(width)
@@ -61,7 +67,12 @@ def choose_width(
 
 
 def _fitting(
-    settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], batch: Batch, beside: int
+    settings: TrainSettings,
+    device: torch.device,
+    sets: tuple[Any, Any],
+    batch: Batch,
+    beside: int,
+    verdict: Verdict | None = None,
 ) -> int:
     """The most trials that the memory of `device` holds, from steps on tensors without memory.
 
@@ -70,7 +81,7 @@ def _fitting(
     # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
     entries = _entries(settings, torch.device("cpu"), sets, max(WIDTHS))
     try:
-        need = measure_need(lambda width: _stepper(entries[:width], batch), WIDTHS)
+        need = measure_need(lambda width: _stepper(entries[:width], batch, verdict), WIDTHS)
     except FusionError:
         raise
     except Exception as failure:  # not every model runs on tensors without memory
@@ -100,8 +111,8 @@ def _entries(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any
     return [Entry(settings, build.build(settings, device, sets)) for _ in range(count)]
 
 
-def _stepper(entries: Sequence[Entry], batch: Batch) -> Callable[[], Any]:
-    array, width = FusedArray(entries), len(entries)
+def _stepper(entries: Sequence[Entry], batch: Batch, verdict: Verdict | None = None) -> Callable[[], Any]:
+    array, width = FusedArray(entries, verdict=verdict), len(entries)
     return lambda: array.step([batch] * width, [1.0] * width)
 
 
