@@ -8,10 +8,13 @@ import random
 import pytest
 import torch
 from fused_checks import make_models
+from test_fused_seams import Sign
 from test_unfused_modules import assert_trains_as_alone
 from torch import nn
+from torch.autograd.function import _SingleLevelFunction as Function
 
-from plait.fusion import FusionError, fuse
+from plait.fusion import FusedModule, FusionError, fuse, seams
+from plait.fusion.registry import RULES
 
 BATCHES = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
 
@@ -141,3 +144,77 @@ def test_what_verification_leaves_trains_as_it_does_alone():
     models = make_models(lambda: Block(Resets()))
     unfused = fuse(models, verify=BATCHES).unfused
     assert_trains_as_alone(None, unfused, models=models)
+
+
+def revert_functions(monkeypatch):
+    """Apply custom functions of autograd to fused tensors as they are."""
+    monkeypatch.setattr(seams, "_apply", lambda cls, *a, **k: super(Function, cls).apply(*a, **k))
+
+
+def revert_attributes(monkeypatch):
+    """Do not see that models differ in functions, dicts and configs."""
+    monkeypatch.setattr("plait.fusion.check.different_attributes", lambda first, other: [])
+
+
+def revert_numbers(monkeypatch):
+    """Pass a number of each trial's own to torch, beside tensors that all trials share."""
+    monkeypatch.setattr("plait.fusion.mode._has_per_trial", lambda values: False)
+
+
+def revert_data(monkeypatch):
+    """Lose what is set as a parameter's data."""
+    monkeypatch.setitem(RULES, vars(torch._C.TensorBase)["data"].__set__, lambda f, args, kwargs: None)
+
+
+def revert_draws(monkeypatch):
+    """Draw one tensor of random numbers for all trials."""
+    monkeypatch.setattr("plait.fusion.mode._REFUSED", frozenset())
+
+
+def revert_hooks(monkeypatch):
+    """Lose the hooks that gradients of parameters have."""
+    monkeypatch.setattr(FusedModule, "_take_hooks", lambda self, models: [])
+
+
+class Uses(nn.Module):
+    """Uses something of its own between two layers."""
+
+    def __init__(self, value, use):
+        super().__init__()
+        self.first, self.last, self.value, self.use = nn.Linear(6, 6), nn.Linear(6, 6), value, use
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+def sets_data(model, x):
+    model.first.weight.data = model.first.weight.data.sign() * 0.1
+    return model.last(model.first(x))
+
+
+def with_hook(number):
+    model = Uses(number, lambda m, x: m.last(m.first(x)))
+    model.first.weight.register_hook(lambda g: g * 0.5)
+    return model
+
+
+WITHOUT_A_MEND = {
+    "functions": (revert_functions, lambda k: Uses(1, lambda m, x: m.last(Sign.apply(m.first(x))))),
+    "attributes": (revert_attributes, lambda k: Uses([torch.relu, torch.tanh, torch.sin][k], acts)),
+    "numbers": (revert_numbers, lambda k: Uses(0.5 + k, lambda m, x: m.last(m.first(x * m.value)))),
+    "data": (revert_data, lambda k: Uses(1, sets_data)),
+    "draws": (revert_draws, lambda k: Uses(1, lambda m, x: m.last(x * torch.empty(x.shape).uniform_()))),
+    "hooks": (revert_hooks, lambda k: with_hook(1)),
+}
+
+
+def acts(model, x):
+    return model.last(model.value(model.first(x)))
+
+
+@pytest.mark.parametrize(("revert", "make"), WITHOUT_A_MEND.values(), ids=WITHOUT_A_MEND)
+def test_verification_alone_catches_what_a_mend_makes_right(revert, make, monkeypatch):
+    torch.manual_seed(0)
+    models = [make(number).double() for number in range(3)]
+    revert(monkeypatch)
+    assert list(fuse(models, verify=BATCHES).unfused) == [""]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from plait.fusion.padding import Rows
 from plait.fusion.random import Streams
 from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, spellings
 from plait.fusion.rules.shapes import sizes
+from plait.fusion.seams import running
 from plait.fusion.tensor import Trials, TrialTensor
 
 _DROPOUT_NAMES = (
@@ -46,6 +47,23 @@ class LoneMode(TorchFunctionMode):
     def __init__(self, streams: Streams, rows: Rows | None = None) -> None:
         super().__init__()
         self.trials = Trials(1, streams, rows)
+        self._contexts: list[Any] = []
+
+    def __enter__(self) -> LoneMode:
+        context = running(self._again, None)
+        context.__enter__()
+        self._contexts.append(context)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        self._contexts.pop().__exit__(*failure)
+
+    def _again(self) -> Callable[[], LoneMode]:
+        """What a checkpoint that computes again in backward runs in."""
+        streams = self.streams.repeated()
+        return lambda: LoneMode(streams.repeated(), self.trials.rows)
 
     @property
     def streams(self) -> Streams:

@@ -14,7 +14,7 @@ from plait.fusion.module import FusedModule
 from plait.fusion.optim import FusedOptimizer
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.tensor import TrialTensor
-from plait.fusion.unfused import held_values, own_copy
+from plait.fusion.unfused import gradient_hooks, held_values, own_copy
 
 
 def keep_trials(
@@ -104,6 +104,8 @@ def _with(values: Sequence[float], number: int, value: float) -> list[float]:
 
 
 def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
+    for hooks, parameter in zip(fused.gradient_hooks, model.parameters()):
+        hooks[number] = gradient_hooks(parameter)
     own = [*model.parameters(), *model.buffers()]
     stacked = [*fused.module.parameters(), *fused.module.buffers()]
     for target, source in zip(stacked, own):
@@ -153,6 +155,8 @@ def _rewrite_lists(
         for name, value in list(vars(part).items()):
             if isinstance(value, PerTrial):
                 setattr(part, name, PerTrial(change(list(value.values))))
+    for hooks in fused.gradient_hooks:
+        hooks[:] = change(hooks)
     numbers = change(list(range(before)))
     for modules in fused.own_modules().values():
         modules.reorder(numbers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,10 @@ from plait.fusion.padding import Rows
 from plait.fusion.patches import Patch, patch_norms
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.random import Streams
+from plait.fusion.rules.hooks import each_trial
+from plait.fusion.seams import running
 from plait.fusion.tensor import Trials, TrialTensor, unwrap
-from plait.fusion.unfused import OwnModules, held_values, own_copy
+from plait.fusion.unfused import OwnModules, apply_alone, gradient_hooks, held_values, own_copy
 
 if TYPE_CHECKING:
     from plait.fusion.compiled import CompiledForward
@@ -129,7 +131,8 @@ class FusedModule(nn.Module):
         self._compiled: CompiledForward | None = None
         self._trials = Trials(len(models))
         self._wrappers = Wrappers(self._trials)
-        self._slots = slots_of(self.module)
+        self._is_installed = False
+        self._find_slots()
         self._recurrent = recurrent_in(self.module)
         # By name, the submodules that run trial by trial.
         self._own: dict[str, OwnModules] = {}
@@ -137,13 +140,24 @@ class FusedModule(nn.Module):
             self.module.get_submodule(path).__dict__[name] = TrialTensor(stack(tensors), self._trials)
         self.freeze([])
         patch_norms(self.module)
-        for name in _outermost(unfused):
-            self.unfuse(name, unfused[name], models)
+        self.gradient_hooks = self._take_hooks(models)
+        needed = {**dict.fromkeys(_with_backward_hooks(models[0]), "it has backward hooks"), **unfused}
+        for name in _outermost(needed):
+            self.unfuse(name, needed[name], models)
 
     @property
     def trials(self) -> int:
         """How many trials there are."""
         return self._trials.count
+
+    def _take_hooks(self, models: Sequence[nn.Module]) -> list[list[list[Any]]]:
+        """By parameter and trial, the hooks that gradients have; from now on those of all trials."""
+        every = [list(model.parameters()) for model in models]
+        found = [[gradient_hooks(own[place]) for own in every] for place in range(len(every[0]))]
+        for parameter, hooks in zip(self.module.parameters(), found):
+            if any(hooks):
+                parameter.register_hook(each_trial(hooks))
+        return found
 
     @property
     def unfused(self) -> dict[str, str]:
@@ -188,7 +202,7 @@ class FusedModule(nn.Module):
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function(model, *args)` returns for each trial: any code that is written for one model."""
-        with installed(self._slots, self._recurrent, self._wrappers, self._trials):
+        with self._installed():
             outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
         if self.training:
             self.ages.add_(1)
@@ -199,9 +213,63 @@ class FusedModule(nn.Module):
         """What `function(*args)` returns for each trial: a loss, say, as a vector with one value a trial."""
         self._trials.streams = Streams(self.seeds, self.ages)
         entered_args, entered_kwargs = pytree.tree_map(self._enter, (args, kwargs))
-        with TrialMode(self._trials):
+        with running(self._again, self._apply_alone), TrialMode(self._trials):
             outcome = function(*entered_args, **entered_kwargs)
         return pytree.tree_map(self._leave, outcome)
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        """Within, the module holds trial tensors."""
+        if self._is_installed:
+            yield
+            return
+        self._is_installed = True
+        try:
+            with installed(self._slots, self._recurrent, self._wrappers, self._trials):
+                yield
+            if any(len(part._buffers) != self._counts.get(id(part), 0) for part in self.module.modules()):
+                self._adopt_buffers()
+        finally:
+            self._is_installed = False
+
+    def _adopt_buffers(self) -> None:
+        """Keep buffers that a forward registered, as those of all trials."""
+        for part in self.module.modules():
+            for name, buffer in part._buffers.items():
+                if isinstance(buffer, TrialTensor):
+                    part._buffers[name] = buffer.stacked.detach()
+                elif buffer is not None and (id(part), name) not in self._known:
+                    part._buffers[name] = stack([buffer] * self.trials)
+        self._find_slots()
+
+    def _find_slots(self) -> None:
+        self._slots = slots_of(self.module)
+        self._counts = {id(part): len(part._buffers) for part in self.module.modules()}
+        self._known = {(id(part), name) for part in self.module.modules() for name in part._buffers}
+
+    def _again(self) -> Callable[[], AbstractContextManager[None]]:
+        """What opens the state of now once more, in backward, where a checkpoint computes again."""
+        trials = self._trials
+        assert trials.streams is not None
+        streams, rows = trials.streams.repeated(), trials.rows
+
+        @contextmanager
+        def reopened() -> Iterator[None]:
+            before = trials.streams, trials.rows, trials.is_alone
+            trials.streams, trials.rows, trials.is_alone = streams.repeated(), rows, False
+            try:
+                with self._installed(), running(self._again, self._apply_alone), TrialMode(trials):
+                    yield
+            finally:
+                trials.streams, trials.rows, trials.is_alone = before
+                self._restore_frozen()
+
+        return reopened
+
+    def _apply_alone(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return apply_alone(self._trials, function, args, kwargs)
 
     @contextmanager
     def padded(self, counts: Sequence[int]) -> Iterator[None]:
@@ -312,6 +380,9 @@ class FusedModule(nn.Module):
             if isinstance(part.__dict__.get("forward"), Patch):
                 del part.forward
         refresh_recurrent(recurrent_in(made))
+        for parameter, hooks in zip(made.parameters(), self.gradient_hooks):
+            for hook in hooks[number] if not gradient_hooks(parameter) else ():
+                parameter.register_hook(hook)
         return made
 
 
@@ -321,6 +392,11 @@ def _outermost(names: Iterable[str]) -> list[str]:
     if "" in every:
         return [""]
     return [name for name in every if not any(name.startswith(f"{other}.") for other in every)]
+
+
+def _with_backward_hooks(model: nn.Module) -> list[str]:
+    """The submodules whose hooks see gradients pass, which must be one trial's."""
+    return [path for path, part in model.named_modules() if part._backward_hooks or part._backward_pre_hooks]
 
 
 def _parameters_outside(module: nn.Module, part: nn.Module) -> list[nn.Parameter]:
@@ -345,7 +421,7 @@ def _stacked(models: list[nn.Module]) -> nn.Module:
         memo.setdefault(id(parameter), nn.Parameter(stacked, parameter.requires_grad))
     for name, buffer in buffers[0].items():
         memo.setdefault(id(buffer), stack([buffer_dict[name] for buffer_dict in buffers]))
-    module = own_copy(models[0], memo)
+    module = own_copy(models[0], memo, hooks=False)
     for path, attribute, values in hyperparameters(models):
         setattr(module.get_submodule(path), attribute, PerTrial(values))
     refresh_recurrent(recurrent_in(module))

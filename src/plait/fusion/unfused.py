@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class OwnModules:
         stacked = dict(_named(self.part, "_parameters"))
         found = {}
         for name, own in _named(module, "_parameters"):
-            if name in stacked and isinstance(own, nn.Parameter):
+            if name in stacked and own.is_leaf:
                 found[id(own)] = (_inner(stacked[name]), own)
         return list(found.values())
 
@@ -142,7 +142,7 @@ class OwnModules:
             trials.is_alone = before
         trials.streams.follow(singles)
         self._keep_written()
-        return self._join(outcomes)
+        return _Joiner(trials, type(self.part).__qualname__).join(outcomes)
 
     def _outcomes(
         self, singles: list[Streams], slices: dict[int, tuple[Tensor, ...]], args: Any, kwargs: Any
@@ -193,7 +193,15 @@ class OwnModules:
             with torch.enable_grad():
                 holder[name] = TrialTensor(torch.stack(pieces), self.trials)
 
-    def _join(self, outcomes: list[Any]) -> Any:
+
+class _Joiner:
+    """Makes one outcome of what each trial returned."""
+
+    def __init__(self, trials: Trials, who: str) -> None:
+        self.trials = trials
+        self.who = who
+
+    def join(self, outcomes: list[Any]) -> Any:
         flat = [pytree.tree_flatten(outcome) for outcome in outcomes]
         if any(spec != flat[0][1] for _, spec in flat):
             raise FusionError(f"{user_line()}\n  returns something of another structure in some trials")
@@ -212,7 +220,7 @@ class OwnModules:
         if len({type(value) for value in values}) == 1 and hasattr(values[0], "__dict__"):
             return self._join_objects(values)
         raise FusionError(
-            f"{type(self.part).__qualname__} returns {values[0]!r} in one trial and "
+            f"{self.who} returns {values[0]!r} in one trial and "
             f"{next(v for v in values if describe(v) != describe(values[0]))!r} in another, which the fused "
             f"model around it cannot both use; run the module that calls it trial by trial"
         )
@@ -221,8 +229,27 @@ class OwnModules:
         """An object of the user's own class that holds each trial's tensors."""
         made = copy.copy(values[0])
         for name in vars(values[0]):
-            made.__dict__[name] = self._join([getattr(value, name) for value in values])
+            made.__dict__[name] = self.join([getattr(value, name) for value in values])
         return made
+
+
+def apply_alone(
+    trials: Trials, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What `function` returns for each trial, on plain tensors: a custom function of autograd, say."""
+    assert trials.streams is not None
+    singles = [trials.streams.of_trial(number) for number in range(trials.count)]
+    before, trials.is_alone = trials.is_alone, True
+    outcomes = []
+    try:
+        for number, streams in enumerate(singles):
+            own_args, own_kwargs = _slice_of((args, kwargs), number, None)
+            with LoneMode(streams):
+                outcomes.append(function(*own_args, **own_kwargs))
+    finally:
+        trials.is_alone = before
+    trials.streams.follow(singles)
+    return _Joiner(trials, getattr(function, "__qualname__", "a function")).join(outcomes)
 
 
 class _Deliver:
@@ -275,13 +302,25 @@ class _Slices:
             holder[name] = own
 
 
-def own_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy that shares no memory; tensors that a forward left in it are copied without their history."""
+def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool = True) -> nn.Module:
+    """A copy that shares no memory; tensors that a forward left in it are copied without their history.
+
+    With `hooks`, parameters keep those that their gradients have, which a copy by Python loses.
+    """
     memo = {} if memo is None else memo
     for value in held_values(module):
         if isinstance(value, Tensor) and not isinstance(value, TrialTensor) and not value.is_leaf:
             memo.setdefault(id(value), value.detach().clone())
-    return copy.deepcopy(module, memo)
+    made = copy.deepcopy(module, memo)
+    for parameter, own in zip(module.parameters(), made.parameters()):
+        for hook in gradient_hooks(parameter) if hooks and parameter is not own else ():
+            own.register_hook(hook)
+    return made
+
+
+def gradient_hooks(parameter: Tensor) -> list[Any]:
+    """The functions that were registered for a parameter's gradient."""
+    return list((parameter._backward_hooks or {}).values())
 
 
 def held_values(module: nn.Module) -> list[Any]:

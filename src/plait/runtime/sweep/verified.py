@@ -100,4 +100,3 @@ class ArrayRehearsal:
 
 def _first_pieces(batches: Sequence[Batch], accumulate: int) -> list[Piece]:
     return rounds_of(batches, accumulate)[0][0]
-
