@@ -12,7 +12,7 @@ from fused_checks import make_models
 from test_unfused_modules import Base, assert_trains_as_alone, batches
 from torch import nn
 
-from plait.fusion import FusionError, Shared, fuse
+from plait.fusion import FusedOptimizer, FusionError, Shared, fuse
 
 
 class Sign(torch.autograd.Function):
@@ -251,3 +251,35 @@ def test_a_generator_of_the_users_own_gives_its_numbers():
     together = fuse(models)(x)
     for number, model in enumerate(models):
         torch.testing.assert_close(together[number], model(x[number]), rtol=1e-12, atol=1e-12)
+
+
+class Scripted(Base):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double())
+
+    def forward(self, x):
+        return self.layer(self.inner(x))
+
+    def double(self):  # torch loses the leaves of scripted modules in a conversion
+        self.layer.double()
+        return self
+
+
+def test_a_scripted_module_runs_trial_by_trial_and_trains_as_it_does_alone():
+    models = make_models(Scripted)
+    fused = fuse(models)
+    assert fused.unfused == {"inner": "it is a scripted module"}
+    optimizer = FusedOptimizer(fused, "sgd", lr=0.05)
+    for x in batches(3):
+        optimizer.zero_grad()
+        fused(x).square().sum().backward()
+        optimizer.step()
+    for number, model in enumerate(models):
+        lone = torch.optim.SGD(model.parameters(), lr=0.05)
+        for x in batches(3):
+            lone.zero_grad()
+            model(x[number]).square().sum().backward()
+            lone.step()
+        for key, value in fused.trial(number).state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[key], rtol=0, atol=1e-10)

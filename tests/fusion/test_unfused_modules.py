@@ -320,3 +320,30 @@ def test_an_int_in_the_place_of_a_float_is_a_hyperparameter():
 def test_a_layer_without_a_shape_is_refused_in_one_sentence():
     with pytest.raises(FusionError, match="'0.weight' of model 0 has no shape yet"):
         fuse([nn.Sequential(nn.LazyLinear(3)) for _ in range(2)])
+
+
+class Cache:
+    def __init__(self):
+        self.kept = []
+
+
+class Remembers(nn.Module):
+    def forward(self, h, cache):
+        cache.kept.append(h)
+        return h * len(cache.kept)
+
+
+class PassesCache(Base):
+    def __init__(self):
+        super().__init__()
+        self.inner = Remembers()
+
+    def forward(self, x):
+        return self.inner(self.layer(x), Cache())
+
+
+def test_a_module_that_changes_what_all_trials_share_is_refused_and_verification_goes_around_it():
+    models = make_models(PassesCache)
+    with pytest.raises(FusionError, match="Remembers changes an object that it was given"):
+        fuse(models, unfused=["inner"])(batches(1)[0])
+    assert list(fuse(models, unfused=["inner"], verify=list(batches(2)[:, 0])).unfused) == [""]

@@ -141,7 +141,11 @@ class FusedModule(nn.Module):
         self.freeze([])
         patch_norms(self.module)
         self.gradient_hooks = self._take_hooks(models)
-        needed = {**dict.fromkeys(_with_backward_hooks(models[0]), "it has backward hooks"), **unfused}
+        needed = {
+            **dict.fromkeys(_scripted(models[0]), "it is a scripted module"),
+            **dict.fromkeys(_with_backward_hooks(models[0]), "it has backward hooks"),
+            **unfused,
+        }
         for name in _outermost(needed):
             self.unfuse(name, needed[name], models)
 
@@ -394,6 +398,22 @@ def _outermost(names: Iterable[str]) -> list[str]:
     return [name for name in every if not any(name.startswith(f"{other}.") for other in every)]
 
 
+def _placeholder(part: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """A module with the fused tensors of a scripted one, whose own code only plain tensors can enter."""
+    made = nn.Module()
+    for name, parameter in part.named_parameters(recurse=False):
+        made.register_parameter(name, memo[id(parameter)])
+    for name, buffer in part.named_buffers(recurse=False):
+        made.register_buffer(name, memo[id(buffer)])
+    for name, child in part.named_children():
+        made.add_module(name, _placeholder(child, memo))
+    return made
+
+
+def _scripted(model: nn.Module) -> list[str]:
+    return [path for path, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+
+
 def _with_backward_hooks(model: nn.Module) -> list[str]:
     """The submodules whose hooks see gradients pass, which must be one trial's."""
     return [path for path, part in model.named_modules() if part._backward_hooks or part._backward_pre_hooks]
@@ -421,6 +441,9 @@ def _stacked(models: list[nn.Module]) -> nn.Module:
         memo.setdefault(id(parameter), nn.Parameter(stacked, parameter.requires_grad))
     for name, buffer in buffers[0].items():
         memo.setdefault(id(buffer), stack([buffer_dict[name] for buffer_dict in buffers]))
+    for part in models[0].modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            memo.setdefault(id(part), _placeholder(part, memo))
     module = own_copy(models[0], memo, hooks=False)
     for path, attribute, values in hyperparameters(models):
         setattr(module.get_submodule(path), attribute, PerTrial(values))

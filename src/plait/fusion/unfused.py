@@ -158,11 +158,21 @@ class OwnModules:
             if self._copies and (number if pristine else number < self.trials.count - 1):
                 own_args, own_kwargs = _with_copies((own_args, own_kwargs), plain, pristine)
             _follow_modes(self.part, module)
+            shape = _shape_of_objects(own_args, own_kwargs) if self._copies is None else None
             with _Slices(self, module, number, slices), seeded_for(streams), LoneMode(streams):
                 outcomes.append(module(*own_args, **own_kwargs))
             if self._copies is None:
+                self._refuse_changed(shape, _shape_of_objects(own_args, own_kwargs))
                 self._copies = versions != [leaf._version for leaf in plain]
         return outcomes
+
+    def _refuse_changed(self, before: Any, after: Any) -> None:
+        """Refuse a module that changes an object of its caller, a cache say, which all trials share."""
+        if before != after:
+            raise FusionError(
+                f"{type(self.part).__qualname__} changes an object that it was given and that all trials "
+                f"share; run the module that calls it trial by trial"
+            )
 
     def _slices_of_tied(self) -> dict[int, tuple[Tensor, ...]]:
         found = {}
@@ -311,8 +321,11 @@ def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool 
     for value in held_values(module):
         if isinstance(value, Tensor) and not isinstance(value, TrialTensor) and not value.is_leaf:
             memo.setdefault(id(value), value.detach().clone())
-    made = copy.deepcopy(module, memo)
+    with torch.no_grad():  # copies of scripted modules would remember where they come from
+        made = copy.deepcopy(module, memo)
     for parameter, own in zip(module.parameters(), made.parameters()):
+        if own.requires_grad != parameter.requires_grad:
+            own.requires_grad_(parameter.requires_grad)
         for hook in gradient_hooks(parameter) if hooks and parameter is not own else ():
             own.register_hook(hook)
     return made
@@ -357,6 +370,13 @@ def _follow_modes(part: nn.Module, module: nn.Module) -> None:
 def _holds_tensors(value: Any) -> bool:
     inner = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
     return any(isinstance(part, Tensor) for part in inner)
+
+
+def _shape_of_objects(args: Any, kwargs: Any) -> Any:
+    """What arguments hold beside tensors, in a form that can be compared."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module))]
+    return spec, describe(objects)
 
 
 def _inner(tensor: Tensor) -> Any:
