@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.names import did_you_mean
-from plait.fusion.check import check_models
+from plait.fusion.check import check_structure, different_attributes, tensor_attributes
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim import FusedOptimizer
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.tensor import TrialTensor, leaves
+from plait.fusion.unfused import gradient_hooks, own_copy
 
 
 def keep_trials(
@@ -36,8 +37,9 @@ def keep_trials(
         )
     index = torch.tensor(list(numbers), device=fused.seeds.device)
     frozen = [place for place, number in enumerate(numbers) if number in fused.frozen]
+    before = fused.trials
     _rewrite(fused, optimizer, lambda tensor: tensor[index])
-    _rewrite_lists(fused, optimizer, lambda values: [values[number] for number in numbers])
+    _rewrite_lists(fused, optimizer, before, lambda values: [values[number] for number in numbers])
     if seeds is not None:
         fused.seeds.copy_(torch.tensor(list(seeds)))
     fused.freeze(frozen)
@@ -77,8 +79,10 @@ def replace_trial(
 
     `steps` is how many the new trial will make, where the optimizer counts them.
     """
-    check_joining(fused, [model])
+    _let_differ(fused, number, model)
     _write_model(fused, number, model)
+    for name, modules in fused.own_modules().items():
+        modules.replace(number, own_copy(model.get_submodule(name)))
     fused.seeds[number], fused.ages[number] = seed, 0
     changed = {**(hyperparameters or {})}
     if "clip_norm" in changed:
@@ -99,7 +103,15 @@ def replace_trial(
 def check_joining(fused: FusedModule, models: Sequence[nn.Module]) -> None:
     """Refuse models that cannot join those that are fused, as they are now: after steps, say."""
     if models:
-        check_models([fused.trial(0), *models])
+        check_structure([fused.trial(0), *models])
+
+
+def _let_differ(fused: FusedModule, number: int, model: nn.Module) -> None:
+    """Run submodules trial by trial whose Python state, a counter say, has moved on from a newcomer's."""
+    check_structure([fused.trial(number), model])
+    for path, name in different_attributes(fused.trial(number), model):
+        if not any(path == own or path.startswith(f"{own}.") or not own for own in fused.own_modules()):
+            fused.unfuse(path, f"its attribute {name} changes as it trains")
 
 
 def _set_clip(optimizer: FusedOptimizer, number: int, limit: float | None) -> None:
@@ -116,11 +128,18 @@ def _with(values: Sequence[float], number: int, value: float) -> list[float]:
 
 
 def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
+    for hooks, parameter in zip(fused.gradient_hooks, model.parameters()):
+        hooks[number] = gradient_hooks(parameter)
     own = [*model.parameters(), *model.buffers()]
     stacked = [*fused.module.parameters(), *fused.module.buffers()]
     for target, source in zip(stacked, own):
         target.data[number].copy_(source.detach())
     parts = dict(model.named_modules())
+    for path, name, (before, after) in tensor_attributes([fused.trial(number), model]):
+        part = fused.module.get_submodule(path)
+        if not isinstance(part.__dict__[name], TrialTensor):
+            part.__dict__[name] = fused.of_trials(before)
+        part.__dict__[name].stacked[number].copy_(after.detach())
     for path, part in fused.module.named_modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and name in vars(parts[path]):
@@ -167,12 +186,17 @@ def _rewrite_attributes(part: nn.Module, change: Callable[[Tensor], Tensor]) -> 
 
 
 def _rewrite_lists(
-    fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[list[Any]], list[Any]]
+    fused: FusedModule, optimizer: FusedOptimizer, before: int, change: Callable[[list[Any]], list[Any]]
 ) -> None:
     for part in fused.module.modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, PerTrial):
                 setattr(part, name, PerTrial(change(list(value.values))))
+    for hooks in fused.gradient_hooks:
+        hooks[:] = change(hooks)
+    numbers = change(list(range(before)))
+    for modules in fused.own_modules().values():
+        modules.reorder(numbers)
     optimizer.numbers = {name: change(values) for name, values in optimizer.numbers.items()}
     optimizer.made = change(optimizer.made)
     optimizer.limits = None if optimizer.limits is None else change(optimizer.limits)

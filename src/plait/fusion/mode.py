@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plait.fusion.fallback import refuse_random
+from plait.fusion.fallback import is_in_place, one_trial, refuse_random, refuse_shared_target, stack_outcomes
+from plait.fusion.per_trial import PerTrial
 from plait.fusion.registry import RULES, Arguments, Function, Options, spellings
 from plait.fusion.rules.dropout import streams_of
 from plait.fusion.rules.shapes import sizes
@@ -18,9 +19,12 @@ from plait.fusion.tensor import Trials, TrialTensor, leaves, unwrap, wrap
 _DRAWS = frozenset(spellings(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")))
 _LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout))
 _NEW = {torch.rand: "uniform", torch.randn: "normal"}
-_REFUSED = frozenset(
-    (*spellings(("randint", "randperm", "bernoulli", "multinomial", "normal", "poisson", "bernoulli_")),)
-)
+_REFUSED_NAMES = (
+    "randint", "randperm", "randint_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_",
+    "poisson", "uniform_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_", "rrelu",
+    "rrelu_",
+)  # fmt: skip
+_REFUSED = frozenset(spellings(_REFUSED_NAMES))
 
 
 class TrialMode(TorchFunctionMode):
@@ -34,13 +38,31 @@ class TrialMode(TorchFunctionMode):
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.trials.is_alone:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            # The user's own generator, whose numbers are the same for all trials.
+            return func(*args, **kwargs)
         if func in _DRAWS or func in _LIKE:
             return RULES[func](func, (self._own(args[0]), *args[1:]), kwargs)
         if func in _NEW:
             return self._new(_NEW[func], args, kwargs)
         if func in _REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
             return refuse_random(func, args, kwargs)
+        if _has_per_trial(args) or _has_per_trial(tuple(kwargs.values())):
+            return self._each(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:
+        """A call on what all trials share with a number that they do not: a tensor for each."""
+        if any(isinstance(leaf, TrialTensor) for leaf in leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if is_in_place(func):
+            refuse_shared_target(func, args)
+        outcomes = [
+            func(*one_trial(args, trial), **one_trial(kwargs, trial)) for trial in range(self.trials.count)
+        ]
+        return stack_outcomes(outcomes, self.trials)
 
     def _own(self, x: Tensor) -> TrialTensor:
         if isinstance(x, TrialTensor):
@@ -51,4 +73,16 @@ class TrialMode(TorchFunctionMode):
     def _new(self, kind: str, args: Arguments, kwargs: Options) -> TrialTensor:
         shape = sizes(args or (kwargs["size"],))
         draw = getattr(streams_of(self.trials), kind)
-        return TrialTensor(draw(shape, kwargs.get("dtype") or torch.get_default_dtype()), self.trials)
+        drawn: Tensor = draw(shape, kwargs.get("dtype") or torch.get_default_dtype())
+        drawn = drawn.to(kwargs.get("device") or torch.get_default_device())
+        return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
+
+
+def _has_per_trial(values: Arguments) -> bool:
+    """Whether a hyperparameter of the trials is among the arguments of a call, or in a list among them."""
+    for value in values:
+        if type(value) is PerTrial:
+            return True
+        if isinstance(value, (list, tuple)) and any(type(part) is PerTrial for part in value):
+            return True
+    return False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
-from plait.fusion.check import check_models, hyperparameters
+from plait.core.names import did_you_mean
+from plait.fusion.check import check_models, hyperparameters, tensor_attributes
 from plait.fusion.errors import FusionError
 from plait.fusion.install import Wrappers, installed, recurrent_in, refresh_recurrent, slots_of, stack
 from plait.fusion.mode import TrialMode
@@ -21,8 +22,10 @@ from plait.fusion.padding import Rows
 from plait.fusion.patches import Patch, patch_norms
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.random import Streams
+from plait.fusion.rules.hooks import each_trial
+from plait.fusion.seams import running
 from plait.fusion.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
-from plait.fusion.unfused import patch_unfused
+from plait.fusion.unfused import OwnModules, apply_alone, gradient_hooks, held_values, own_copy
 
 if TYPE_CHECKING:
     from plait.fusion.compiled import CompiledForward
@@ -54,13 +57,19 @@ def fuse(
     models: Sequence[nn.Module],
     seeds: Sequence[int] | None = None,
     ages: Sequence[int] | None = None,
-    unfused: Iterable[str] = (),
+    unfused: Iterable[str] | Mapping[str, str] = (),
+    verify: Sequence[Any] | None = None,
 ) -> FusedModule:
     """One module that computes, and trains, all of `models` at once; the models stay as they are.
 
     The models have the same shapes; float attributes that differ (a dropout's `p`) become hyperparameters of
     the trials. `seeds` are the trials' random streams (0, 1, 2... where none are given), `ages` how many
     training forwards each has behind it. Submodules named in `unfused` run trial by trial; "" names them all.
+
+    With `verify`, one batch or two that the plain models take (a tensor, a tuple of positional or a dict of
+    named arguments), the trials are first compared with the models alone: outputs, gradients and buffers in
+    training and evaluation. Modules that cannot be fused rightly then run trial by trial, which
+    `FusedModule.unfused` tells; models for which even that is not right are refused.
     """
     is_list = isinstance(models, Iterable) and not (
         isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
@@ -78,7 +87,28 @@ def fuse(
     for what, given in (("seeds", seeds), ("ages", ages)):
         if len(given) != count:
             raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
-    return FusedModule(models, seeds, ages, tuple(unfused))
+    reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
+    if verify is not None:
+        reasons = _verified(models, seeds, ages, reasons, verify)
+    return FusedModule(models, seeds, ages, reasons)
+
+
+def _verified(
+    models: Sequence[nn.Module],
+    seeds: Sequence[int],
+    ages: Sequence[int],
+    unfused: Mapping[str, str],
+    batches: Sequence[Any],
+) -> dict[str, str]:
+    """The submodules that must run trial by trial, and why."""
+    from plait.fusion.verify import BatchRehearsal, tell, verify_fused  # it fuses models itself
+
+    listed = [batches] if isinstance(batches, (Tensor, Mapping)) else batches
+    verdict = verify_fused(BatchRehearsal(models, seeds, ages, listed), unfused)
+    if verdict.refused is not None:
+        raise FusionError(f"fuse: these models cannot be fused: {verdict.refused}; train each alone")
+    tell(verdict, unfused)
+    return dict(verdict.unfused)
 
 
 class FusedModule(nn.Module):
@@ -91,7 +121,7 @@ class FusedModule(nn.Module):
     ages: Tensor
 
     def __init__(
-        self, models: list[nn.Module], seeds: list[int], ages: list[int], unfused: tuple[str, ...]
+        self, models: list[nn.Module], seeds: list[int], ages: list[int], unfused: Mapping[str, str]
     ) -> None:
         super().__init__()
         self.module = _stacked(models)
@@ -101,16 +131,69 @@ class FusedModule(nn.Module):
         self._compiled: CompiledForward | None = None
         self._trials = Trials(len(models))
         self._wrappers = Wrappers(self._trials)
-        self._slots = slots_of(self.module)
+        self._is_installed = False
+        self._find_slots()
         self._recurrent = recurrent_in(self.module)
+        # By name, the submodules that run trial by trial.
+        self._own: dict[str, OwnModules] = {}
+        for path, name, tensors in tensor_attributes(models):
+            self.module.get_submodule(path).__dict__[name] = TrialTensor(stack(tensors), self._trials)
         self.freeze([])
         patch_norms(self.module)
-        patch_unfused(self.module, unfused, self._trials)
+        self.gradient_hooks = self._take_hooks(models)
+        needed = {
+            **dict.fromkeys(_scripted(models[0]), "it is a scripted module"),
+            **dict.fromkeys(_with_backward_hooks(models[0]), "it has backward hooks"),
+            **unfused,
+        }
+        for name in _outermost(needed):
+            self.unfuse(name, needed[name], models)
 
     @property
     def trials(self) -> int:
         """How many trials there are."""
         return self._trials.count
+
+    def _take_hooks(self, models: Sequence[nn.Module]) -> list[list[list[Any]]]:
+        """By parameter and trial, the hooks that gradients have; from now on those of all trials."""
+        every = [list(model.parameters()) for model in models]
+        found = [[gradient_hooks(own[place]) for own in every] for place in range(len(every[0]))]
+        for parameter, hooks in zip(self.module.parameters(), found):
+            if any(hooks):
+                parameter.register_hook(each_trial(hooks))
+        return found
+
+    @property
+    def unfused(self) -> dict[str, str]:
+        """The submodules that run trial by trial, "" being the whole model, and why."""
+        return {name: own.why for name, own in self._own.items()}
+
+    def unfuse(self, name: str, why: str, models: Sequence[nn.Module] | None = None) -> None:
+        """Let a submodule run trial by trial from now on, on modules of its own for each trial.
+
+        They are copies of those in `models`, else of what the trials are now.
+        """
+        parts = dict(self.module.named_modules())
+        if name not in parts:
+            raise FusionError(f"fuse: unfused={name!r} names no submodule{did_you_mean(name, parts)}")
+        if any(name == other or name.startswith(f"{other}.") or not other for other in self._own):
+            return
+        models = self.split() if models is None else models
+        for other in [other for other in self._own if other.startswith(f"{name}.") or not name]:
+            del self._own[other]
+        own = [own_copy(model.get_submodule(name)) for model in models]
+        inside = {id(p) for p in parts[name].parameters()}
+        tied = inside & {id(p) for p in _parameters_outside(self.module, parts[name])}
+        self._own[name] = OwnModules(parts[name], own, self._trials, tied, why)
+        self.forget()
+
+    def of_trials(self, tensor: Tensor) -> TrialTensor:
+        """The same tensor for each trial, to be kept in an attribute."""
+        return TrialTensor(stack([tensor] * self.trials), self._trials)
+
+    def own_modules(self) -> Mapping[str, OwnModules]:
+        """The trials' own modules of submodules that are not fused, by name."""
+        return self._own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What each trial's model returns for its slice of the arguments, trials first."""
@@ -123,7 +206,7 @@ class FusedModule(nn.Module):
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function(model, *args)` returns for each trial: any code that is written for one model."""
-        with installed(self._slots, self._recurrent, self._wrappers, self._trials):
+        with self._installed():
             outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
         if self.training:
             self.ages.add_(1)
@@ -134,9 +217,63 @@ class FusedModule(nn.Module):
         """What `function(*args)` returns for each trial: a loss, say, as a vector with one value a trial."""
         self._trials.streams = Streams(self.seeds, self.ages)
         entered_args, entered_kwargs = pytree.tree_map(self._enter, (args, kwargs))
-        with TrialMode(self._trials):
+        with running(self._again, self._apply_alone), TrialMode(self._trials):
             outcome = function(*entered_args, **entered_kwargs)
         return pytree.tree_map(self._leave, outcome)
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        """Within, the module holds trial tensors."""
+        if self._is_installed:
+            yield
+            return
+        self._is_installed = True
+        try:
+            with installed(self._slots, self._recurrent, self._wrappers, self._trials):
+                yield
+            if any(len(part._buffers) != self._counts.get(id(part), 0) for part in self.module.modules()):
+                self._adopt_buffers()
+        finally:
+            self._is_installed = False
+
+    def _adopt_buffers(self) -> None:
+        """Keep buffers that a forward registered, as those of all trials."""
+        for part in self.module.modules():
+            for name, buffer in part._buffers.items():
+                if isinstance(buffer, TrialTensor):
+                    part._buffers[name] = buffer.stacked.detach()
+                elif buffer is not None and (id(part), name) not in self._known:
+                    part._buffers[name] = stack([buffer] * self.trials)
+        self._find_slots()
+
+    def _find_slots(self) -> None:
+        self._slots = slots_of(self.module)
+        self._counts = {id(part): len(part._buffers) for part in self.module.modules()}
+        self._known = {(id(part), name) for part in self.module.modules() for name in part._buffers}
+
+    def _again(self) -> Callable[[], AbstractContextManager[None]]:
+        """What opens the state of now once more, in backward, where a checkpoint computes again."""
+        trials = self._trials
+        assert trials.streams is not None
+        streams, rows = trials.streams.repeated(), trials.rows
+
+        @contextmanager
+        def reopened() -> Iterator[None]:
+            before = trials.streams, trials.rows, trials.is_alone
+            trials.streams, trials.rows, trials.is_alone = streams.repeated(), rows, False
+            try:
+                with self._installed(), running(self._again, self._apply_alone), TrialMode(trials):
+                    yield
+            finally:
+                trials.streams, trials.rows, trials.is_alone = before
+                self._restore_frozen()
+
+        return reopened
+
+    def _apply_alone(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return apply_alone(self._trials, function, args, kwargs)
 
     @contextmanager
     def padded(self, counts: Sequence[int]) -> Iterator[None]:
@@ -240,16 +377,67 @@ class FusedModule(nn.Module):
             own = tensor.detach()[number].clone()
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if is_parameter else own
-        # What a forward left in attributes, attention weights say, has the trials too.
+        # What a forward left in an attribute, attention weights say, has the trials too.
         memo[OF_TRIAL] = number
+        for value in held_values(self.module):
+            if isinstance(value, TrialTensor):
+                memo[id(value)] = value.stacked[number].detach().clone()
+            elif isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+            elif isinstance(value, PerTrial):
+                memo[id(value)] = value.of(number)
+        for modules in self._own.values():
+            memo[id(modules.part)] = modules.copy_of(number, memo)
         made = copy.deepcopy(self.module, memo)
         for part in made.modules():
             if isinstance(part.__dict__.get("forward"), Patch):
                 del part.forward
-            for name, value in list(vars(part).items()):
-                if isinstance(value, PerTrial):
-                    setattr(part, name, value.of(number))
+        refresh_recurrent(recurrent_in(made))
+        for parameter, hooks in zip(made.parameters(), self.gradient_hooks):
+            for hook in hooks[number] if not gradient_hooks(parameter) else ():
+                parameter.register_hook(hook)
         return made
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """The names without those of submodules of others."""
+    every = list(names)
+    if "" in every:
+        return [""]
+    return [name for name in every if not any(name.startswith(f"{other}.") for other in every)]
+
+
+def _placeholder(part: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """A module with the fused tensors of a scripted one, whose own code only plain tensors can enter."""
+    made = nn.Module()
+    for name, parameter in part.named_parameters(recurse=False):
+        made.register_parameter(name, memo[id(parameter)])
+    for name, buffer in part.named_buffers(recurse=False):
+        made.register_buffer(name, memo[id(buffer)])
+    for name, child in part.named_children():
+        made.add_module(name, _placeholder(child, memo))
+    return made
+
+
+def _scripted(model: nn.Module) -> list[str]:
+    return [path for path, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+
+
+def _with_backward_hooks(model: nn.Module) -> list[str]:
+    """The submodules whose hooks see gradients pass, which must be one trial's."""
+    return [path for path, part in model.named_modules() if part._backward_hooks or part._backward_pre_hooks]
+
+
+def _parameters_outside(module: nn.Module, part: nn.Module) -> list[nn.Parameter]:
+    """The parameters that submodules other than those of `part` hold."""
+    inside = {id(one) for one in part.modules()}
+    return [
+        parameter
+        for one in module.modules()
+        if id(one) not in inside
+        for parameter in one._parameters.values()
+        if parameter is not None
+    ]
 
 
 def _stacked(models: list[nn.Module]) -> nn.Module:
@@ -262,7 +450,10 @@ def _stacked(models: list[nn.Module]) -> nn.Module:
         memo.setdefault(id(parameter), nn.Parameter(stacked, parameter.requires_grad))
     for name, buffer in buffers[0].items():
         memo.setdefault(id(buffer), stack([buffer_dict[name] for buffer_dict in buffers]))
-    module = copy.deepcopy(models[0], memo)
+    for part in models[0].modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            memo.setdefault(id(part), _placeholder(part, memo))
+    module = own_copy(models[0], memo, hooks=False)
     for path, attribute, values in hyperparameters(models):
         setattr(module.get_submodule(path), attribute, PerTrial(values))
     refresh_recurrent(recurrent_in(module))

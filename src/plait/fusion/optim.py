@@ -14,6 +14,7 @@ from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 from plait.fusion.module import FusedModule
+from plait.fusion.unfused import trials_with_gradient
 from plait.fusion.updates import KINDS, Kind, Pieces, kind_of
 
 Number = float | Sequence[float] | Tensor
@@ -170,26 +171,48 @@ class FusedOptimizer:
             clip_gradients(gradients, self.clip_norm, self.sum_squares)
         if self.common["maximize"]:
             gradients = [-gradient for gradient in gradients]
-        clocks = self._clocks_of(with_gradient)
+        absent = {number: self._trials_without_gradient(number) for number in with_gradient}
+        clocks = self._clocks_of(absent)
+        kept = self._kept(absent)
         if self._has_kernel() and not self._in_one_pass():
             self._advance(clocks, moving)
             self._step_by_kernel(updated, gradients, clocks, skip)
         else:
             self._step_by_vectors(updated, gradients, clocks, moving)
             self._advance(clocks, moving)
+        for tensor, trials, before in kept:
+            tensor[list(trials)] = before
         self.made = [made + 1 for made in self.made]
         self.notice_finished()
 
-    def _clocks_of(self, numbers: list[int]) -> list[Clock]:
-        """The clock of each of these parameters, which move now; those that stay keep another."""
-        moving = set(numbers)
+    def _trials_without_gradient(self, number: int) -> tuple[int, ...]:
+        has = trials_with_gradient(self.parameters[number], self.fused.trials)
+        return tuple(trial for trial, one in enumerate(has) if not one)
+
+    def _clocks_of(self, absent: Mapping[int, tuple[int, ...]]) -> list[Clock]:
+        """The clock of each parameter that moves now, without the trials that `absent` gives for it.
+
+        Parameters that moved together so far and do so no more get clocks of their own.
+        """
         for clock in range(len(self.clocks)):
-            members = {number for number, own in enumerate(self.clock_of) if own == clock}
-            if members & moving and members - moving:
+            members = [number for number, own in enumerate(self.clock_of) if own == clock]
+            kinds = list(dict.fromkeys(absent.get(number) for number in members))
+            for kind in kinds[1:]:
                 self.clocks.append(self.clocks[clock].mapped(torch.clone))
-                for number in members & moving:
-                    self.clock_of[number] = len(self.clocks) - 1
-        return [self.clocks[self.clock_of[number]] for number in numbers]
+                for number in members:
+                    if absent.get(number) == kind:
+                        self.clock_of[number] = len(self.clocks) - 1
+        return [self.clocks[self.clock_of[number]] for number in absent]
+
+    def _kept(self, absent: Mapping[int, tuple[int, ...]]) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:
+        """What must stay as it is: parameters, states and clocks of trials without a gradient this time."""
+        found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        for number, trials in absent.items():
+            clock = self.clocks[self.clock_of[number]]
+            for tensor in (self.parameters[number], *self.state[number].values(), clock.steps, clock.pushes):
+                if trials:
+                    found[id(tensor)] = tensor, trials
+        return [(tensor, trials, tensor[list(trials)].clone()) for tensor, trials in found.values()]
 
     def _advance(self, clocks: list[Clock], moving: Tensor | None) -> None:
         for clock in {id(clock): clock for clock in clocks}.values():

@@ -54,6 +54,14 @@ class Rows:
             return x
         return x[: self.counts[number] * self.times(x.shape[0])]
 
+    def can_fill(self, x: Tensor, number: int) -> bool:
+        """Whether `x` can be what became of a trial's own rows."""
+        return x.dim() > 0 and x.shape[0] % self.counts[number] == 0
+
+    def fill(self, x: Tensor, number: int) -> Tensor:
+        """What became of a trial's own rows, with padding after it."""
+        return _stretched(x, x.shape[0] // self.counts[number] * self.length)
+
 
 def pad(pieces: Sequence[Tensor], length: int) -> Tensor:
     """Trials' batches stacked: (trials, length, ...); the shorter ones repeat their own rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -17,13 +18,14 @@ class PerTrial(float):
     """A float in the eyes of a module, and one value a trial in those of the rules.
 
     Arithmetic stays per trial. A comparison answers where all trials agree, and is refused elsewhere: the
-    fused forward cannot take both branches.
+    fused forward cannot take both branches. C code that reads the float itself, `math.sqrt` say, finds NaN:
+    one trial's value would pass unseen for all.
     """
 
     values: tuple[float, ...]
 
     def __new__(cls, values: Sequence[float]) -> PerTrial:
-        made = super().__new__(cls, values[0])
+        made = super().__new__(cls, values[0] if len(set(values)) == 1 else math.nan)
         made.values = tuple(float(value) for value in values)
         return made
 
@@ -43,7 +45,40 @@ class PerTrial(float):
     def __neg__(self) -> PerTrial:
         return PerTrial([-value for value in self.values])
 
+    def __pos__(self) -> PerTrial:
+        return self
+
+    def __abs__(self) -> PerTrial:
+        return PerTrial([abs(value) for value in self.values])
+
+    def __round__(self, digits: Any = None) -> Any:
+        return round(self._one()) if digits is None else PerTrial([round(v, digits) for v in self.values])
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __int__(self) -> int:
+        return int(self._one())
+
+    def __trunc__(self) -> int:
+        return math.trunc(self._one())
+
+    def __floor__(self) -> int:
+        return math.floor(self._one())
+
+    def __ceil__(self) -> int:
+        return math.ceil(self._one())
+
+    def is_integer(self) -> bool:
+        return self._one().is_integer()
+
+    def __format__(self, spec: str) -> str:
+        return ", ".join(format(value, spec) for value in self.values)
+
     def __float__(self) -> float:
+        return self._one()
+
+    def _one(self) -> float:
         if len(set(self.values)) > 1:
             raise FusionError(
                 f"{user_line()}\n  makes one number of a hyperparameter that differs between trials "
@@ -95,7 +130,7 @@ def _comparison(operation: Callable[[float, float], bool]) -> Callable[..., Any]
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow"):
+for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
     setattr(PerTrial, f"__{_name}__", _arithmetic(getattr(operator, _name), swapped=False))
     setattr(PerTrial, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):

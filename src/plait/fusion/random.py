@@ -30,14 +30,16 @@ class Streams:
         self.seeds = seeds
         self.ages = ages
         self.calls = calls
+        # Whether a checkpoint computes again what it drew before.
+        self.is_repeated = False
         self._keys: tuple[Tensor, Tensor] | None = None
 
     def bits(self, shape: tuple[int, ...]) -> Tensor:
         """32 random bits as int32 for each trial and element: (trials, *shape)."""
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 and not self.is_repeated:
             raise FusionError(
-                f"{user_line()}\n  draws random numbers while a checkpointed part is computed again; the "
-                f"fused forward cannot repeat the first draw there; keep dropout out of checkpointed parts"
+                f"{user_line()}\n  draws random numbers in backward, where trials have no streams; "
+                f"draw them in forward"
             )
         if self._keys is None:
             self._keys = _keys(self.seeds, self.ages)
@@ -52,12 +54,29 @@ class Streams:
         """The stream of one trial, as it stands now."""
         one = slice(trial, trial + 1)
         calls = self.calls if isinstance(self.calls, int) else self.calls[trial]
-        return Streams(self.seeds[one], self.ages[one], calls)
+        return self._like(self.seeds[one], self.ages[one], calls)
+
+    def repeated(self) -> Streams:
+        """The streams as they stand now, to be drawn from again in backward."""
+        made = self._like(self.seeds.clone(), self.ages.clone(), self.calls)
+        made.is_repeated = True
+        return made
+
+    def _like(self, seeds: Tensor, ages: Tensor, calls: int | tuple[int, ...]) -> Streams:
+        made = Streams(seeds, ages, calls)
+        made.is_repeated = self.is_repeated
+        return made
 
     def follow(self, streams: list[Streams]) -> None:
         """Go on where the streams of the single trials ended."""
         counts = tuple(one.calls for one in streams if isinstance(one.calls, int))
         self.calls = counts[0] if len(set(counts)) == 1 else counts
+
+    def number(self) -> int:
+        """A seed for other generators, of a stream of one trial; it changes from draw to draw."""
+        calls = self.calls if isinstance(self.calls, int) else self.calls[0]
+        offset, factor = (int(key) & _WORD for key in _keys(self.seeds, self.ages))
+        return (offset << 31 ^ factor ^ _mix(calls)) & ((1 << 63) - 1)
 
     def _call_key(self, number: int) -> int | Tensor:
         if isinstance(self.calls, int):

@@ -34,6 +34,8 @@ class Trials:
         self.count = count
         self.streams = streams
         self.rows = rows
+        # Whether the code that runs now is that of one trial, on plain tensors.
+        self.is_alone = False
 
 
 class LayoutError(RuntimeError):

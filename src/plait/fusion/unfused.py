@@ -1,70 +1,217 @@
-"""Submodules that run trial by trial inside a fused model, because they must or because someone asks."""
+"""Submodules that run trial by trial inside a fused model: real modules, one for each trial.
+
+Each has its own Python state, hooks and attributes, and runs the user's code on plain tensors. Its parameters
+and buffers lie in the memory of the fused ones, so that optimizers, checkpoints and changes of the trials
+see one tensor for all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.core.names import did_you_mean
+from plait.fusion.describe import describe
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.install import Slot, recurrent_in, refresh_recurrent, slots_of
+from plait.fusion.lone import LoneMode, seeded_for
+from plait.fusion.padding import Rows
 from plait.fusion.patches import Patch
 from plait.fusion.per_trial import PerTrial
+from plait.fusion.random import Streams
 from plait.fusion.tensor import Trials, TrialTensor
 
-
-def patch_unfused(module: nn.Module, names: Iterable[str], trials: Trials) -> None:
-    """Let the submodules called `names` run trial by trial; "" is the whole model."""
-    parts = dict(module.named_modules())
-    for name in names:
-        if name not in parts:
-            raise FusionError(f"fuse: unfused={name!r} names no submodule{did_you_mean(name, parts)}")
-        part = parts[name]
-        part.forward = Patch(_OneByOne(part.forward, trials), part)
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
 
 
-class _OneByOne:
-    """Runs a module's forward for one trial after another, on trial tensors of one trial each.
+class OwnModules:
+    """The trials' own modules behind one submodule `part` of a fused model.
 
-    Python may look at values there, and the random streams are the trials' own.
+    `own` become this object's. Parameters of `part` that other submodules hold too are in `tied`: their
+    gradients come back through slices, those of the others through parameters of the trials.
     """
 
-    def __init__(self, forward: Callable[..., Any], trials: Trials) -> None:
-        self.forward = forward
+    def __init__(
+        self, part: nn.Module, own: Sequence[nn.Module], trials: Trials, tied: set[int], why: str
+    ) -> None:
+        self.part = part
+        self.modules = list(own)
         self.trials = trials
+        self.why = why
+        self._tied = tied
+        # Whether the module writes into tensors that all trials share, so that each gets a copy.
+        self._copies: bool | None = None
+        for name in _HOOKS:  # the trials' own modules have them
+            setattr(part, name, OrderedDict())
+        part.forward = Patch(self._run, part)
+        for number, module in enumerate(self.modules):
+            self._adopt(module, number)
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        streams = self.trials.streams
-        assert streams is not None, "an unfused part ran outside of its fused model"
-        slots = slots_of(module)
-        slices = [_slices(slot.tensors[slot.name], self.trials.count) for slot in slots]
-        rows = self.trials.rows
-        singles = [
-            Trials(1, streams.of_trial(number), None if rows is None else rows.of_trial(number))
-            for number in range(self.trials.count)
-        ]
-        outcomes, changed = [], []
-        for number, one in enumerate(singles):
-            own = [None if pieces is None else TrialTensor(pieces[number], one) for pieces in slices]
-            own_args, own_kwargs = _slice_of((args, kwargs), number, one)
-            with _values_of(module, number), _held(module, slots, own) as reassigned:
-                outcomes.append(self.forward(*own_args, **own_kwargs))
-            changed.append(reassigned)
-        streams.follow([one.streams for one in singles if one.streams is not None])
-        self._keep_reassigned(slots, changed)
-        return self._join(outcomes)
+    def _adopt(self, module: nn.Module, number: int) -> None:
+        """Let a module's parameters lie in the fused ones, and their gradients arrive there."""
+        for stacked, own in self._parameters(module):
+            if id(stacked) not in self._tied:
+                own.__dict__["deliver"] = own.register_post_accumulate_grad_hook(_Deliver(stacked, number))
+        self.point()
 
-    def _keep_reassigned(self, slots: list[Slot], changed: list[dict[int, Tensor]]) -> None:
-        for index in changed[0]:
-            pieces = [_inner(one[index]) for one in changed]
-            slots[index].tensors[slots[index].name] = TrialTensor(torch.cat(pieces), self.trials)
+    def _parameters(self, module: nn.Module) -> list[tuple[nn.Parameter, Any]]:
+        """The fused parameters and one trial's, each once."""
+        stacked = dict(_named(self.part, "_parameters"))
+        found = {}
+        for name, own in _named(module, "_parameters"):
+            if name in stacked and own.is_leaf:
+                found[id(own)] = (_inner(stacked[name]), own)
+        return list(found.values())
 
-    def _join(self, outcomes: list[Any]) -> Any:
+    def point(self) -> None:
+        """Let parameters and buffers of the trials lie where the fused ones are now."""
+        for number, module in enumerate(self.modules):
+            for stacked, own in self._parameters(module):
+                self._point_at(stacked, own, number)
+        buffers = dict(_named(self.part, "_buffers"))
+        for number, module in enumerate(self.modules):
+            kept: dict[int, Tensor] = {}
+            for holder, name, key in _slots(module, "_buffers"):
+                if buffers.get(key) is not None:
+                    inner = _inner(buffers[key])
+                    holder[name] = kept.setdefault(id(inner), inner.detach()[number])
+
+    def _point_at(self, stacked: nn.Parameter, own: nn.Parameter, number: int) -> None:
+        if own.requires_grad != stacked.requires_grad:
+            own.requires_grad_(stacked.requires_grad)
+        slice_ = stacked.data[number]
+        if not _is_same_memory(own, slice_):
+            own.data = slice_
+
+    def reorder(self, numbers: Sequence[int]) -> None:
+        """Let the trials be those at `numbers` so far; one that comes twice is copied."""
+        taken: set[int] = set()
+        modules = []
+        for number in numbers:
+            module = self.modules[number]
+            modules.append(own_copy(module) if number in taken else module)
+            taken.add(number)
+        self._replace_all(modules)
+
+    def replace(self, number: int, module: nn.Module) -> None:
+        """Put another trial's module in the place of one."""
+        self._replace_all([module if place == number else own for place, own in enumerate(self.modules)])
+
+    def _replace_all(self, modules: list[nn.Module]) -> None:
+        for module in self.modules:
+            for parameter in module.parameters():
+                if (handle := parameter.__dict__.pop("deliver", None)) is not None:
+                    handle.remove()
+        self.modules = modules
+        for number, module in enumerate(modules):
+            for stacked, own in self._parameters(module):
+                if id(stacked) not in self._tied:
+                    own.__dict__["deliver"] = own.register_post_accumulate_grad_hook(
+                        _Deliver(stacked, number)
+                    )
+
+    def copy_of(self, number: int, memo: dict[int, Any]) -> nn.Module:
+        """The module of one trial, apart from the fused model; `memo` has copies of its tensors."""
+        module = self.modules[number]
+        self.point()
+        for kind in ("_parameters", "_buffers"):
+            stacked = dict(_named(self.part, kind))
+            for key, own in _named(module, kind):
+                if key in stacked and id(stacked[key]) in memo:
+                    memo[id(own)] = memo[id(stacked[key])]
+        return own_copy(module, memo)
+
+    def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        trials = self.trials
+        assert trials.streams is not None, "an unfused part ran outside of its fused model"
+        self.point()
+        slices = self._slices_of_tied()
+        singles = [trials.streams.of_trial(number) for number in range(trials.count)]
+        before = trials.is_alone
+        trials.is_alone = True
+        try:
+            outcomes = self._outcomes(singles, slices, args, kwargs)
+        finally:
+            trials.is_alone = before
+        trials.streams.follow(singles)
+        self._keep_written()
+        return _Joiner(trials, type(self.part).__qualname__).join(outcomes)
+
+    def _outcomes(
+        self, singles: list[Streams], slices: dict[int, tuple[Tensor, ...]], args: Any, kwargs: Any
+    ) -> list[Any]:
+        given = [_slice_of((args, kwargs), number, self.trials.rows) for number in range(self.trials.count)]
+        plain = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor]
+        pristine = {id(leaf): leaf.clone() for leaf in plain} if self._copies is None else {}
+        versions = [leaf._version for leaf in plain]
+        outcomes = []
+        for number, (module, streams) in enumerate(zip(self.modules, singles)):
+            own_args, own_kwargs = given[number]
+            # The last trial may write into the tensor itself, as a model alone would.
+            if self._copies and (number if pristine else number < self.trials.count - 1):
+                own_args, own_kwargs = _with_copies((own_args, own_kwargs), plain, pristine)
+            _follow_modes(self.part, module)
+            shape = _shape_of_objects(own_args, own_kwargs) if self._copies is None else None
+            with _Slices(self, module, number, slices), seeded_for(streams), LoneMode(streams):
+                outcomes.append(module(*own_args, **own_kwargs))
+            if self._copies is None:
+                self._refuse_changed(shape, _shape_of_objects(own_args, own_kwargs))
+                self._copies = versions != [leaf._version for leaf in plain]
+        return outcomes
+
+    def _refuse_changed(self, before: Any, after: Any) -> None:
+        """Refuse a module that changes an object of its caller, a cache say, which all trials share."""
+        if before != after:
+            raise FusionError(
+                f"{type(self.part).__qualname__} changes an object that it was given and that all trials "
+                f"share; run the module that calls it trial by trial"
+            )
+
+    def _slices_of_tied(self) -> dict[int, tuple[Tensor, ...]]:
+        found = {}
+        for _, stacked in _named(self.part, "_parameters"):
+            inner = _inner(stacked)
+            if id(inner) in self._tied:
+                found[id(inner)] = inner.unbind()
+        return found
+
+    @torch.no_grad()
+    def _keep_written(self) -> None:
+        """Keep what forwards put in the place of parameters' data and of buffers."""
+        for number, module in enumerate(self.modules):
+            for stacked, own in self._parameters(module):
+                slice_ = stacked.data[number]
+                if not _is_same_memory(own, slice_):
+                    slice_.copy_(own.data)
+                    own.data = slice_
+        every = [dict(_named(module, "_buffers")) for module in self.modules]
+        for holder, name, key in _slots(self.part, "_buffers"):
+            if holder[name] is None or any(key not in own for own in every):
+                continue
+            inner, pieces = _inner(holder[name]), [own[key] for own in every]
+            if all(_is_same_memory(piece, inner[number]) for number, piece in enumerate(pieces)):
+                continue
+            if len({tuple(piece.shape) for piece in pieces}) > 1:
+                raise FusionError(f"buffer {key}: has another shape in some trials, fused trials have one")
+            with torch.enable_grad():
+                holder[name] = TrialTensor(torch.stack(pieces), self.trials)
+
+
+class _Joiner:
+    """Makes one outcome of what each trial returned."""
+
+    def __init__(self, trials: Trials, who: str) -> None:
+        self.trials = trials
+        self.who = who
+
+    def join(self, outcomes: list[Any]) -> Any:
         flat = [pytree.tree_flatten(outcome) for outcome in outcomes]
         if any(spec != flat[0][1] for _, spec in flat):
             raise FusionError(f"{user_line()}\n  returns something of another structure in some trials")
@@ -72,76 +219,219 @@ class _OneByOne:
         return pytree.tree_unflatten(joined, flat[0][1])
 
     def _join_one(self, values: tuple[Any, ...]) -> Any:
-        if not isinstance(values[0], Tensor):
+        if all(value is values[0] for value in values):
             return values[0]
-        shapes = sorted({tuple(value.shape) for value in values})
-        if len(shapes) > 1:
-            raise FusionError(
-                f"{user_line()}\n  has another shape in some trials: {shapes}; fused trials have one"
-            )
-        return TrialTensor(torch.cat([_inner(value) for value in values]), self.trials)
+        if all(isinstance(value, Tensor) for value in values):
+            return TrialTensor(torch.stack(_padded(values, self.trials.rows)), self.trials)
+        if all(isinstance(value, float) for value in values):
+            return values[0] if len(set(values)) == 1 else PerTrial(values)
+        if len({describe(value) for value in values}) == 1 and not _holds_tensors(values[0]):
+            return values[0]
+        if len({type(value) for value in values}) == 1 and hasattr(values[0], "__dict__"):
+            return self._join_objects(values)
+        raise FusionError(
+            f"{self.who} returns {values[0]!r} in one trial and "
+            f"{next(v for v in values if describe(v) != describe(values[0]))!r} in another, which the fused "
+            f"model around it cannot both use; run the module that calls it trial by trial"
+        )
+
+    def _join_objects(self, values: tuple[Any, ...]) -> Any:
+        """An object of the user's own class that holds each trial's tensors."""
+        made = copy.copy(values[0])
+        for name in vars(values[0]):
+            made.__dict__[name] = self.join([getattr(value, name) for value in values])
+        return made
 
 
-def _inner(value: Tensor) -> Tensor:
-    return value.stacked if isinstance(value, TrialTensor) else value.unsqueeze(0)
+def apply_alone(
+    trials: Trials, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What `function` returns for each trial, on plain tensors: a custom function of autograd, say."""
+    assert trials.streams is not None
+    singles = [trials.streams.of_trial(number) for number in range(trials.count)]
+    before, trials.is_alone = trials.is_alone, True
+    outcomes = []
+    try:
+        for number, streams in enumerate(singles):
+            own_args, own_kwargs = _slice_of((args, kwargs), number, None)
+            with LoneMode(streams):
+                outcomes.append(function(*own_args, **own_kwargs))
+    finally:
+        trials.is_alone = before
+    trials.streams.follow(singles)
+    return _Joiner(trials, getattr(function, "__qualname__", "a function")).join(outcomes)
 
 
-def _slices(tensor: Tensor | None, count: int) -> list[Tensor] | None:
-    """A tensor's trials, each with a trials axis of one.
+class _Deliver:
+    """Adds the gradient of one trial's parameter to the fused one's."""
 
-    The pieces of a parameter come from one split, whose gradient is one join; those of a buffer are plain
-    views, since the module may write into them.
+    def __init__(self, stacked: nn.Parameter, number: int) -> None:
+        self.stacked = stacked
+        self.number = number
+
+    def __call__(self, own: Tensor) -> None:
+        assert own.grad is not None
+        if self.stacked.grad is None:
+            self.stacked.grad = torch.zeros_like(self.stacked)
+            # Trials that are not in it have no gradient: not even one of zeros.
+            self.stacked.grad.__dict__["of_trials"] = set()
+        self.stacked.grad[self.number].add_(own.grad)
+        self.stacked.grad.__dict__.get("of_trials", set()).add(self.number)
+        own.grad = None
+
+
+def trials_with_gradient(parameter: Tensor, count: int) -> list[bool]:
+    """Which trials a fused parameter has a gradient of."""
+    if parameter.grad is None:
+        return [False] * count
+    known = parameter.grad.__dict__.get("of_trials")
+    return [known is None or number in known for number in range(count)]
+
+
+class _Slices:
+    """Within, one trial's module holds slices of the fused parameters that other submodules use too."""
+
+    def __init__(
+        self, modules: OwnModules, module: nn.Module, number: int, slices: dict[int, tuple[Tensor, ...]]
+    ) -> None:
+        stacked = dict(_named(modules.part, "_parameters"))
+        self._held = [
+            (holder, name, holder[name], slices[id(_inner(stacked[key]))][number])
+            for holder, name, key in (_slots(module, "_parameters") if slices else ())
+            if key in stacked and id(_inner(stacked[key])) in slices
+        ]
+
+    def __enter__(self) -> None:
+        for holder, name, _, slice_ in self._held:
+            holder[name] = slice_
+
+    def __exit__(self, *_: object) -> None:
+        for holder, name, own, slice_ in self._held:
+            if not _is_same_memory(slice_, own):  # its data were set anew
+                own.data.copy_(slice_.data)
+            holder[name] = own
+
+
+def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool = True) -> nn.Module:
+    """A copy that shares no memory; tensors that a forward left in it are copied without their history.
+
+    With `hooks`, parameters keep those that their gradients have, which a copy by Python loses.
     """
-    if tensor is None:
-        return None
-    assert isinstance(tensor, TrialTensor)
-    if tensor.stacked.requires_grad:
-        return list(tensor.stacked.split(1))
-    return [tensor.stacked[number : number + 1] for number in range(count)]
+    memo = {} if memo is None else memo
+    for value in held_values(module):
+        if isinstance(value, Tensor) and not isinstance(value, TrialTensor) and not value.is_leaf:
+            memo.setdefault(id(value), value.detach().clone())
+    with torch.no_grad():  # copies of scripted modules would remember where they come from
+        made = copy.deepcopy(module, memo)
+    for parameter, own in zip(module.parameters(), made.parameters()):
+        if own.requires_grad != parameter.requires_grad:
+            own.requires_grad_(parameter.requires_grad)
+        for hook in gradient_hooks(parameter) if hooks and parameter is not own else ():
+            own.register_hook(hook)
+    return made
 
 
-def _slice_of(values: Any, number: int, one: Trials) -> Any:
+def gradient_hooks(parameter: Tensor) -> list[Any]:
+    """The functions that were registered for a parameter's gradient."""
+    return list((parameter._backward_hooks or {}).values())
+
+
+def held_values(module: nn.Module) -> list[Any]:
+    """What the attributes of a module and its submodules hold, also within containers and plain objects."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [value for part in module.modules() for value in vars(part).values()]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            waiting += value
+        elif isinstance(value, PerTrial):
+            found.append(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type, Patch)):
+            waiting += vars(value).values()
+    return found
+
+
+def _follow_modes(part: nn.Module, module: nn.Module) -> None:
+    """Let a trial's module and its submodules be in training where the fused ones are."""
+    parts = dict(part.named_modules())
+    for path, own in module.named_modules():
+        if path in parts and own.training != parts[path].training:
+            own.training = parts[path].training
+
+
+def _holds_tensors(value: Any) -> bool:
+    inner = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    return any(isinstance(part, Tensor) for part in inner)
+
+
+def _shape_of_objects(args: Any, kwargs: Any) -> Any:
+    """What arguments hold beside tensors, in a form that can be compared."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module))]
+    return spec, describe(objects)
+
+
+def _inner(tensor: Tensor) -> Any:
+    return tensor.stacked if isinstance(tensor, TrialTensor) else tensor
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return same and one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+
+
+def _slots(module: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
+    """Where the parameters or buffers are held: the dictionary, the name there, the whole name."""
+    return [
+        (getattr(part, kind), name, f"{path}.{name}" if path else name)
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name in list(getattr(part, kind).keys())
+    ]
+
+
+def _named(module: nn.Module, kind: str) -> list[tuple[str, Any]]:
+    return [(key, holder[name]) for holder, name, key in _slots(module, kind) if holder[name] is not None]
+
+
+def _slice_of(values: Any, number: int, rows: Rows | None) -> Any:
     def pick(value: Any) -> Any:
         if isinstance(value, TrialTensor):
-            return TrialTensor(value.stacked[number : number + 1], one)
+            own = value.stacked[number]
+            return own if rows is None else rows.cut(own, number)
+        if rows is not None and type(value) is Tensor and value.dim() and len(value) == rows.length:
+            return rows.cut(value, number)
         return value.of(number) if isinstance(value, PerTrial) else value
 
     return pytree.tree_map(pick, values)
 
 
-@contextmanager
-def _held(module: nn.Module, slots: list[Slot], own: list[TrialTensor | None]) -> Iterator[dict[int, Tensor]]:
-    """Within, `module` holds `own`; after, what it held. Yields the buffers it re-assigned, by slot."""
-    recurrent = recurrent_in(module)
-    before = [slot.tensors[slot.name] for slot in slots]
-    for slot, mine in zip(slots, own):
-        slot.tensors[slot.name] = mine
-    refresh_recurrent(recurrent)
-    reassigned: dict[int, Tensor] = {}
-    try:
-        yield reassigned
-    finally:
-        for index, (slot, tensor, mine) in enumerate(zip(slots, before, own)):
-            now = slot.tensors[slot.name]
-            if slot.is_buffer and now is not mine and now is not None:
-                reassigned[index] = now
-            slot.tensors[slot.name] = tensor
-        refresh_recurrent(recurrent)
+def _with_copies(values: Any, plain: list[Tensor], pristine: dict[int, Tensor]) -> Any:
+    """The values with tensors that all trials share as they were before the first trial ran."""
+    known = {id(leaf) for leaf in plain}
+
+    def pick(value: Any) -> Any:
+        if type(value) is Tensor and id(value) in known:
+            return pristine.get(id(value), value).clone()
+        return value
+
+    return pytree.tree_map(pick, values)
 
 
-@contextmanager
-def _values_of(module: nn.Module, number: int) -> Iterator[None]:
-    """Within, the module's hyperparameters are those of one trial."""
-    found = [
-        (part, name, value)
-        for part in module.modules()
-        for name, value in vars(part).items()
-        if isinstance(value, PerTrial)
-    ]
-    for part, name, value in found:
-        setattr(part, name, value.of(number))
-    try:
-        yield
-    finally:
-        for part, name, value in found:
-            setattr(part, name, value)
+def _padded(values: tuple[Tensor, ...], rows: Rows | None) -> list[Tensor]:
+    """The trials' outcomes in one shape: what has rows of their own gets its padding back."""
+    shapes = sorted({tuple(value.shape) for value in values})
+    if len(shapes) == 1:
+        return list(values)
+    if rows is not None and all(rows.can_fill(value, number) for number, value in enumerate(values)):
+        filled = [rows.fill(value, number) for number, value in enumerate(values)]
+        if len({tuple(value.shape) for value in filled}) == 1:
+            return filled
+    raise FusionError(f"{user_line()}\n  has another shape in some trials: {shapes}; fused trials have one")

@@ -194,6 +194,21 @@ class ArrayChanged(Event):
 
 
 @dataclass(frozen=True)
+class ArrayVerified(Event):
+    """A worker compared fused trials with the same trials alone.
+
+    `unfused` are the modules that run trial by trial, "" being the whole model, and why; `refused` says why
+    the trials are not fused at all.
+    """
+
+    worker: int
+    trials: int
+    seconds: float
+    unfused: Mapping[str, str]
+    refused: str | None
+
+
+@dataclass(frozen=True)
 class SweepEnded(Event):
     """The sweep ended: `reason` is finished or stopped; `best` is the best trial."""
 

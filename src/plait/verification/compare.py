@@ -41,15 +41,15 @@ class Difference:
         return f"{self.name}: {self.why}"
 
 
-def perturb(batch: Any, seed: int = 0) -> Any:
-    """The batch with every floating-point number moved by about one step of rounding."""
+def perturb(batch: Any, seed: int = 0, step: float = 0.0) -> Any:
+    """The batch with every floating-point number moved by about one step of rounding, or a larger `step`."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.device, leaf.dtype) * 2 - 1
-        return leaf * (1 + signs * torch.finfo(leaf.dtype).eps)
+        return leaf * (1 + signs * max(step, torch.finfo(leaf.dtype).eps))
 
     return pytree.tree_map(move, batch)
 

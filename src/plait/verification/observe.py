@@ -34,6 +34,17 @@ def same_random_numbers(seed: int) -> Iterator[None]:
             torch.cuda.set_rng_state_all(on_gpus)
 
 
+def observe_outputs(outputs: Any) -> dict[str, Tensor]:
+    """The tensors and numbers that a model returned, by where they are."""
+    found = {}
+    for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, Tensor):
+            found[f"output{pytree.keystr(path)}"] = leaf.detach().clone()
+        elif isinstance(leaf, (bool, int, float)):
+            found[f"output{pytree.keystr(path)}"] = torch.tensor(leaf)
+    return found
+
+
 def observe_step(
     model: nn.Module, forward: Callable[[], tuple[Any, Tensor | None]], backward: bool = True
 ) -> dict[str, Tensor | None]:
@@ -46,10 +57,7 @@ def observe_step(
         parameter.grad = None
     with torch.set_grad_enabled(backward):
         outputs, loss = forward()
-    found: dict[str, Tensor | None] = {}
-    for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
-        if isinstance(leaf, Tensor):
-            found[f"output{pytree.keystr(path)}"] = leaf.detach().clone()
+    found: dict[str, Tensor | None] = dict(observe_outputs(outputs))
     if loss is not None:
         found["the loss"] = loss.detach().clone()
         if backward and loss.requires_grad:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.fusion import (
+    FusedModule,
     FusedOptimizer,
     LossScales,
     Shared,
@@ -25,6 +26,7 @@ from plait.fusion.membership import check_joining
 from plait.fusion.optim import load_trial, lone_optimizer
 from plait.fusion.padding import pad
 from plait.fusion.per_trial import PerTrial, on_device
+from plait.fusion.verify import Verdict
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.build import Parts
 from plait.runtime.evaluate import (
@@ -104,15 +106,24 @@ class FusedArray:
 
     is_fused = True
 
-    def __init__(self, entries: Sequence[Entry], team: Team | None = None, stream: int | None = None) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        team: Team | None = None,
+        stream: int | None = None,
+        verdict: Verdict | None = None,
+    ) -> None:
         first = entries[0]
         self._team = team
+        self._verdict = verdict or Verdict()
         # Which of the trials' random streams is drawn from: workers of a team have their own.
         self._stream = stream or (0 if team is None else team.place)
         self._entries = [_without_state(entry) for entry in entries]
         self._device = first.parts.device
         models = [entry.parts.model for entry in entries]
-        self.fused = fuse(models, seeds=self._seeds(entries), ages=[entry.age for entry in entries])
+        self.fused = fuse(
+            models, self._seeds(entries), [entry.age for entry in entries], unfused=self._verdict.unfused
+        )
         if self._device.type == "cuda" and team is None:  # summed gradients are contiguous
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
@@ -134,6 +145,8 @@ class FusedArray:
         """On a GPU, what replays steps; anew whenever the trials change, whose numbers a graph holds."""
         if self._device.type != "cuda" or self._team is not None:
             return None
+        if self.fused.unfused or self._verdict.has_python_state or self._verdict.loss_alone:
+            return None  # a graph would repeat what Python did when it was captured
         return StepGraph(self._whole_step, self.optimizer.zero_grad)
 
     def _new_sum(self) -> TeamSum | None:
@@ -146,6 +159,11 @@ class FusedArray:
         if self._sum is not None:
             self._sum.close()
         self._sum = None
+
+    @property
+    def unfused(self) -> dict[str, str]:
+        """The modules that run trial by trial, "" being the whole model, and why."""
+        return self.fused.unfused
 
     @property
     def trials(self) -> int:
@@ -222,13 +240,7 @@ class FusedArray:
             self.optimizer.clip_norm = None
 
     def _build_loss(self) -> Callable[..., Tensor]:
-        """The loss with each trial's own numbers among its options."""
-        settings = [entry.settings for entry in self._entries]
-        options = dict(settings[0].loss_args)
-        for name, value in options.items():
-            if any(one.loss_args[name] != value for one in settings):
-                options[name] = PerTrial([float(one.loss_args[name]) for one in settings])
-        return build_loss(settings[0].loss, options)
+        return fused_loss([entry.settings for entry in self._entries])
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial on its batch, with its factor on the learning rate; their losses."""
@@ -271,7 +283,7 @@ class FusedArray:
         self.optimizer.zero_grad()
         inputs, target = content
         with self._entries[0].parts.autocast():
-            losses: Tensor = self.fused.map(self._loss, forward(self.fused, inputs), target)
+            losses = self.losses(forward(self.fused, inputs), target)
         self._scaled(losses).sum().backward()
         self._update()
         return losses.detach().to(torch.float64)
@@ -307,33 +319,19 @@ class FusedArray:
         self._scaled(weighted).sum().backward()
         return weighted.detach()
 
-    def losses(self, output: Any, target: Any, counts: Sequence[int]) -> Tensor:
-        """The loss of each trial's own rows, `counts` of them, of a microbatch."""
-        if self._entries[0].settings.loss in LOSSES or len(set(counts)) == 1:
-            found: Tensor = self.fused.map(self._loss, output, target)
-            return found
-        # A user's own loss may mix the rows of a batch in any way, so it gets a trial's own rows alone.
-        return torch.stack(
-            [
-                entry.parts.loss(*pytree.tree_map(lambda x, p=place, n=count: x[p][:n], (output, target)))
-                for place, (entry, count) in enumerate(zip(self._entries, counts))
-            ]
-        )
+    def losses(self, output: Any, target: Any, counts: Sequence[int] = ()) -> Tensor:
+        """The loss of each trial's own rows, `counts` of them, of a microbatch; all rows without counts."""
+        if self._verdict.loss_alone:
+            return losses_alone(self._entries, output, target, counts)
+        return losses_of(self.fused, self._entries, self._loss, output, target, counts)
 
     def _together(self, contents: Sequence[Any], length: int) -> Any:
         """Inputs and target of all trials: the same for all, or stacked and padded."""
-        if all(content is contents[0] for content in contents):
-            parts = self._entries[0].parts
-            return pytree.tree_map_only(Tensor, Shared, to_device(contents[0], parts.device, parts.dtype))
-        return self.stacked(contents, length)
+        return together(self._entries[0].parts, contents, length)
 
     def stacked(self, contents: Sequence[Any], length: int) -> Any:
         """What each trial gets, stacked, padded to `length` rows and on the device."""
-        parts = self._entries[0].parts
-        moved = {id(content): to_device(content, parts.device, parts.dtype) for content in contents}
-        flat, specs = zip(*(pytree.tree_flatten(moved[id(content)]) for content in contents))
-        leaves = [pad(leaf, length) if isinstance(leaf[0], Tensor) else leaf[0] for leaf in zip(*flat)]
-        return pytree.tree_unflatten(leaves, specs[0])
+        return stacked(self._entries[0].parts, contents, length)
 
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
         """Mean loss and metric of the trials at `places` over the test split."""
@@ -401,6 +399,64 @@ class FusedArray:
             scale,
             int(self.fused.ages[place]),
         )
+
+
+def together(parts: Parts, contents: Sequence[Any], length: int) -> Any:
+    """Inputs and target of all trials: the same for all, or stacked and padded."""
+    if all(content is contents[0] for content in contents):
+        return pytree.tree_map_only(Tensor, Shared, to_device(contents[0], parts.device, parts.dtype))
+    return stacked(parts, contents, length)
+
+
+def stacked(parts: Parts, contents: Sequence[Any], length: int) -> Any:
+    """What each trial gets, stacked, padded to `length` rows and on the device."""
+    moved = {id(content): to_device(content, parts.device, parts.dtype) for content in contents}
+    flat, specs = zip(*(pytree.tree_flatten(moved[id(content)]) for content in contents))
+    leaves = [pad(leaf, length) if isinstance(leaf[0], Tensor) else leaf[0] for leaf in zip(*flat)]
+    return pytree.tree_unflatten(leaves, specs[0])
+
+
+def fused_loss(settings: Sequence[TrainSettings]) -> Callable[..., Tensor]:
+    """The loss with each trial's own numbers among its options."""
+    options = dict(settings[0].loss_args)
+    for name, value in options.items():
+        if any(one.loss_args[name] != value for one in settings):
+            options[name] = PerTrial([float(one.loss_args[name]) for one in settings])
+    return build_loss(settings[0].loss, options)
+
+
+def losses_of(
+    fused: FusedModule,
+    entries: Sequence[Entry],
+    loss: Callable[..., Tensor],
+    output: Any,
+    target: Any,
+    counts: Sequence[int],
+) -> Tensor:
+    """The loss of each trial's own rows, computed together where that can be."""
+    if entries[0].settings.loss in LOSSES or len(set(counts)) <= 1:
+        found: Tensor = fused.map(loss, output, target)
+        return found
+    # A user's own loss may mix the rows of a batch in any way, so it gets a trial's own rows alone.
+    return losses_alone(entries, output, target, counts)
+
+
+def losses_alone(entries: Sequence[Entry], output: Any, target: Any, counts: Sequence[int]) -> Tensor:
+    """The loss of each trial's own rows, trial by trial."""
+
+    def own(value: Any, place: int) -> Any:
+        if isinstance(value, Shared):
+            return value.tensor
+        if not isinstance(value, Tensor):
+            return value.of(place) if isinstance(value, PerTrial) else value
+        return value[place][: counts[place]] if counts and value[place].dim() else value[place]
+
+    return torch.stack(
+        [
+            entry.parts.loss(*pytree.tree_map(lambda x, p=place: own(x, p), (output, target)))
+            for place, entry in enumerate(entries)
+        ]
+    )
 
 
 def at(output: Any, place: int) -> Any:

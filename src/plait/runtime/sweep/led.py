@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from plait.fusion.verify import Verdict
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.checkpoint import Checkpoint
@@ -24,11 +25,16 @@ from plait.runtime.sweep.team import Team
 SharedArray = FusedArray | LoneArray | PipelinedArray
 
 
-def make_array(entries: Sequence[Entry], fused: bool, team: Team | None) -> SharedArray:
-    """An array of the entries, held by this worker, by each of a team, or by all of them in stages."""
+def make_array(
+    entries: Sequence[Entry], fused: bool, team: Team | None, verdict: Verdict | None = None
+) -> SharedArray:
+    """An array of the entries, held by this worker, by each of a team, or by all of them in stages.
+
+    `verdict` says how trials can be fused rightly.
+    """
     if team is not None and team.pipeline is not None:
         return PipelinedArray(entries, team, team.pipeline)
-    return FusedArray(entries, team) if fused else LoneArray(entries, team)
+    return FusedArray(entries, team, verdict=verdict) if fused else LoneArray(entries, team)
 
 
 def make_entry(
@@ -52,10 +58,13 @@ def position_of(state: Checkpoint | None) -> Position:
 class LedArray:
     """A team's array as its leader has it."""
 
-    def __init__(self, team: Team, entries: Sequence[Entry], fused: bool) -> None:
+    def __init__(
+        self, team: Team, entries: Sequence[Entry], fused: bool, verdict: Verdict | None = None
+    ) -> None:
         self._team = team
-        team.tell(orders.Begin(_newcomers(entries), fused), 0)
-        self._array = make_array(entries, fused, team)
+        verdict = verdict or Verdict()
+        team.tell(orders.Begin(_newcomers(entries), fused, verdict), 0)
+        self._array = make_array(entries, fused, team, verdict)
 
     @property
     def trials(self) -> int:
@@ -129,7 +138,7 @@ class Follower:
         pin = self._device.type == "cuda"
         self._feeds = Feeds(train_set, pin, *self._team.share, loads=self._team.loads)
         entries = self._enter([], order.entering)
-        self._array = make_array(entries, order.fused, self._team)
+        self._array = make_array(entries, order.fused, self._team, order.verdict)
 
     def _carry_out(self, order: orders.Order, array: SharedArray) -> None:
         match order:

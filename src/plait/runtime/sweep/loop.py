@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from plait.cluster.worker import Worker
 from plait.core.codec import finite
+from plait.fusion.verify import Verdict, tell
+from plait.runtime import build
 from plait.runtime.build import DataPair
 from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
@@ -28,10 +31,12 @@ from plait.runtime.sweep.seat import Seat, newest, save_seat
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.team import Team, share_of
 from plait.runtime.sweep.trials import with_values
+from plait.runtime.sweep.verified import verify_entries
 from plait.runtime.sweep.width import choose_width, try_two
 
 # How long a worker that could take more waits before it asks again.
 POLL_S = 0.1
+log = logging.getLogger(__name__)
 
 
 class SweepLoop:
@@ -61,6 +66,8 @@ class SweepLoop:
         self._width = 1
         # How many trials an array of a group holds, and, where that is one, why.
         self._widths: dict[str, tuple[int, str]] = {}
+        # What must run trial by trial in arrays of a group.
+        self._verdicts: dict[str, Verdict] = {}
         # Why trials that wait do not join the array there is, though it has room; and why some never do.
         self._closed = self._apart = ""
         self._may_get_more = True
@@ -111,17 +118,29 @@ class SweepLoop:
         """How many of `trials` like these an array holds, and, where that is one, why."""
         if (why := why_optimizer(settings)) is not None:
             return 1, why
-        width, replicas = self._settings.width, self._settings.replicas
-        if width == 1:
+        if self._settings.width == 1:
             return 1, "--width is 1"
         try:
-            with fused_work():
-                if width is None:
-                    return choose_width(settings, self._device, sets, trials, replicas)
-                if self._can_only_refuse_here:
-                    try_two(settings, self._device, sets, replicas)
+            return self._try_width(settings, sets, trials, None)
+        except NotFusedError as failure:
+            if self._settings.train.verify == "off":
+                return 1, str(failure)
+        # Some module may have to run trial by trial.
+        entries = [Entry(settings, build.build(settings, self._device, sets)) for _ in range(2)]
+        try:
+            return self._try_width(settings, sets, trials, self._verify(entries))
         except NotFusedError as failure:
             return 1, str(failure)
+
+    def _try_width(
+        self, settings: TrainSettings, sets: DataPair, trials: int, verdict: Verdict | None
+    ) -> tuple[int, str]:
+        width, replicas = self._settings.width, self._settings.replicas
+        with fused_work():
+            if width is None:
+                return choose_width(settings, self._device, sets, trials, replicas, verdict)
+            if self._can_only_refuse_here:
+                try_two(settings, self._device, sets, replicas, verdict)
         return width, ""
 
     @property
@@ -232,10 +251,36 @@ class SweepLoop:
     def _make_array(self, entries: Sequence[Entry]) -> Array:
         in_stages = self._settings.train.pipeline is not None
         fused = in_stages or self._width > 1
+        verdict = self._verify(entries) if fused and not in_stages else None
         with self._fused_work():
             if self._team is not None:
-                return LedArray(self._team, entries, fused)
-            return make_array(entries, fused, None)
+                return LedArray(self._team, entries, fused, verdict)
+            return make_array(entries, fused, None, verdict)
+
+    def _verify(self, entries: Sequence[Entry]) -> Verdict:
+        """How these trials are fused rightly: what the first array of a kind showed, unless asked anew.
+
+        Raises NotFusedError where they are not fused at all.
+        """
+        mode = self._settings.train.verify
+        known = self._verdicts.get(self._group)
+        if mode == "off" or (known is not None and mode == "first"):
+            return known or Verdict()
+        verdict = verify_entries(entries, share_of(self._team), known)
+        tell(verdict, known.unfused if known is not None else {})
+        log.info("verified %d fused trials in %.1f s", len(entries), verdict.seconds)
+        self._desk.ask(
+            ask="verified",
+            worker=self._worker.rank,
+            trials=len(entries),
+            seconds=verdict.seconds,
+            unfused=dict(verdict.unfused),
+            refused=verdict.refused,
+        )
+        if verdict.refused is not None:
+            raise NotFusedError(verdict.refused)
+        self._verdicts[self._group] = verdict
+        return verdict
 
     def _dissolve(self) -> None:
         if self._array is not None:

@@ -132,6 +132,12 @@ class Office:
         self.book.split(trials)
         return {}
 
+    def _on_verified(
+        self, worker: int, trials: int, seconds: float, unfused: dict[str, str], refused: str | None
+    ) -> Answer:
+        self._log.record(events.ArrayVerified(worker, trials, seconds, unfused, refused))
+        return {}
+
     def _on_note(self, losses: list[Any], metrics: list[Any]) -> Answer:
         """Points of learning curves: (trial, step, loss) and (trial, step, metrics)."""
         for trial, step, loss in losses:

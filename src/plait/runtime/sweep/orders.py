@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from plait.core.codec import decode, encode
+from plait.fusion.verify import Verdict
 from plait.runtime.checkpoint import Checkpoint, Tensors
 from plait.runtime.settings import TrainSettings
 
@@ -25,6 +26,7 @@ class Begin:
 
     entering: tuple[Newcomer, ...]
     fused: bool
+    verdict: Verdict = field(default_factory=Verdict)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def from_message(value: Mapping[str, Any], tensors: Tensors) -> Order:
     )
     fields = value["fields"]
     if kind is Begin:
-        return Begin(entering, fields["fused"])
+        return Begin(entering, fields["fused"], decode(Verdict, fields["verdict"], "verdict"))
     return Change(tuple(fields["leaving"]), entering)
 
 

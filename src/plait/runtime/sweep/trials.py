@@ -32,7 +32,17 @@ _OPEN: Mapping[str, type] = {
     "lr_schedule": LrScheduleSettings,
 }
 # What belongs to the run as a whole and is the same for all trials.
-_COMMON = ("name", "run_dir", "device", "tensorboard", "log_every_steps", "parallel", "cluster", "checkpoint")
+_COMMON = (
+    "name",
+    "run_dir",
+    "device",
+    "tensorboard",
+    "log_every_steps",
+    "parallel",
+    "cluster",
+    "checkpoint",
+    "verify",
+)
 # What each trial of an array may have its own of; the rest of its settings must be equal.
 _OWN = ("seed", "steps", "epochs", "clip_norm", "lr_schedule", "evaluate", "early_stop", "name")
 

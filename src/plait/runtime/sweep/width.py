@@ -13,6 +13,7 @@ import torch
 
 from plait.core.errors import InputError
 from plait.fusion.errors import FusionError
+from plait.fusion.verify import Verdict
 from plait.fusion.width import Need, measure_need, saturated_width
 from plait.runtime import build
 from plait.runtime.loading import Batch
@@ -34,7 +35,12 @@ log = logging.getLogger(__name__)
 
 
 def choose_width(
-    settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], trials: int, replicas: int = 1
+    settings: TrainSettings,
+    device: torch.device,
+    sets: tuple[Any, Any],
+    trials: int,
+    replicas: int = 1,
+    verdict: Verdict | None = None,
 ) -> tuple[int, str]:
     """The trials of one array, of `trials` that there are: as many as fit and as go faster together.
 
@@ -47,12 +53,12 @@ def choose_width(
     batch = Feed(sets[0], settings, Position(), False, replicas - 1, replicas).next()
     # Sums of gradients need buffers.
     beside = _weight_bytes(settings) if replicas > 1 else 0
-    width = min(trials, MOST, _fitting(settings, device, sets, batch, beside))
+    width = min(trials, MOST, _fitting(settings, device, sets, batch, beside, verdict))
     if width == 1:
         return 1, "the memory of the device holds one trial"
 
     def throughput(count: int) -> float:
-        return count / _seconds(_stepper(_entries(settings, device, sets, count), batch), device)
+        return count / _seconds(_stepper(_entries(settings, device, sets, count), batch, verdict), device)
 
     # From the widest down: two measurements are enough where wide arrays pay, as they mostly do.
     wide = throughput(width)
@@ -65,7 +71,12 @@ def choose_width(
 
 
 def _fitting(
-    settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], batch: Batch, beside: int
+    settings: TrainSettings,
+    device: torch.device,
+    sets: tuple[Any, Any],
+    batch: Batch,
+    beside: int,
+    verdict: Verdict | None = None,
 ) -> int:
     """The most trials that the memory of `device` holds, from steps on tensors without memory.
 
@@ -74,7 +85,7 @@ def _fitting(
     # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
     entries = _entries(settings, torch.device("cpu"), sets, max(WIDTHS))
     try:
-        need = measure_need(lambda width: _stepper(entries[:width], batch), WIDTHS)
+        need = measure_need(lambda width: _stepper(entries[:width], batch, verdict), WIDTHS)
     except FusionError:
         raise
     except Exception as failure:  # not every model runs on tensors without memory
@@ -91,10 +102,16 @@ def _fitting(
         raise InputError(str(failure)) from None
 
 
-def try_two(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], replicas: int = 1) -> None:
+def try_two(
+    settings: TrainSettings,
+    device: torch.device,
+    sets: tuple[Any, Any],
+    replicas: int = 1,
+    verdict: Verdict | None = None,
+) -> None:
     """Take a step with two fused trials; raises what it raises."""
     batch = Feed(sets[0], settings, Position(), False, replicas - 1, replicas).next()
-    _stepper(_entries(settings, device, sets, 2), batch)()
+    _stepper(_entries(settings, device, sets, 2), batch, verdict)()
 
 
 def _rough_need(settings: TrainSettings, batch: Batch) -> Need:
@@ -113,8 +130,8 @@ def _entries(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any
     return [Entry(settings, build.build(settings, device, sets)) for _ in range(count)]
 
 
-def _stepper(entries: Sequence[Entry], batch: Batch) -> Callable[[], Any]:
-    array, width = FusedArray(entries), len(entries)
+def _stepper(entries: Sequence[Entry], batch: Batch, verdict: Verdict | None = None) -> Callable[[], Any]:
+    array, width = FusedArray(entries, verdict=verdict), len(entries)
     return lambda: array.step([batch] * width, [1.0] * width)
 
 

@@ -1,0 +1,183 @@
+"""One trial by itself, on plain tensors, with the random numbers that it draws in an array.
+
+A module that runs trial by trial and the plain model that a fused one is compared with both run here: the
+user's own code on ordinary tensors. Draws that the rules know come from the trial's stream; whatever else is
+random comes from generators that are seeded for the trial.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from plait.fusion.fallback import _body
+from plait.fusion.padding import Rows
+from plait.fusion.random import Streams
+from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, spellings
+from plait.fusion.rules.shapes import sizes
+from plait.fusion.seams import running
+from plait.fusion.tensor import Trials, TrialTensor
+
+_DROPOUT_NAMES = (
+    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_",
+    "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_",
+)  # fmt: skip
+_DROPOUTS = frozenset(spellings(_DROPOUT_NAMES))
+_LIKE = frozenset((torch.rand_like, torch.randn_like))
+_NEW = {torch.rand: "uniform", torch.randn: "normal"}
+_ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
+_RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
+# Functions that torch has in Python and that draw inside.
+_OPENED = frozenset((F.multi_head_attention_forward,))
+_ATTENTION_NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
+
+
+class LoneMode(TorchFunctionMode):
+    """Within, one trial's own code runs on plain tensors, and draws from its stream."""
+
+    def __init__(self, streams: Streams, rows: Rows | None = None) -> None:
+        super().__init__()
+        self.trials = Trials(1, streams, rows)
+        self._contexts: list[Any] = []
+
+    def __enter__(self) -> LoneMode:
+        context = running(self._again, None)
+        context.__enter__()
+        self._contexts.append(context)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        self._contexts.pop().__exit__(*failure)
+
+    def _again(self) -> Callable[[], LoneMode]:
+        """What a checkpoint that computes again in backward runs in."""
+        streams = self.streams.repeated()
+        return lambda: LoneMode(streams.repeated(), self.trials.rows)
+
+    @property
+    def streams(self) -> Streams:
+        assert self.trials.streams is not None
+        return self.trials.streams
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS or (func in _LIKE and kwargs.get("generator") is None):
+            return self._by_rule(func, args, kwargs)
+        if func in _NEW and kwargs.get("generator") is None:
+            return self._new(_NEW[func], args, kwargs)
+        if func in _OPENED:
+            with self:
+                return _body(func)(*args, **kwargs)
+        if func in _ATTENTION:
+            return self._attention(func, args, kwargs)
+        if func in _RECURRENT and not isinstance(args[3], (list, tuple)):
+            return self._recurrent(func, args)
+        return func(*args, **kwargs)
+
+    def _by_rule(self, func: Function, args: Arguments, kwargs: Options) -> Any:
+        given = dict(kwargs)
+        x = args[0] if args else given.pop("input")
+        own = TrialTensor(x.unsqueeze(0), self.trials)
+        outcome = RULES[func](func, (own, *args[1:]), given)
+        if outcome is own:  # not active, or in place
+            return x
+        found: Tensor = outcome.stacked.squeeze(0)
+        return found.requires_grad_() if kwargs.get("requires_grad") else found
+
+    def _new(self, kind: str, args: Arguments, kwargs: Options) -> Tensor:
+        shape = sizes(args or (kwargs["size"],))
+        drawn: Tensor = getattr(self.streams, kind)(shape, kwargs.get("dtype") or torch.get_default_dtype())[
+            0
+        ]
+        drawn = drawn.to(kwargs.get("device") or torch.get_default_device())
+        return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
+
+    def _drop(self, x: Tensor, p: float) -> Tensor:
+        return x * self.streams.keep(tuple(x.shape), float(p), x.dtype)[0]
+
+    def _attention(self, func: Function, args: Arguments, kwargs: Options) -> Any:
+        """Attention with its weights in full, where some of them are dropped."""
+        usual: Options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+        given = arguments_of(_ATTENTION_NAMES, usual, args, kwargs)
+        if not given["dropout_p"]:
+            return func(*args, **kwargs)
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        if given.get("enable_gqa"):
+            key, value = (
+                part.repeat_interleave(query.shape[-3] // part.shape[-3], -3) for part in (key, value)
+            )
+        scale = given["scale"] if given["scale"] is not None else 1.0 / math.sqrt(query.shape[-1])
+        scores = (query * scale) @ key.mT
+        mask = given["attn_mask"]
+        if given["is_causal"]:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        weights = scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+        return self._drop(weights, given["dropout_p"]).to(value.dtype) @ value
+
+    def _recurrent(self, func: Function, args: Arguments) -> Any:
+        """The layers one after the other, where elements are dropped between them."""
+        x, state, weights, has_bias, count, dropout, training, both_ways, batch_first = args
+        if not (training and dropout and count > 1):
+            return func(*args)
+        is_pair = isinstance(state, (tuple, list))
+        states = list(state) if is_pair else [state]
+        directions = 2 if both_ways else 1
+        per_layer = len(weights) // count
+        ends = []
+        for layer in range(count):
+            if layer:
+                # The streams number elements in the order of (batch, time, channels).
+                x = self._drop(x if batch_first else x.transpose(0, 1), dropout)
+                x = x if batch_first else x.transpose(0, 1)
+            begin = [part[layer * directions : (layer + 1) * directions] for part in states]
+            own = weights[layer * per_layer : (layer + 1) * per_layer]
+            x, *end = func(
+                x,
+                tuple(begin) if is_pair else begin[0],
+                own,
+                has_bias,
+                1,
+                0.0,
+                training,
+                both_ways,
+                batch_first,
+            )
+            ends.append(end)
+        return (x, *(torch.cat(parts) for parts in zip(*ends)))
+
+
+@contextmanager
+def seeded_for(streams: Streams) -> Iterator[None]:
+    """Within, the generators of torch, numpy and Python are those of one trial at this point of its forward.
+
+    Afterwards they go on as before: no trial changes what another draws.
+    """
+    seed = streams.number()
+    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)

@@ -1,0 +1,88 @@
+"""Hooks on a tensor's gradient, and what can be set on a tensor: each trial's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.fusion.errors import FusionError, user_line
+from plait.fusion.registry import RULES, Arguments, Function, Options, getter
+from plait.fusion.tensor import TrialTensor, unwrap
+
+GradientHook = Callable[[Tensor], Tensor | None]
+
+
+def each_trial(hooks: list[list[GradientHook]]) -> Callable[[Tensor], Tensor]:
+    """A hook for the gradient of all trials that gives each trial's part to the hooks of that trial."""
+
+    def apply(gradient: Tensor) -> Tensor:
+        parts = []
+        for own, each in zip(hooks, gradient):
+            found = each
+            for hook in own:
+                changed = hook(found)
+                found = found if changed is None else changed
+            parts.append(found)
+        return torch.stack(parts)
+
+    return apply
+
+
+def register_hook(function: Function, args: Arguments, kwargs: Options) -> Any:
+    x, hook = args
+    return x.stacked.register_hook(each_trial([[hook]] * x.trials.count))
+
+
+def retain_grad(function: Function, args: Arguments, kwargs: Options) -> Any:
+    return args[0].stacked.retain_grad()
+
+
+def gradient(function: Function, args: Arguments, kwargs: Options) -> Any:
+    found = args[0].stacked.grad
+    return None if found is None else TrialTensor(found, args[0].trials)
+
+
+def set_data(function: Function, args: Arguments, kwargs: Options) -> None:
+    """Put other data under a tensor's name, in all trials."""
+    x, value = args
+    inner = unwrap(value, x.trials).detach()
+    x.stacked.data = inner if isinstance(value, TrialTensor) else inner.clone()
+
+
+def set_requires_grad(function: Function, args: Arguments, kwargs: Options) -> None:
+    args[0].stacked.requires_grad = args[1]
+
+
+def set_gradient(function: Function, args: Arguments, kwargs: Options) -> None:
+    x, value = args
+    x.stacked.grad = None if value is None else unwrap(value, x.trials).clone()
+
+
+def refuse_set(function: Function, args: Arguments, kwargs: Options) -> None:
+    raise FusionError(
+        f"{user_line()}\n  sets a property of a tensor, which fused trials cannot; name this module in "
+        f"fuse(..., unfused=[...])"
+    )
+
+
+def _setters() -> dict[str, Function]:
+    found = {}
+    for name, member in vars(torch._C.TensorBase).items():
+        if type(member).__name__ == "getset_descriptor":
+            found[name] = member.__set__
+    return found
+
+
+for _name, _setter in _setters().items():
+    RULES[_setter] = {
+        "data": set_data,
+        "requires_grad": set_requires_grad,
+        "grad": set_gradient,
+        "_grad": set_gradient,
+    }.get(_name, refuse_set)
+RULES[torch.Tensor.register_hook] = register_hook
+RULES[torch.Tensor.retain_grad] = retain_grad
+RULES[getter("grad")] = gradient

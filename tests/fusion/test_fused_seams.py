@@ -1,0 +1,285 @@
+"""What a model does past tensors is each trial's own: autograd functions, checkpoints, hooks, numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as checkpoints
+from fused_checks import make_models
+from test_unfused_modules import Base, assert_trains_as_alone, batches
+from torch import nn
+
+from plait.fusion import FusedOptimizer, FusionError, Shared, fuse
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Product(torch.autograd.Function):
+    """Of a tensor and a weight, both of which it saves."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight, x.mean()
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+sign = Sign.apply
+
+
+class StraightThrough(Base):
+    def forward(self, x):
+        return self.layer(Sign.apply(self.layer(x)))
+
+
+class UnderAnotherName(Base):
+    def forward(self, x):
+        return self.layer(sign(self.layer(x)))
+
+
+class SavesForBackward(Base):
+    def forward(self, x):
+        product, mean = Product.apply(self.layer(x), self.layer.bias)
+        return product + mean
+
+
+class Checkpointed(Base):
+    reentrant = False
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.0)
+
+    def inner(self, h):
+        return self.drop(self.norm(self.layer(h)).tanh())
+
+    def forward(self, x):
+        h = self.layer(x)
+        return self.layer(checkpoints.checkpoint(self.inner, h, use_reentrant=self.reentrant))
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+class RegistersBuffer(Base):
+    def forward(self, x):
+        h = self.layer(x)
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", h.detach().abs().mean())
+        return h / self.scale
+
+
+class HookInForward(Base):
+    def forward(self, x):
+        h = self.layer(x)
+        h.register_hook(lambda g: g / (g.norm() + 1e-6))
+        return self.layer(h)
+
+
+class BackwardHook(Base):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(6, 6)
+        self.last.register_full_backward_hook(lambda module, i, o: tuple(g * 0.5 for g in i))
+
+    def forward(self, x):
+        return self.last(self.layer(x))
+
+
+class SetsData(Base):
+    def forward(self, x):
+        self.layer.weight.data = self.layer.weight.data.sign() * 0.1
+        return self.layer(x)
+
+
+class GradientOfInput(Base):
+    def forward(self, x):
+        z = x.detach()
+        z.requires_grad = True
+        (slope,) = torch.autograd.grad(self.layer(z).square().sum(), z, create_graph=True)
+        return self.layer(x) + 0.01 * slope
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        StraightThrough, UnderAnotherName, SavesForBackward, Checkpointed, CheckpointedReentrant,
+        RegistersBuffer, HookInForward, BackwardHook, SetsData, GradientOfInput,
+    ],
+)  # fmt: skip
+def test_what_goes_past_tensors_trains_as_it_does_alone(make):
+    assert_trains_as_alone(make)
+
+
+def test_spectral_norm_runs_trial_by_trial_and_trains_as_it_does_alone():
+    for norm in (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm):
+        models = make_models(
+            lambda norm=norm: nn.Sequential(norm(nn.Linear(6, 5)), nn.Tanh(), nn.Linear(5, 2))
+        )
+        unfused = fuse(models, verify=list(batches(2)[:, 0])).unfused
+        assert unfused
+        assert "" not in unfused
+        assert_trains_as_alone(None, unfused, models=models)
+
+
+def test_torchs_own_functions_are_back_after_a_forward():
+    before = checkpoints.CheckpointFunction, checkpoints._checkpoint_without_reentrant_generator
+    fused = fuse(make_models(StraightThrough))
+    fused(batches(1)[0])
+    assert before == (checkpoints.CheckpointFunction, checkpoints._checkpoint_without_reentrant_generator)
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+def test_a_checkpoint_drops_the_same_elements_again():
+    class Drops(Checkpointed):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+    class Plain(Drops):
+        def forward(self, x):
+            return self.layer(self.inner(self.layer(x)))
+
+    gradients = []
+    for make in (Drops, Plain):
+        fused = fuse(make_models(make))
+        fused(batches(1)[0]).square().sum().backward()
+        gradients.append([parameter.grad for parameter in fused.parameters()])
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_hooks_that_parameters_had_before_act_on_each_trials_gradient():
+    models = make_models(lambda: nn.Linear(6, 6))
+    for number, model in enumerate(models):
+        model.weight.register_hook(lambda g, n=number: g / g.norm() * (n + 1))
+    x = batches(1)[0]
+    for unfused in ([], [""]):
+        fused = fuse(models, unfused=unfused)
+        fused(x).square().sum().backward()
+        assert fused.module.weight.grad.flatten(1).norm(dim=1).tolist() == pytest.approx([1.0, 2.0, 3.0])
+
+
+class Number(Base):
+    def __init__(self, value, use):
+        super().__init__()
+        self.value, self.use = value, use
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+USES = {
+    "shared input": lambda m, x: m.layer(x * m.value),
+    "shared input divided": lambda m, x: m.layer((x - 0.5) / m.value),
+    "function of shared input": lambda m, x: m.layer(F.leaky_relu(x, m.value)),
+    "abs": lambda m, x: m.layer(x) * abs(-m.value),
+    "round": lambda m, x: m.layer(x) * round(m.value, 1),
+    "floor division": lambda m, x: m.layer(x) * (m.value // 0.07),
+    "modulo": lambda m, x: m.layer(x) * (m.value % 0.15),
+    "tensor": lambda m, x: m.layer(x) * torch.tensor(m.value),
+    "tensor of a list": lambda m, x: m.layer(x) * torch.tensor([m.value] * 6),
+    "full": lambda m, x: m.layer(x) * torch.full((6,), m.value),
+    "range": lambda m, x: m.layer(x) * (torch.arange(6.0) * m.value),
+    "linspace": lambda m, x: m.layer(x) * torch.linspace(0, m.value, 6),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_number_of_each_trials_own_is_used_wherever_torch_or_python_reads_it(use):
+    torch.manual_seed(0)
+    models = [Number(0.2 + 0.2 * k, use).double() for k in range(3)]
+    fused = fuse(models)
+    x = batches(1)[0, 0]
+    together = fused(Shared(x))
+    for number, model in enumerate(models):
+        torch.testing.assert_close(together[number], model(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("use", [math.sqrt, math.exp, math.log1p])
+def test_a_number_that_c_code_reads_is_not_a_number_rather_than_another_trials(use):
+    models = [Number(0.2 + 0.2 * k, lambda m, x: m.layer(x) * use(m.value)).double() for k in range(3)]
+    assert fuse(models)(batches(1)[0]).isnan().all()
+    assert list(fuse(models, verify=list(batches(2)[:, 0])).unfused) == [""]
+
+
+@pytest.mark.parametrize("use", [int, math.floor, math.ceil, round, float])
+def test_one_number_made_of_several_is_refused(use):
+    fused = fuse([Number(0.2 + 2 * k, lambda m, x: m.layer(x) * use(m.value)).double() for k in range(3)])
+    with pytest.raises(FusionError, match="makes one number of a hyperparameter that differs"):
+        fused(batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda h: torch.empty(h.shape).uniform_(),
+        lambda h: torch.empty(h.shape).normal_(),
+        lambda h: torch.empty(h.shape).exponential_(),
+        lambda h: torch.randint_like(torch.zeros(h.shape), 0, 2),
+        lambda h: torch.randint(0, 2, h.shape),
+    ],
+)
+def test_numbers_from_the_generator_that_all_share_are_refused(draw):
+    fused = fuse([Number(1.0, lambda m, x: m.layer(x) * draw(x)).double() for _ in range(2)])
+    with pytest.raises(FusionError, match="draws from torch's generator"):
+        fused(batches(1, trials=2)[0])
+
+
+def test_a_generator_of_the_users_own_gives_its_numbers():
+    def use(model, x):
+        return model.layer(x) @ torch.randn(6, 6, dtype=x.dtype, generator=torch.Generator().manual_seed(5))
+
+    models = [Number(1.0, use).double() for _ in range(2)]
+    x = batches(1, trials=2)[0]
+    together = fuse(models)(x)
+    for number, model in enumerate(models):
+        torch.testing.assert_close(together[number], model(x[number]), rtol=1e-12, atol=1e-12)
+
+
+class Scripted(Base):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double())
+
+    def forward(self, x):
+        return self.layer(self.inner(x))
+
+    def double(self):  # torch loses the leaves of scripted modules in a conversion
+        self.layer.double()
+        return self
+
+
+def test_a_scripted_module_runs_trial_by_trial_and_trains_as_it_does_alone():
+    models = make_models(Scripted)
+    fused = fuse(models)
+    assert fused.unfused == {"inner": "it is a scripted module"}
+    optimizer = FusedOptimizer(fused, "sgd", lr=0.05)
+    for x in batches(3):
+        optimizer.zero_grad()
+        fused(x).square().sum().backward()
+        optimizer.step()
+    for number, model in enumerate(models):
+        lone = torch.optim.SGD(model.parameters(), lr=0.05)
+        for x in batches(3):
+            lone.zero_grad()
+            model(x[number]).square().sum().backward()
+            lone.step()
+        for key, value in fused.trial(number).state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[key], rtol=0, atol=1e-10)

@@ -1,0 +1,349 @@
+"""Modules that run trial by trial are real: Python state, draws, buffers and gradients of their own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused_checks import make_models
+from torch import nn
+
+from plait.fusion import FusedOptimizer, FusionError, Shared, fuse, group_by_shape, keep_trials, replace_trial
+
+LR = 0.05
+
+
+def batches(count=6, trials=3, rows=4, width=6):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, trials, rows, width, generator=generator, dtype=torch.float64)
+
+
+def assert_trains_as_alone(make, unfused=(), inputs=None, kind="sgd", models=None):
+    """Several steps of the fused trials equal those of each model with torch's optimizer."""
+    models = models or make_models(make)
+    inputs = batches(trials=len(models)) if inputs is None else inputs
+    fused = fuse(models, unfused=unfused).train()
+    optimizer = FusedOptimizer(fused, kind, lr=LR)
+    losses = []
+    for x in inputs:
+        optimizer.zero_grad()
+        each = fused(x).square().flatten(1).sum(1)
+        each.sum().backward()
+        optimizer.step()
+        losses.append(each.detach())
+    for number, model in enumerate(models):
+        model = copy.deepcopy(model).train()
+        lone = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[kind](model.parameters(), lr=LR)
+        for step, x in enumerate(inputs):
+            lone.zero_grad()
+            loss = model(x[number]).square().sum()
+            loss.backward()
+            lone.step()
+            assert abs(loss.item() - losses[step][number].item()) < 1e-9
+        one = fused.trial(number)
+        for key, value in model.state_dict().items():
+            assert torch.allclose(one.state_dict()[key], value, rtol=0, atol=1e-9), (number, key)
+    return fused
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+
+class RunningAverage(Base):
+    def __init__(self):
+        super().__init__()
+        self.average = 1.0
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.average = 0.9 * self.average + 0.1 * h.abs().mean().item()
+        return h / self.average
+
+
+class Counter(Base):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.layer(x) * min(1.0, self.calls / 4)
+        return h if h.mean() > 0 else h.tanh()
+
+
+class Gate(nn.Module):
+    def forward(self, h):
+        return h.abs().mean().item()
+
+
+class Gated(Base):
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x):
+        h = self.layer(x)
+        return h * self.gate(h)
+
+
+class BufferInBranch(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x):
+        h = self.layer(x)
+        if h.mean().item() > 0.0:
+            self.scale = self.scale * 0.9 + 0.1 * h.detach().abs().mean(0)
+        return h * self.scale
+
+
+class Sets(Base):
+    def forward(self, x):
+        self.layer.weight.data = self.layer.weight.data.sign() * 0.1
+        return self.layer(x) if x.mean() > 0 else self.layer(x).tanh()
+
+
+class Leaves(Base):
+    """Leaves what it computed in containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps, self.losses = [], {}
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.maps = [h.tanh()]
+        self.losses["size"] = h.square().mean()
+        return h + self.losses["size"]
+
+
+class WritesInput(Base):
+    def forward(self, x):
+        x.mul_(2.0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "unfused"),
+    [
+        (RunningAverage, [""]),
+        (Counter, [""]),
+        (Gated, ["gate"]),
+        (BufferInBranch, [""]),
+        (Sets, [""]),
+        (Leaves, ["layer"]),
+        (Leaves, [""]),
+    ],
+)
+def test_a_module_trial_by_trial_trains_as_it_does_alone(make, unfused):
+    assert_trains_as_alone(make, unfused)
+
+
+class Drawn(nn.Module):
+    def forward(self, h):
+        return h * (torch.rand(h.shape, dtype=h.dtype) > 0.3) + 0.1 * torch.randn_like(h)
+
+
+class Noise(Base):
+    def __init__(self):
+        super().__init__()
+        self.noise = Drawn()
+
+    def forward(self, x):
+        return self.noise(self.layer(x))
+
+
+class OtherNoise(Base):
+    """Draws that no stream knows: torch's generator in place, permutations, and Python's own."""
+
+    def forward(self, x):
+        h = self.layer(x) * torch.empty(x.shape, dtype=x.dtype).uniform_(0.5, 1.5)
+        return h[:, torch.randperm(6)] * random.random()
+
+
+def test_draws_of_a_module_trial_by_trial_are_those_it_has_when_fused():
+    models = make_models(Noise)
+    x = batches(1)[0]
+    torch.testing.assert_close(fuse(models, unfused=["noise"])(x), fuse(models)(x), rtol=0, atol=0)
+
+
+def test_draws_that_no_stream_knows_depend_on_the_trial_alone():
+    models = make_models(OtherNoise)
+    fused = fuse(models, unfused=[""])
+    singles = [fuse([model], seeds=[number], unfused=[""]) for number, model in enumerate(models)]
+    before = torch.get_rng_state(), random.getstate()
+    for x in batches(3):
+        together = fused(x)
+        for number, single in enumerate(singles):
+            torch.testing.assert_close(single(x[number][None])[0], together[number], rtol=0, atol=0)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.first(x) if x.mean() > 0 else self.second(x)
+
+
+def test_a_branch_that_a_trial_does_not_take_gives_its_parameters_no_gradient():
+    models = make_models(Chooses)
+    fused = fuse(models, unfused=[""])
+    optimizer = FusedOptimizer(fused, "adamw", lr=LR, weight_decay=0.1)
+    signs = torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64).view(3, 1, 1)
+    fused(batches(1)[0].abs() * signs).square().sum().backward()
+    before = [copy.deepcopy(model.state_dict()) for model in fused.split()]
+    optimizer.step()
+    for number, (model, state) in enumerate(zip(fused.split(), before)):
+        moved = {key for key, value in model.state_dict().items() if not torch.equal(value, state[key])}
+        part = "second" if number == 1 else "first"
+        assert moved == {f"{part}.weight", f"{part}.bias"}
+
+
+def test_a_module_that_writes_into_a_shared_input_does_so_for_each_trial():
+    models = make_models(WritesInput)
+    fused = fuse(models, unfused=[""])
+    for x in batches(3)[:, 0]:
+        together = fused(Shared(x.clone()))
+        for number, model in enumerate(models):
+            torch.testing.assert_close(together[number], model(x.clone()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_weight_tied_to_a_fused_module_trains_as_it_does_alone():
+    def make():
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        model[2].weight = model[0].weight
+        return model
+
+    assert_trains_as_alone(make, ["2"], kind="adam")
+
+
+def test_trials_leave_and_enter_with_their_own_python_state():
+    models = make_models(RunningAverage, 4)
+    fused = fuse(models[:3], unfused=[""])
+    optimizer = FusedOptimizer(fused, "sgd", lr=LR)
+    xs = batches(3)
+    fused(xs[0])
+    averages = [trial.average for trial in fused.split()]
+    keep_trials(fused, optimizer, [2, 0])
+    assert [trial.average for trial in fused.split()] == [averages[2], averages[0]]
+    replace_trial(fused, optimizer, 1, models[3], seed=9)
+    together = fused(xs[1][:2])
+    assert torch.allclose(together[1], models[3](xs[1][1]), rtol=0, atol=1e-12)
+
+
+class Counts(Base):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+def test_a_newcomer_begins_with_its_own_counter_beside_trials_that_have_moved_on():
+    models = make_models(Counts, 4)
+    fused = fuse(models[:3])
+    optimizer = FusedOptimizer(fused, "sgd", lr=LR)
+    x = batches(1)[0]
+    fused(x)
+    replace_trial(fused, optimizer, 1, models[3], seed=9)
+    assert list(fused.unfused) == [""]
+    assert "calls" in fused.unfused[""]
+    together = fused(x)
+    assert torch.allclose(together[1], models[3](x[1]), rtol=0, atol=1e-12)
+    models[0](x[0])
+    assert torch.allclose(together[0], models[0](x[0]), rtol=0, atol=1e-12)
+
+
+class Applies(Base):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (F.relu, torch.tanh),
+        ({"scale": 1.0}, {"scale": 2.0}),
+        ([1.0], [2.0]),
+        (SimpleNamespace(scale=1.0), SimpleNamespace(scale=2.0)),
+        (
+            functools.partial(F.leaky_relu, negative_slope=0.1),
+            functools.partial(F.leaky_relu, negative_slope=0.2),
+        ),
+        (None, 0.1),
+        ([torch.tensor(1.0)], [torch.tensor(2.0)]),
+        ((lambda k: lambda x: x * k)(1.0), (lambda k: lambda x: x * k)(2.0)),
+        ((1, 1), (2, 2)),
+    ],
+    ids=["function", "dict", "list", "object", "partial", "none", "tensors", "closure", "tuple"],
+)
+def test_models_that_differ_in_an_attribute_are_refused_and_sorted_apart(values):
+    models = [Applies(value) for value in (values[0], values[0], values[1])]
+    with pytest.raises(FusionError, match=r"the model\.value is .* in model 0 and .* in model 2"):
+        fuse(models)
+    assert [len(group) for group in group_by_shape(models, lambda model: model)] == [2, 1]
+
+
+def test_equal_attributes_of_many_kinds_do_not_keep_models_apart():
+    def make():
+        model = Applies({"act": F.gelu, "sizes": (1, 2), "own": SimpleNamespace(a=[torch.ones(2)])})
+        model.layer.register_forward_hook(lambda m, i, o: o * 2)
+        return model
+
+    fuse([make(), make()])
+
+
+def test_an_int_in_the_place_of_a_float_is_a_hyperparameter():
+    fused = fuse([Applies(1), Applies(2.5)])
+    assert [model.value for model in fused.split()] == [1.0, 2.5]
+
+
+def test_a_layer_without_a_shape_is_refused_in_one_sentence():
+    with pytest.raises(FusionError, match="'0.weight' of model 0 has no shape yet"):
+        fuse([nn.Sequential(nn.LazyLinear(3)) for _ in range(2)])
+
+
+class Cache:
+    def __init__(self):
+        self.kept = []
+
+
+class Remembers(nn.Module):
+    def forward(self, h, cache):
+        cache.kept.append(h)
+        return h * len(cache.kept)
+
+
+class PassesCache(Base):
+    def __init__(self):
+        super().__init__()
+        self.inner = Remembers()
+
+    def forward(self, x):
+        return self.inner(self.layer(x), Cache())
+
+
+def test_a_module_that_changes_what_all_trials_share_is_refused_and_verification_goes_around_it():
+    models = make_models(PassesCache)
+    with pytest.raises(FusionError, match="Remembers changes an object that it was given"):
+        fuse(models, unfused=["inner"])(batches(1)[0])
+    assert list(fuse(models, unfused=["inner"], verify=list(batches(2)[:, 0])).unfused) == [""]

@@ -1,0 +1,113 @@
+"""Models that a sweep can easily train wrongly: what they do is out of sight of fused tensors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x.flatten(1))))
+
+    def between(self, h: Tensor) -> Tensor:
+        return h
+
+
+class Activated(Net):
+    def __init__(self, act: str = "relu") -> None:
+        super().__init__()
+        self.act = {"relu": functional.relu, "tanh": torch.tanh}[act]
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.act(h)
+
+
+class Configured(Net):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.config = {"scale": scale}
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.relu() * self.config["scale"]
+
+
+class ScalesInput(Net):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first((x * self.scale).flatten(1)).relu())
+
+
+class Tempered(Net):
+    def __init__(self, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.temperature = temperature
+
+    def between(self, h: Tensor) -> Tensor:
+        return h / math.sqrt(self.temperature)
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class StraightThrough(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return Sign.apply(h)
+
+
+class Looks(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return h / (1.0 + h.abs().mean().item())
+
+
+class LooksInside(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = Looks()
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.look(h).relu()
+
+
+class Counts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return h.relu() * min(1.0, 0.2 + 0.1 * self.calls)
+
+
+class Keeps(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[Tensor] = []
+
+    def between(self, h: Tensor) -> Tensor:
+        self.maps = [h.relu()]
+        return self.maps[0]
+
+
+def smooth_loss(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that looks at a value."""
+    loss = functional.cross_entropy(output, target)
+    return loss if loss.item() < 1.0 else loss * 1.5
