@@ -164,7 +164,7 @@ def test_the_width_is_found_where_none_is_given(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_that_cannot_be_fused_is_told_of_and_trains_one_by_one(tmp_path: Path):
-    job = digits_job(model=ModelSettings("support.training:Drawing"), steps=5)
+    job = digits_job(model=ModelSettings("support.training:Drawing"), steps=5, verify="off")
     for width in (4, None, 1):
         settings = sweep_of("optimizer.lr=0.01,0.02", job=job, width=width)
         found = sweep_here(settings, tmp_path / f"width-{width}")
@@ -174,6 +174,16 @@ def test_a_model_that_cannot_be_fused_is_told_of_and_trains_one_by_one(tmp_path:
         assert not found["arrays"][-1]["fused"]
         why = "--width is 1" if width == 1 else "draws from torch's generator"
         assert why in found["arrays"][-1]["why"]
+
+
+def test_a_module_without_a_fused_form_runs_trial_by_trial_in_an_array(tmp_path: Path):
+    job = digits_job(model=ModelSettings("support.training:Drawing"), steps=5)
+    settings = sweep_of("optimizer.lr=0.01,0.02", job=job, width=4)
+    found = sweep_here(settings, tmp_path / "fused")
+    assert found["arrays"][-1]["fused"]
+    for row in found["trials"]:
+        alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
+        assert row["metrics"] == alone["test"]
 
 
 def test_half_precision_scales_each_trials_loss_by_itself(tmp_path: Path):

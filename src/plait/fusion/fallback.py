@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
 
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.padding import Rows
@@ -68,7 +69,8 @@ _descending: list[Function] = []
 
 def recover(rule: Rule, function: Function, args: Arguments, kwargs: Options, failure: Exception) -> Any:
     """What a rule that failed should have computed: trial by trial, or torch's error about one trial."""
-    if isinstance(failure, (FusionError, torch.OutOfMemoryError)):
+    # The last is torch's way to end a recomputation early.
+    if isinstance(failure, (FusionError, torch.OutOfMemoryError, _StopRecomputationError)):
         raise failure
     if rule in _FINAL:
         raise _unknown(function, failure) from failure

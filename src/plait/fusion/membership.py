@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from plait.core.names import did_you_mean
 from plait.fusion.check import check_structure, different_attributes, tensor_attributes
@@ -160,7 +159,7 @@ def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Te
             if buffer is not None:
                 known = changed.setdefault(id(buffer), (buffer, change(buffer)))
                 part._buffers[name] = known[1]
-        _rewrite_attributes(part, change)
+    _rewrite_attributes(fused.module, change)
     fused.seeds, fused.ages = change(fused.seeds), change(fused.ages)
     fused.set_count(len(fused.seeds))
     optimizer.clocks = [clock.mapped(change) for clock in optimizer.clocks]
@@ -171,18 +170,19 @@ def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Te
         setattr(optimizer, name, None if vector is None else change(vector))
 
 
-def _rewrite_attributes(part: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def _rewrite_attributes(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Apply `change` to what forwards left in plain attributes, also in lists, tuples and dictionaries.
 
     Their history ends here: it leads to parameters that had as many trials as before.
     """
-    for name, value in list(vars(part).items()):
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        if any(isinstance(leaf, TrialTensor) for leaf in leaves(value)):
-            vars(part)[name] = pytree.tree_map_only(
-                TrialTensor, lambda t: TrialTensor(change(t.stacked.detach()), t.trials), value
-            )
+    kept = [
+        value
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+    ]
+    for tensor in {id(leaf): leaf for leaf in leaves(kept) if isinstance(leaf, TrialTensor)}.values():
+        tensor._stacked = change(tensor.stacked.detach())
 
 
 def _rewrite_lists(
