@@ -347,3 +347,22 @@ def test_a_module_that_changes_what_all_trials_share_is_refused_and_verification
     with pytest.raises(FusionError, match="Remembers changes an object that it was given"):
         fuse(models, unfused=["inner"])(batches(1)[0])
     assert list(fuse(models, unfused=["inner"], verify=list(batches(2)[:, 0])).unfused) == [""]
+
+
+def test_a_frozen_weight_stays_and_learns_once_it_is_not():
+    models = make_models(lambda: nn.Linear(6, 6))
+    for model in models:
+        model.weight.requires_grad_(False)
+    fused = fuse(models, unfused=[""])
+    x = batches(1)[0]
+    fused(x).square().sum().backward()
+    assert fused.module.weight.grad is None
+    assert fused.module.bias.grad is not None
+    fused.module.weight.requires_grad_(True)
+    fused(x).square().sum().backward()
+    assert fused.module.weight.grad.abs().flatten(1).sum(1).min() > 0
+
+
+def test_a_model_with_parts_trial_by_trial_is_not_compiled():
+    with pytest.raises(FusionError, match="the whole model runs trial by trial.*do not compile"):
+        fuse(make_models(RunningAverage), unfused=[""]).compile()

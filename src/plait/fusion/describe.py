@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 _PLAIN = (
     bool,
@@ -80,7 +81,7 @@ def _describe(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     if isinstance(value, nn.Module):
         # A module that the tree of modules knows is compared there.
         return ("module", kind)
-    if hasattr(value, "__dict__"):
+    if hasattr(value, "__dict__") and not isinstance(value, RemovableHandle):  # a number of torch's own
         return (kind, *((name, inner(part)) for name, part in sorted(vars(value).items())))
     return (kind,)
 

@@ -179,6 +179,7 @@ class FusedModule(nn.Module):
         if any(name == other or name.startswith(f"{other}.") or not other for other in self._own):
             return
         models = self.split() if models is None else models
+        self._compiled = None  # a graph could not hold what these modules do in Python
         for other in [other for other in self._own if other.startswith(f"{name}.") or not name]:
             del self._own[other]
         own = [own_copy(model.get_submodule(name)) for model in models]
@@ -305,6 +306,11 @@ class FusedModule(nn.Module):
 
         A change of trials compiles anew. In 16 bits on a GPU capture the step as a CUDA graph instead.
         """
+        if self._own:
+            raise FusionError(
+                f"fused module: {', '.join(name or 'the whole model' for name in self._own)} runs trial by "
+                f"trial, on Python state of each trial's own, which torch.compile cannot see; do not compile"
+            )
         from plait.fusion.compiled import CompiledForward  # loads torch's compiler
 
         self._compiled = CompiledForward(self, dict(kwargs))

@@ -51,14 +51,6 @@ class OwnModules:
         for name in _HOOKS:  # the trials' own modules have them
             setattr(part, name, OrderedDict())
         part.forward = Patch(self._run, part)
-        for number, module in enumerate(self.modules):
-            self._adopt(module, number)
-
-    def _adopt(self, module: nn.Module, number: int) -> None:
-        """Let a module's parameters lie in the fused ones, and their gradients arrive there."""
-        for stacked, own in self._parameters(module):
-            if id(stacked) not in self._tied:
-                own.__dict__["deliver"] = own.register_post_accumulate_grad_hook(_Deliver(stacked, number))
         self.point()
 
     def _parameters(self, module: nn.Module) -> list[tuple[nn.Parameter, Any]]:
@@ -71,7 +63,10 @@ class OwnModules:
         return list(found.values())
 
     def point(self) -> None:
-        """Let parameters and buffers of the trials lie where the fused ones are now."""
+        """Let parameters and buffers of the trials lie where the fused ones are now.
+
+        Gradients of the parameters arrive at the fused ones.
+        """
         for number, module in enumerate(self.modules):
             for stacked, own in self._parameters(module):
                 self._point_at(stacked, own, number)
@@ -89,6 +84,8 @@ class OwnModules:
         slice_ = stacked.data[number]
         if not _is_same_memory(own, slice_):
             own.data = slice_
+        if own.requires_grad and id(stacked) not in self._tied and "deliver" not in own.__dict__:
+            own.__dict__["deliver"] = own.register_post_accumulate_grad_hook(_Deliver(stacked, number))
 
     def reorder(self, numbers: Sequence[int]) -> None:
         """Let the trials be those at `numbers` so far; one that comes twice is copied."""
@@ -110,12 +107,7 @@ class OwnModules:
                 if (handle := parameter.__dict__.pop("deliver", None)) is not None:
                     handle.remove()
         self.modules = modules
-        for number, module in enumerate(modules):
-            for stacked, own in self._parameters(module):
-                if id(stacked) not in self._tied:
-                    own.__dict__["deliver"] = own.register_post_accumulate_grad_hook(
-                        _Deliver(stacked, number)
-                    )
+        self.point()
 
     def copy_of(self, number: int, memo: dict[int, Any]) -> nn.Module:
         """The module of one trial, apart from the fused model; `memo` has copies of its tensors."""

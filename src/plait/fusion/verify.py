@@ -490,6 +490,7 @@ def _is_within(name: str, others: Mapping[str, Any]) -> bool:
 def _first_line(failure: BaseException) -> str:
     text = str(failure).strip() or type(failure).__name__
     line = " ".join(part.strip() for part in text.splitlines()[:2])
+    line = line.partition("; name th")[0]  # the advice to do what is done here
     line = line if isinstance(failure, PlaitError) else f"{type(failure).__name__}: {line}"
     return line if len(line) <= 300 else f"{line[:297]}..."
 
