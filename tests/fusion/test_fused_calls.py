@@ -253,3 +253,33 @@ def test_a_text_of_a_trials_number_has_those_of_all_trials():
     fused = fuse(make_models(lambda: Body(lambda m, h: (texts.append(f"{h.sum() * 0 + 1:.1f}"), h)[1])))
     fused(torch.randn(3, ROWS, CHANNELS).double())
     assert texts == ["[1.0, 1.0, 1.0]"]
+
+
+def test_a_branch_that_all_trials_take_is_taken_and_another_refused():
+    def branch(m, h, mask):
+        # As transformers ask of a mask whether it masks anything.
+        return h.masked_fill(mask == 0, 0.0) if not mask.all() else h * 2
+
+    class Masked(Body):
+        def forward(self, x, mask):
+            return self.function(self, self.linear(x), mask)
+
+    models = make_models(lambda: Masked(branch))
+    inputs = [(torch.randn(ROWS, CHANNELS).double(), torch.ones(ROWS, CHANNELS).long()) for _ in models]
+    assert_equals_lone_models(copy.deepcopy(models), inputs)
+    for number, (_, mask) in enumerate(inputs):
+        mask[number, 1:] = 0
+    assert_equals_lone_models(models, inputs)
+    inputs[0][1].fill_(1)
+    with pytest.raises(FusionError, match="3 trials have 3 values"):
+        fuse(models)(*(torch.stack(parts) for parts in zip(*inputs)))
+
+
+def test_an_operation_in_place_that_runs_trial_by_trial_keeps_its_gradient():
+    def body(m, h):
+        y = h * 1
+        y.index_reduce_(0, torch.tensor([1, 0]), h[:2] * 2, "prod")
+        return y
+
+    models = make_models(lambda: Body(body))
+    assert_equals_lone_models(models, [(torch.randn(ROWS, CHANNELS).double(),) for _ in models])

@@ -24,6 +24,20 @@ _VALUES = (
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ is_nonzero equal "
     "allclose nonzero argwhere unique unique_consecutive masked_select bincount __contains__"
 )
+# Of these, what is one value to Python: where all trials have the same, there is no question which.
+_SCALARS = frozenset(
+    (
+        "item",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "__contains__",
+    )
+)
 _METADATA = (
     "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device "
     "is_contiguous storage_offset __len__ is_inference is_conj is_neg __hash__"
@@ -75,7 +89,7 @@ def recover(rule: Rule, function: Function, args: Arguments, kwargs: Options, fa
     if rule in _FINAL:
         raise _unknown(function, failure) from failure
     try:
-        return loop(function, args, kwargs)
+        return _loop_anyhow(function, args, kwargs)
     except FusionError:
         raise
     except Exception as lone_failure:
@@ -83,6 +97,35 @@ def recover(rule: Rule, function: Function, args: Arguments, kwargs: Options, fa
             raise _unknown(function, failure) from failure
         # The call is wrong for a lone tensor too, and torch says why.
         raise lone_failure from None
+
+
+def _loop_anyhow(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Trial by trial; where a slice lies in memory as no lone tensor would, on copies of the slices."""
+    try:
+        return loop(function, args, kwargs)
+    except FusionError:
+        raise
+    except Exception as failure:
+        flat = pytree.tree_map(_trials_outermost, (args, kwargs))
+        if is_in_place(function) or all(a is b for a, b in zip(leaves((args, kwargs)), leaves(flat))):
+            raise
+        try:
+            return loop(function, *flat)
+        except FusionError:
+            raise
+        except Exception:
+            raise failure from None
+
+
+def loop_contiguous(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Trial by trial on slices that lie as a lone tensor does; some gradients of torch need that."""
+    return loop(function, *pytree.tree_map(_trials_outermost, (args, kwargs)))
+
+
+def _trials_outermost(value: Any) -> Any:
+    if not isinstance(value, TrialTensor) or value.stacked.is_contiguous():
+        return value
+    return TrialTensor(value.stacked.contiguous(), value.trials)
 
 
 def _unknown(function: Function, failure: Exception) -> FusionError:
@@ -137,7 +180,7 @@ def _body(function: types.FunctionType) -> types.FunctionType:
 def vmap_rule(function: Function, args: Arguments, kwargs: Options) -> Any:
     """The function under torch.func.vmap; once vmap refuses it, trial by trial from then on."""
     if is_in_place(function):
-        refuse_shared_target(function, args)
+        return _in_place(function, args, kwargs)
     if any(isinstance(leaf, PerTrial) for leaf in leaves((args, kwargs))):
         return loop(function, args, kwargs)
     try:
@@ -149,6 +192,20 @@ def vmap_rule(function: Function, args: Arguments, kwargs: Options) -> Any:
         outcome = loop(function, args, kwargs)
         RULES[function] = loop
         return outcome
+
+
+def _in_place(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Write what the function of the same name returns that writes nothing; vmap writes trial by trial."""
+    refuse_shared_target(function, args)
+    lasting = getattr(torch.Tensor, _name(function).removesuffix("_"), None)
+    if lasting is None or _name(function).startswith("__"):
+        return loop(function, args, kwargs)
+    # Of a copy: what autograd saves must not be written below.
+    outcome = lasting(args[0].clone(), *args[1:], **kwargs)
+    if outcome.shape != args[0].shape or outcome.dtype != args[0].dtype:
+        return loop(function, args, kwargs)
+    args[0].stacked.copy_(outcome.stacked)
+    return args[0]
 
 
 def _vmapped(function: Function, args: Arguments, kwargs: Options) -> Any:
@@ -163,8 +220,7 @@ def _vmapped(function: Function, args: Arguments, kwargs: Options) -> Any:
         some_args, some_kwargs = pytree.tree_unflatten(values, spec)
         return function(*some_args, **some_kwargs)
 
-    outcome = torch.func.vmap(call, randomness="error")(*(flat[i].stacked for i in places))
-    return args[0] if is_in_place(function) else wrap(outcome, trials)
+    return wrap(torch.func.vmap(call, randomness="error")(*(flat[i].stacked for i in places)), trials)
 
 
 def loop(function: Function, args: Arguments, kwargs: Options, rows: Rows | None = None) -> Any:
@@ -172,10 +228,29 @@ def loop(function: Function, args: Arguments, kwargs: Options, rows: Rows | None
     trials = trials_of(args, kwargs)
     with without_draws(function):
         calls = [one_trial((args, kwargs), trial, rows) for trial in range(trials.count)]
+        if is_in_place(function):
+            return _loop_in_place(function, args, calls)
         outcomes = [function(*own_args, **own_kwargs) for own_args, own_kwargs in calls]
     if any(isinstance(leaf, TrialTensor) for leaf in leaves(outcomes)):
         refuse_random(function, args, kwargs)
-    return args[0] if is_in_place(function) else stack_outcomes(outcomes, trials)
+    return stack_outcomes(outcomes, trials)
+
+
+def _loop_in_place(function: Function, args: Arguments, calls: list[Any]) -> Any:
+    """The function on a copy of each trial's tensor, and all of them written at once.
+
+    Written one by one, each write would count for all: autograd takes what it saved of the first trial for
+    spoilt by the write of the second.
+    """
+    refuse_shared_target(function, args)
+    copies = []
+    for (target, *others), kwargs in calls:
+        copies.append(target.clone())
+        function(copies[-1], *others, **kwargs)
+    if any(made.shape != args[0].shape for made in copies):
+        refuse_reshaping(function, args, {})
+    args[0].stacked.copy_(torch.stack(copies))
+    return args[0]
 
 
 def is_in_place(function: Function) -> bool:
@@ -235,7 +310,7 @@ def _join(values: tuple[Any, ...], trials: Trials) -> Any:
 
 
 def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Python may look at a value where there is one trial; several have several."""
+    """Python may look at a value where there is one trial, or one value for all; several are refused."""
     trials = trials_of(args, kwargs)
     name = getattr(function, "__name__", str(function))
     if trials.count == 1:
@@ -243,6 +318,13 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
         return pytree.tree_map(
             lambda x: wrap(x.unsqueeze(0), trials) if isinstance(x, Tensor) else x, outcome
         )
+    if name in _SCALARS:
+        answers = [
+            function(*one_trial(args, trial), **one_trial(kwargs, trial)) for trial in range(trials.count)
+        ]
+        if all(answer == answers[0] for answer in answers):
+            # Every trial goes the same way, as each would alone.
+            return answers[0]
     raise FusionError(
         f"{user_line()}\n  looks at a tensor's value in Python ({name}), and {trials.count} trials have "
         f"{trials.count} values; name the module in fuse(..., unfused=[...]) to run it trial by trial"
@@ -306,4 +388,9 @@ RULES[torch.Tensor.__format__] = formatted
 for _spelling in spellings(("as_strided", "as_strided_copy", "as_strided_scatter", "as_strided_")):
     RULES[_spelling] = as_strided
 # Rules that are no computation, or have tried everything.
+# Under vmap the gradient of one is wrong, that of the other missing (torch 2.13).
+for _spelling in spellings(("select_scatter", "addr", "addr_")):
+    RULES[_spelling] = loop
+for _spelling in spellings(("max_unpool1d", "max_unpool2d", "max_unpool3d")):
+    RULES[_spelling] = loop_contiguous
 _FINAL = frozenset((loop, metadata, refuse_values, refuse_random, refuse_reshaping, as_strided, strides))

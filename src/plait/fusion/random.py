@@ -48,7 +48,7 @@ class Streams:
         counter = torch.arange(math.prod(shape), dtype=torch.int32, device=self.seeds.device)
         words = counter * (factor | 1).unsqueeze(1)
         words += offset.unsqueeze(1)
-        return _scramble(words).view(-1, *shape)
+        return _scramble(words).view(len(self.seeds), *shape)
 
     def of_trial(self, trial: int) -> Streams:
         """The stream of one trial, as it stands now."""

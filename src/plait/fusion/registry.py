@@ -63,7 +63,7 @@ def arguments_of(names: str, defaults: Options, args: Arguments, kwargs: Options
 # Names that torch takes from NumPy for its own.
 _SYNONYMS = {"axis": "dim", "keepdims": "keepdim"}
 # Functions that have an axis of that very name, and those whose `input` is not the first argument.
-_OWN_AXIS = ("quantize", "swapaxes", "moveaxis")
+_OWN_AXIS = ("quantize", "segment_reduce")
 _INPUT_LATER = ("where", "searchsorted", "polygamma")
 
 

@@ -106,7 +106,10 @@ def embedding(function: Function, args: Arguments, kwargs: Options) -> Any:
         return wrap(F.embedding(given["input"].stacked, weight, **options), trials)
     if given["sparse"]:
         raise FusionError(f"{user_line()}\n  has sparse gradients; a fused model needs sparse=False")
-    if given["max_norm"] is not None or given["scale_grad_by_freq"]:
+    if given["max_norm"] is not None:
+        _limit_norms(weight, given)
+        given["max_norm"] = None
+    if given["scale_grad_by_freq"]:
         return loop(F.embedding, (), given)
     rows, index = _rows(weight, given["input"])
     found = F.embedding(index, rows)
@@ -115,6 +118,18 @@ def embedding(function: Function, args: Arguments, kwargs: Options) -> Any:
         at_padding = (unwrap(given["input"], trials) == padding % weight.shape[0]).unsqueeze(-1)
         found = torch.where(at_padding, found.detach(), found)
     return wrap(found, trials)
+
+
+@torch.no_grad()
+def _limit_norms(weight: TrialTensor, given: Options) -> None:
+    """Shorten the rows that are asked for to `max_norm`, as torch does in place before it looks them up."""
+    norm_type = given.get("norm_type", 2.0)
+    tables = []
+    for number, own in enumerate(weight.stacked.detach().unbind()):
+        index = given["input"].stacked[number] if isinstance(given["input"], TrialTensor) else given["input"]
+        tables.append(own.clone(memory_format=torch.contiguous_format))
+        torch.embedding_renorm_(tables[-1], index.contiguous(), given["max_norm"], norm_type)
+    weight.stacked.detach().copy_(torch.stack(tables))
 
 
 def _rows(weight: TrialTensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,8 +150,13 @@ def embedding_bag(function: Function, args: Arguments, kwargs: Options) -> Any:
         "include_last_offset padding_idx"
     )
     given = arguments_of(names, {}, args, kwargs)
-    plain = not any(given.get(k) for k in ("max_norm", "scale_grad_by_freq", "sparse", "include_last_offset"))
     bags, weight = given["input"], given["weight"]
+    if given.get("sparse"):
+        raise FusionError(f"{user_line()}\n  has sparse gradients; a fused model needs sparse=False")
+    if given.get("max_norm") is not None and isinstance(weight, TrialTensor):
+        _limit_norms(weight, given)
+        given["max_norm"] = None
+    plain = not any(given.get(k) for k in ("max_norm", "scale_grad_by_freq", "sparse", "include_last_offset"))
     folds = bags.dim() == 2 and given.get("padding_idx") is None and isinstance(weight, TrialTensor)
     if not plain or not folds:
         return loop(F.embedding_bag, (), given)
