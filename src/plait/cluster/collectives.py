@@ -7,7 +7,7 @@ then, not for every step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,6 +79,39 @@ def gather_named(tensors: Mapping[str, Tensor], target: int, group: dist.Process
                 dist.recv(flat, member, group=group)
             found[name] = _shaped(flat, *spec)
     return found
+
+
+def gather_in_turn(
+    tensors: Mapping[str, Tensor], target: int, group: dist.ProcessGroup | None = None
+) -> tuple[dict[str, tuple[str, list[int]]], Iterator[tuple[str, Tensor]]]:
+    """On rank `target` the types and shapes of all ranks' named tensors, and the tensors one after the other.
+
+    Whoever takes them must take all. Elsewhere nothing, once all are sent. Names are given by one rank each.
+    """
+    specs = all_gather_values(_specs(tensors), group)
+    if dist.get_rank() != target:
+        for tensor in tensors.values():
+            if tensor.numel():
+                dist.send(_flat(tensor), target, group=group)
+        return {}, iter(())
+    members = dist.get_process_group_ranks(group)
+    return {name: spec for theirs in specs for name, spec in theirs.items()}, _received(
+        tensors, members, specs, group
+    )
+
+
+def _received(
+    tensors: Mapping[str, Tensor], members: list[int], specs: list[Any], group: dist.ProcessGroup | None
+) -> Iterator[tuple[str, Tensor]]:
+    for member, theirs in zip(members, specs):
+        for name, spec in theirs.items():
+            if member == dist.get_rank():
+                yield name, tensors[name].detach()
+                continue
+            flat = _empty(*spec)
+            if flat.numel():
+                dist.recv(flat, member, group=group)
+            yield name, _shaped(flat, *spec)
 
 
 def _bytes(value: Any) -> Tensor:

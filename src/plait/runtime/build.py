@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import resource
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -20,6 +23,7 @@ from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.runtime.evaluate import Metric, find_metric
 from plait.runtime.optim import build_optimizer, check_groups, check_lr_schedule
+from plait.runtime.pieces import NotInPiecesError, Pieces
 from plait.runtime.samples import Collate, DataSource
 from plait.runtime.sampling import Position, mix, steps_per_epoch
 from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
@@ -28,6 +32,10 @@ from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
 
 # More than any run takes.
 UNKNOWN_STEPS = 1 << 62
+# A worker that builds the whole model must have room for its weights, a copy on the way to the device, and
+# an optimizer's state of a checkpoint.
+WHOLE_COPIES = 4
+log = logging.getLogger(__name__)
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -51,6 +59,8 @@ class Parts:
     device: torch.device
     dtype: torch.dtype | None
     autocast: Callable[[], AbstractContextManager[Any]]
+    # Where the model has no memory yet: what gives a worker's own tensors theirs.
+    pieces: Pieces | None = None
 
 
 def check(settings: TrainSettings) -> None:
@@ -196,22 +206,68 @@ def agree_on_backend(worker: Worker, wanted: str) -> str:
     return wanted if len(wishes) == 1 else "gloo"
 
 
-def build(settings: TrainSettings, device: torch.device, sets: DataPair | None = None) -> Parts:
-    """All parts of a run on `device`, the same on every worker; `sets` are its data where they are there."""
+def find_pieces(settings: TrainSettings, device: torch.device) -> Pieces | None:
+    """The model without memory, where a pipeline's worker could not hold all of it; else None."""
+    if settings.pipeline is None or settings.sync.kind != "all-reduce":
+        return None
+    try:
+        pieces = make_pieces(settings, device)
+    except NotInPiecesError as failure:
+        log.info("%s; every worker builds it whole and keeps its stages", failure)
+        return None
+    return pieces if pieces.weight_bytes() * WHOLE_COPIES > _free_bytes(device) else None
+
+
+def make_pieces(settings: TrainSettings, device: torch.device) -> Pieces:
+    """The model of the settings without memory."""
+    dtype = torch.float64 if settings.precision == "float64" else None
+    return Pieces(lambda: build_model(settings.model, settings.seed), dtype, device)
+
+
+def _free_bytes(device: torch.device) -> float:
+    """The memory that this worker may use on `device`."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = psutil.virtual_memory().available / workers
+    for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            used = psutil.Process().memory_info()
+            free = min(free, limit - (used.data if kind == resource.RLIMIT_DATA else used.vms))
+    return free
+
+
+def build(
+    settings: TrainSettings,
+    device: torch.device,
+    sets: DataPair | None = None,
+    pieces: Pieces | None = None,
+) -> Parts:
+    """All parts of a run on `device`, the same on every worker; `sets` are its data where they are there.
+
+    With `pieces` the model is theirs, without memory.
+    """
     train_set, test_set = sets or (build_train_data(settings), build_data(settings, "test"))
     if train_set.is_stream:
         check_stream(settings, train_set)
     if test_set is None:
         check_test_split(settings)
     total_steps(settings, train_set.length, 0, Position())
-    model = build_model(settings.model, settings.seed)
-    model.to(device, torch.float64 if settings.precision == "float64" else None)
+    if pieces is not None:
+        model = pieces.model
+    else:
+        model = build_model(settings.model, settings.seed)
+        model.to(device, torch.float64 if settings.precision == "float64" else None)
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     check_groups(settings.optimizer.groups, [names[parameter] for parameter in trained])
     optimizer = build_optimizer(settings.optimizer, trained, names)
+    if pieces is not None:
+        # Some begin with a state for all parameters; a worker's own optimizer is that of its stages.
+        optimizer.state.clear()
     return Parts(
         model=model,
         names=names,
@@ -226,6 +282,7 @@ def build(settings: TrainSettings, device: torch.device, sets: DataPair | None =
         device=device,
         dtype=torch.float64 if settings.precision == "float64" else None,
         autocast=_autocast(settings.precision, device),
+        pieces=pieces,
     )
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,21 @@ _NAME = re.compile(r"step-\d+")
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, Tensor]
+# The type, as `float32`, and the shape of named tensors.
+Specs = Mapping[str, tuple[str, Sequence[int]]]
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,17 @@ class Checkpoint:
     optimizer: Tensors
     progress: Mapping[str, Any]
     sync: Tensors = field(default_factory=dict)
+    # Where tensors were written to as they came, instead of in `model` and `optimizer`.
+    written: Written | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files of tensors of a checkpoint to come, and the further names of tied ones."""
+
+    model: Path
+    optimizer: Path
+    tied: Mapping[str, str]
 
 
 def model_state(model: torch.nn.Module) -> Tensors:
@@ -140,9 +166,14 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 
 def _write(aside: Path, checkpoint: Checkpoint) -> None:
     aside.mkdir(parents=True)
-    model, tied = _without_repeats(checkpoint.model)
-    _save_tensors(model, aside / MODEL)
-    _save_tensors({k: v.contiguous() for k, v in checkpoint.optimizer.items()}, aside / OPTIMIZER)
+    if checkpoint.written is not None:
+        tied = dict(checkpoint.written.tied)
+        checkpoint.written.model.rename(aside / MODEL)
+        checkpoint.written.optimizer.rename(aside / OPTIMIZER)
+    else:
+        model, tied = _without_repeats(checkpoint.model)
+        _save_tensors(model, aside / MODEL)
+        _save_tensors({k: v.contiguous() for k, v in checkpoint.optimizer.items()}, aside / OPTIMIZER)
     if checkpoint.sync:
         # Copied: they may be views of one memory, which such a file does not take.
         _save_tensors({k: v.clone() for k, v in checkpoint.sync.items()}, aside / SYNC)
@@ -168,6 +199,97 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
         found = re.search(r"os error (\d+)", str(failure))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from failure
+
+
+def write_in_turn(path: Path, specs: Specs, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write named tensors, in the order of `specs`, into one file of safetensors as they come."""
+    header, offset = {}, 0
+    for name, (dtype, shape) in specs.items():
+        size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        kind = _DTYPES[getattr(torch, dtype)]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path), path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in tensors:
+            if tensor.numel():
+                content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                file.write(content.numpy().data)
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a file of safetensors, each read when it is asked for.
+
+    Read, not mapped: a mapping would count as memory of the whole file where that is limited.
+    """
+
+    def __init__(self, path: Path, tied: Mapping[str, str] | None = None) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        self._start = 8 + length
+        self._places = {**header, **{alias: header[name] for alias, name in (tied or {}).items()}}
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._places[name]
+        start, end = place["data_offsets"]
+        content = torch.empty(end - start, dtype=torch.uint8)
+        with self._path.open("rb") as file:
+            file.seek(self._start + start)
+            file.readinto(content.numpy().data)
+        return content.view(_BY_NAME[place["dtype"]]).reshape(place["shape"])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._places[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _BY_NAME[self._places[name]["dtype"]]
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint whose tensors stay on disk until they are asked for."""
+
+    step: int
+    model: StoredTensors
+    optimizer: StoredTensors
+    progress: Mapping[str, Any]
+
+
+def open_stored(path: Path) -> StoredCheckpoint:
+    """The checkpoint at `path`, checked whole, its tensors not read."""
+    state = _read_state(path)
+    for name, seal in state.files.items():
+        _check_file(path / name, seal)
+    try:
+        model, optimizer = StoredTensors(path / MODEL, state.tied), StoredTensors(path / OPTIMIZER)
+    except (OSError, ValueError, KeyError) as failure:
+        raise CheckpointError(f"{path}: cannot be read: {failure}") from None
+    return StoredCheckpoint(state.step, model, optimizer, state.progress)
+
+
+def check_names(model: torch.nn.Module, stored: StoredTensors) -> None:
+    """Refuse the tensors of another model, with the first difference in names or shapes."""
+    own = model.state_dict()
+    for name, value in own.items():
+        if name not in stored:
+            raise CheckpointError(f"it has no {name!r}, which the model has; is it of another model?")
+        if stored.shape(name) != value.shape:
+            found, expected = stored.shape(name), tuple(value.shape)
+            raise CheckpointError(f"{name!r} has shape {found} there and {expected} in the model")
+    if extra := sorted(set(stored) - own.keys()):
+        raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
 
 
 def _replace(aside: Path, final: Path) -> None:

@@ -113,12 +113,17 @@ def prepare_together(
     return found, replace(arrangement, stages=found.stages)
 
 
+_NOT_WHOLE = "the stages are not verified: no worker has memory for the whole model"
+
+
 def _prepare_here(
     worker: Worker, settings: TrainSettings, parts: Parts, arrangement: Arrangement, folder: RunFolder | None
 ) -> dict[str, Any]:
     """What this worker finds; that of rank 0, which verifies and has the run's folder, counts."""
     told: dict[str, Any] = {"stages": arrangement.stages, "notes": (), "seconds": 0.0, "failure": None}
     verify = settings.verify != "off" and worker.rank == 0
+    if verify and parts.pieces is not None:
+        verify, told["notes"] = False, (_NOT_WHOLE,)
     if verify and settings.verify == "first":
         known = _known_stages(folder, settings, arrangement)
         if known is not None:
@@ -129,7 +134,7 @@ def _prepare_here(
         return told | {"failure": str(failure), "checked": None}
     if verify and folder is not None:
         _keep_stages(folder, settings, arrangement, found.fine)
-    told |= {"stages": found.fine, "notes": found.notes, "seconds": found.seconds}
+    told |= {"stages": found.fine, "notes": (*told["notes"], *found.notes), "seconds": found.seconds}
     return told | {"checked": found}
 
 

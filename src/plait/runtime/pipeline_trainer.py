@@ -8,10 +8,14 @@ only where a stretch ends. Checkpoints hold the whole model by name, so a run ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from plait.cluster.collectives import broadcast_value, gather_in_turn
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import JobError
@@ -35,6 +39,7 @@ from plait.runtime.open_pipeline import (
     tell_of_verification,
     with_gathered,
 )
+from plait.runtime.own_pieces import arranged_names, fill_pieces, unused_names
 from plait.runtime.sampling import GlobalBatch, Position
 from plait.runtime.settings import TrainSettings
 from plait.runtime.spans import operations_event
@@ -118,6 +123,9 @@ class PipelineTrainer(StretchTrainer):
         self._hosts = hosts
         self._tied = further_names(parts.model)
         self._gathered: State = ({}, {})
+        # A model that no worker holds as a whole: what it goes on from, and what was written of it.
+        self._stored: checkpoints.StoredCheckpoint | None = None
+        self._written: checkpoints.Written | None = None
 
     def _make_engine(self) -> None:
         return None
@@ -133,11 +141,37 @@ class PipelineTrainer(StretchTrainer):
             self.worker, self.settings, self.parts, self._arrangement, self.folder
         )
         tell_of_verification(self.recorder, found)
+        if self.parts.pieces is not None:
+            stages = arranged_names(found.traced, self._arrangement)
+            fill_pieces(self.worker.rank, self.parts, self.parts.pieces, stages, self._stored)
+            self._unused = unused_names(self.parts.model, stages) if self.worker.rank == 0 else []
         self._channels, self._pipeline = open_pipeline(
             self.worker, self.settings, self.parts, found.traced, self._arrangement, self._hosts
         )
         self._pipeline.on_spans = self._record_operations
         self.recorder.begin_steps()
+
+    def _take_up_from(self, path: Path) -> None:
+        """A model that no worker holds as a whole has its tensors read later, one by one."""
+        if self.parts.pieces is None:
+            super()._take_up_from(path)
+            return
+        stored = checkpoints.open_stored(path)
+        names = partial(checkpoints.check_names, self.parts.model, stored.model)
+        self._take_up_progress(stored.step, stored.progress, names)
+        self._stored = stored
+
+    def _agree_on_start(self) -> None:
+        """All workers start from rank 0's state; tensors in pieces follow once it is known who holds what."""
+        if self.parts.pieces is None:
+            super()._agree_on_start()
+            return
+        stored = self._stored
+        told = broadcast_value(None if stored is None else [stored.step, dict(stored.progress)], 0)
+        if told is not None and self.worker.rank != 0:
+            self._take_up_progress(told[0], told[1], lambda: None)
+        elif told is None:
+            self.step, self.position = 0, Position()
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Take the steps through the pipeline; it is empty at their end."""
@@ -254,13 +288,37 @@ class PipelineTrainer(StretchTrainer):
     def _save(self, metrics: dict[str, float]) -> None:
         super()._save(metrics)
         self._gathered = ({}, {})
+        if self._written is not None:
+            # A checkpoint has taken them, unless it was not to be written.
+            self._written.model.unlink(missing_ok=True)
+            self._written.optimizer.unlink(missing_ok=True)
+            self._written = None
 
     def _gather_state(self) -> None:
         super()._gather_state()
-        self._gathered = self._pipeline.gather_state()
+        if self.parts.pieces is None:
+            self._gathered = self._pipeline.gather_state()
+        else:
+            self._written = self._write_in_turn()
+
+    def _write_in_turn(self) -> checkpoints.Written | None:
+        """Rank 0 writes what all workers hold as it comes, so that nobody holds all of it."""
+        model, optimizer = self._pipeline.state()
+        if self.worker.rank == 0:
+            own = self.parts.model.state_dict()
+            model |= {name: own[name] for name in self._unused if name in own}
+        folder = self.folder.checkpoints
+        paths = folder / ".step-model.part", folder / ".step-optimizer.part"
+        for path, tensors in zip(paths, (model, optimizer)):
+            specs, found = gather_in_turn(tensors, 0)
+            if self.worker.rank == 0:
+                checkpoints.write_in_turn(path, specs, found)
+        return checkpoints.Written(*paths, self._tied) if self.worker.rank == 0 else None
 
     def _state(self) -> checkpoints.Checkpoint:
         """What all workers hold together, where they have just brought it here; else the start's."""
+        if self._written is not None:
+            return replace(super()._state(), model={}, optimizer={}, written=self._written)
         return with_gathered(super()._state(), self._gathered, self._tied)
 
     def _record_operations(self) -> None:

@@ -6,8 +6,9 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -279,7 +280,7 @@ class Trainer:
         refused = []
         for path in checkpoints.list_checkpoints(self.folder.checkpoints):
             try:
-                self._take_up(checkpoints.load(path))
+                self._take_up_from(path)
             except CheckpointError as failure:
                 refused.append(str(failure))
                 self.recorder.refused(path, str(failure))
@@ -292,8 +293,21 @@ class Trainer:
                 f"no checkpoint below {self.folder.checkpoints} can be used; the newest: {refused[0]}"
             )
 
+    def _take_up_from(self, path: Path) -> None:
+        self._take_up(checkpoints.load(path))
+
     def _take_up(self, state: checkpoints.Checkpoint) -> None:
-        parts, progress = self.parts, state.progress
+        def load_tensors() -> None:
+            checkpoints.load_model_state(self.parts.model, state.model)
+            checkpoints.load_optimizer_state(self.parts.optimizer, self.parts.names, state.optimizer)
+
+        self._take_up_progress(state.step, state.progress, load_tensors)
+
+    def _take_up_progress(
+        self, step: int, progress: Mapping[str, Any], load_tensors: Callable[[], None]
+    ) -> None:
+        """Go on after `step` steps; nothing has changed where the progress or the tensors are refused."""
+        parts = self.parts
         checkpoints.check_optimizer(progress, self.settings.optimizer.kind)
         try:
             position = decode(Position, progress["position"])
@@ -302,9 +316,8 @@ class Trainer:
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         check_order(progress, position, self.settings, parts.train_set.length)
-        checkpoints.load_model_state(parts.model, state.model)
-        checkpoints.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
-        self.step, self.position = state.step, position
+        load_tensors()
+        self.step, self.position = step, position
         self.best = best if best and checkpoints.has(self.folder.checkpoints, best.get("step")) else None
         self.patience.best, self.patience.without_gain = early_best, without_gain
         # A run that had no loss scale begins with a fresh one.

@@ -43,7 +43,8 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     if worker.world_size > 1 or settings.pipeline is not None:
         worker.join(build.agree_on_backend(worker, build.choose_backend(device)))
     folder = RunFolder(Path(order["folder"]))
-    trainer = make_trainer(worker, settings, build.build(settings, device), folder)
+    parts = build.build(settings, device, pieces=build.find_pieces(settings, device))
+    trainer = make_trainer(worker, settings, parts, folder)
     result = trainer.run(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and settings.sync.kind not in TOLERANT:

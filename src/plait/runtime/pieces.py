@@ -1,0 +1,246 @@
+"""Models larger than one device: built without memory, then only the tensors that a worker holds are made.
+
+The model's factory is run twice. The first run makes tensors without memory and notes which operation makes
+which parameter or buffer. The second makes those of the worker's own stages with memory, and gives each of
+the others back as soon as it is made; random numbers are drawn for all of them, so a worker's tensors are,
+bit by bit, those of the whole model. At no time does a worker hold more than its own tensors and one other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.core.errors import InputError
+
+# Tensors up to this size keep their memory: some are read while the model is built.
+_SMALL = 256
+
+
+class NotInPiecesError(InputError):
+    """The model cannot be built piece by piece; the message says why."""
+
+
+class Pieces:
+    """A model without memory, whose tensors can be made one by one as its factory would make them.
+
+    `make` runs the factory, with the same random numbers each time; its result is not used otherwise.
+    """
+
+    def __init__(
+        self, make: Callable[[], nn.Module], dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        self._make = make
+        self._dtype = dtype
+        self._device = device
+        building = _Building(lambda number: True, draws=False)
+        with _python_random_unchanged(), building.filling():
+            model = _made(make)
+        self._operations = building.operations
+        named = dict(_named_tensors(model))
+        self._makers = {name: building.maker_of(tensor) for name, tensor in named.items()}
+        _check_attributes(model)
+        self.model = _emptied(model, dtype, device)
+
+    def weight_bytes(self) -> int:
+        """The memory of all parameters."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    def fill(self, names: Collection[str]) -> None:
+        """Give the tensors of `names` in `model` their memory and the values that the factory gives them."""
+        own = {self._makers[name] for name in names}
+        others = {maker for name, maker in self._makers.items() if name not in names} - own
+        with _Building(others.__contains__, draws=True, expected=self._operations).filling():
+            made = dict(_named_tensors(_made(self._make)))
+        for name, tensor in _named_tensors(self.model):
+            if name not in names or tensor.untyped_storage().nbytes() or not tensor.numel():
+                continue
+            value = made[name].detach()
+            if isinstance(value, FakeTensor):
+                raise NotInPiecesError(f"model: {name!r} is made of a tensor that another worker holds")
+            tensor.data = value.to(self._device, self._dtype if value.is_floating_point() else None)
+
+
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return make()
+    except NotInPiecesError:
+        raise
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as failure:
+        raise NotInPiecesError(f"model: it cannot be made without memory ({failure})") from failure
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, also those that checkpoints leave out; a tied one under its first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@contextlib.contextmanager
+def _python_random_unchanged() -> Iterator[None]:
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+class _Building(TorchDispatchMode):
+    """Takes the memory of what an operation made, where `is_without` says so of its number.
+
+    What is computed from tensors without memory has none either. They look as if they lay on their device, so
+    the factory does the same with all. With `draws` random numbers are drawn for them all the same.
+    `expected` are the operations of a run before, which must be these.
+    """
+
+    def __init__(
+        self, is_without: Callable[[int], bool], draws: bool, expected: list[str] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[str] = []
+        self._is_without = is_without
+        self._draws = draws
+        self._expected = expected
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._made_by: dict[int, tuple[Any, int]] = {}
+        self._is_apart = False
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[None]:
+        """While the factory runs: truncated normals, which draw again by what they drew, are drawn apart."""
+        plain = torch.nn.init._no_grad_trunc_normal_
+
+        def drawn_apart(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if isinstance(tensor, FakeTensor) and not self._draws:
+                return tensor
+            self._is_apart = True
+            try:
+                plain(_scratch(tensor) if isinstance(tensor, FakeTensor) else tensor, *args, **kwargs)
+            finally:
+                self._is_apart = False
+            return tensor
+
+        torch.nn.init._no_grad_trunc_normal_ = drawn_apart
+        try:
+            with self:
+                yield
+        finally:
+            torch.nn.init._no_grad_trunc_normal_ = plain
+
+    def maker_of(self, tensor: Tensor) -> int:
+        """The number of the operation that made the memory of `tensor`."""
+        found = self._made_by.get(tensor.untyped_storage()._cdata)
+        if found is None and tensor.numel() <= _SMALL:
+            return -1
+        if found is None:
+            raise NotInPiecesError("model: it holds a tensor that was made before its factory was called")
+        return found[1]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._is_apart:
+            return func(*args, **kwargs)
+        has_memory = not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+        outcome = func(*args, **kwargs) if has_memory else self._without_memory(func, args, kwargs)
+        made = [leaf for leaf in pytree.tree_leaves(outcome) if isinstance(leaf, Tensor)]
+        # What torch.tensor makes comes here first as an alias of itself.
+        is_new = func is torch.ops.aten.lift_fresh.default
+        if not is_new and any(result.alias_info is not None for result in func._schema.returns):
+            made = []
+        number = self._count(func, made)
+        if has_memory and made and self._is_without(number):
+            outcome = pytree.tree_map_only(Tensor, self._emptied, outcome)
+            made = [leaf for leaf in pytree.tree_leaves(outcome) if isinstance(leaf, Tensor)]
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            # Kept, so that no other gets its address; storages without memory cost nothing.
+            kept = storage if isinstance(tensor, FakeTensor) else None
+            self._made_by[storage._cdata] = (kept, number)
+        return outcome
+
+    def _count(self, func: Any, made: list[Tensor]) -> int:
+        """The number of an operation, among those that make large tensors or draw random numbers."""
+        number = len(self.operations)
+        is_large = any(tensor.numel() > _SMALL for tensor in made)
+        if not is_large and torch.Tag.nondeterministic_seeded not in func.tags:
+            return number
+        self.operations.append(str(func))
+        if self._expected is not None and self._expected[number : number + 1] != [str(func)]:
+            raise NotInPiecesError(f"model: its factory does not do the same each time ({func})")
+        return number
+
+    def _emptied(self, tensor: Tensor) -> Tensor:
+        if tensor.numel() <= _SMALL:
+            return tensor
+        with self._fakes:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+
+    def _without_memory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if any(isinstance(value, Tensor) and not isinstance(value, FakeTensor) for value in written):
+            raise NotInPiecesError(f"model: {func} writes what another worker holds into a tensor held here")
+        if self._draws and torch.Tag.nondeterministic_seeded in func.tags:
+            # As many random numbers as the tensor takes, and then forgotten.
+            func(*pytree.tree_map_only(FakeTensor, _scratch, args), **kwargs)
+        with self._fakes:
+            return func(*args, **kwargs)
+
+
+def _scratch(tensor: FakeTensor) -> Tensor:
+    with unset_fake_temporarily():
+        return torch.empty_strided(
+            tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+
+
+def _check_attributes(model: nn.Module) -> None:
+    """Refuse tensors that are neither parameters nor buffers: nothing would say who holds them."""
+    for path, part in model.named_modules():
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"):
+                continue
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                where = f"{path}.{name}" if path else name
+                raise NotInPiecesError(f"model: {where} is a tensor, but neither a parameter nor a buffer")
+
+
+def _emptied(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    """`model` on `device`, its tensors with their sizes but without memory; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+
+    def emptied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
+            bare.untyped_storage().resize_(0)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+        return made[id(tensor)]
+
+    for part in model.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = emptied(tensor)  # type: ignore[assignment]
+        if isinstance(part, nn.RNNBase):
+            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+    return model

@@ -1,0 +1,171 @@
+"""Models that no worker holds as a whole: built, trained, saved and resumed in pieces."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.planner.depth import Schedule
+from plait.planner.operations import straight_layout
+from plait.runtime import build
+from plait.runtime.checkpoint import list_checkpoints, load
+from plait.runtime.folder import RunFolder
+from plait.runtime.pieces import NotInPiecesError, Pieces
+from plait.runtime.pipeline_trainer import PipelineTrainer
+from plait.runtime.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
+from support.pieces import LAYERS, WIDE, Mixed, MostBytes
+from support.plans import in_stages, planned
+from support.training import TestWorker, digits_job, largest_difference, pipeline_rank, saved_weights
+from support.world import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # slow to load, and not needed in the worlds
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=32))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertModel(BertConfig(vocab_size=100, **sizes))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("factory", [Mixed, gpt2, bert, encoder, lambda: nn.LSTM(20, 20, 2)])
+def test_each_workers_tensors_are_those_of_the_whole_model_bit_by_bit(factory: Any):
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return factory()
+
+    whole = _tensors(make())
+    for part in range(3):
+        own = set(list(whole)[part::3])
+        pieces = Pieces(make, None, CPU)
+        pieces.fill(own)
+        found = _tensors(pieces.model)
+        assert found.keys() == whole.keys()
+        for name, tensor in found.items():
+            if name in own:
+                assert torch.equal(tensor, whole[name]), name
+            else:
+                assert tensor.shape == whole[name].shape
+                assert tensor.untyped_storage().nbytes() == 0, name
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+class Copying(nn.Module):
+    """A weight that is a copy of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.other.load_state_dict(self.one.state_dict())
+
+
+def test_a_model_whose_tensors_depend_on_each_other_is_refused_not_made_wrong():
+    pieces = Pieces(Copying, None, CPU)
+    with pytest.raises(NotInPiecesError):
+        pieces.fill({"other.weight"})
+
+
+def train_in_pieces(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    pieces = build.make_pieces(settings, CPU)
+    parts = build.build(settings, CPU, pieces=pieces)
+    worker: Any = TestWorker(rank, dist.get_world_size())
+    hosts = ["here"] * dist.get_world_size()
+    return PipelineTrainer(worker, settings, parts, RunFolder(folder), hosts).run(resume)
+
+
+def each_way(rank: int, settings: TrainSettings, folder: Path) -> None:
+    """A run that stops and goes on: of whole models, in pieces, and in pieces after the former."""
+    half = replace(settings, steps=2)
+    ways = {
+        "whole": (pipeline_rank, pipeline_rank),
+        "pieces": (train_in_pieces, train_in_pieces),
+        "first whole": (pipeline_rank, train_in_pieces),
+    }
+    for name, (begin, go_on) in ways.items():
+        begin(rank, half, folder / name)
+        # Nobody looks for a checkpoint that the first rank has not written yet.
+        dist.barrier()
+        go_on(rank, settings, folder / name, resume=True)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_a_run_in_pieces_is_that_of_whole_models_and_resumes_to_it(replicas: tuple[int, ...], tmp_path: Path):
+    settings = planned(
+        replicas,
+        Schedule.FLUSH,
+        model=ModelSettings("support.pieces:Mixed"),
+        optimizer=OptimizerSettings("adam", {"lr": 0.01}),
+        checkpoint=CheckpointSettings(every_steps=2),
+    )
+    settings = replace(settings, steps=4)
+    run_ranks(sum(replicas), each_way, settings, tmp_path)
+    (newest, *_) = list_checkpoints(RunFolder(tmp_path / "whole").checkpoints)
+    expected = load(newest)
+    for name in ("pieces", "first whole"):
+        (newest, *_) = list_checkpoints(RunFolder(tmp_path / name).checkpoints)
+        found = load(newest)
+        assert found.step == expected.step == 4
+        assert largest_difference(found.model, expected.model) == 0.0, name
+        assert largest_difference(found.optimizer, expected.optimizer) == 0.0, name
+        assert not list(newest.parent.glob(".step-*"))
+
+
+def counting_bytes(rank: int, settings: TrainSettings, folder: Path) -> list[float]:
+    """Train, and go on; the most bytes of tensors that this worker held at once, by those of the model."""
+    torch.set_num_threads(1)
+    worker: Any = TestWorker(rank, dist.get_world_size())
+    hosts = ["here"] * dist.get_world_size()
+    shares = []
+    for steps, resume in ((1, False), (2, True)):
+        own = replace(settings, steps=steps)
+        with MostBytes() as most:
+            parts = build.build(own, CPU, pieces=build.make_pieces(own, CPU))
+            PipelineTrainer(worker, own, parts, RunFolder(folder), hosts).run(resume)
+        shares.append(most.peak / (LAYERS * WIDE * WIDE * 4))
+        del parts
+    return shares
+
+
+def test_a_model_larger_than_a_workers_memory_starts_trains_saves_and_resumes(tmp_path: Path):
+    job = digits_job(
+        steps=2,
+        model=ModelSettings("support.pieces:wide"),
+        precision="float32",
+        optimizer=OptimizerSettings("sgd", {"lr": 0.01}),
+    )
+    settings = in_stages(job, straight_layout((1, 1, 1, 1)), Schedule.FLUSH, 2)
+    shares = run_ranks(4, counting_bytes, settings, tmp_path)
+    # A fourth of the weights, their gradients, and one more tensor on its way.
+    assert max(share for worker in shares for share in worker) < 0.7, shares
+    assert len(saved_weights(tmp_path)) == LAYERS
+
+
+def test_workers_hold_pieces_where_the_whole_would_not_fit(monkeypatch: pytest.MonkeyPatch):
+    settings = planned((1, 1), Schedule.FLUSH, model=ModelSettings("support.pieces:Mixed"))
+    assert build.find_pieces(settings, CPU) is None
+    limit = psutil.Process().memory_info().data + 1000
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    assert build.find_pieces(settings, CPU) is not None
+    assert build.find_pieces(replace(settings, pipeline=None), CPU) is None
