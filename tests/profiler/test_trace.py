@@ -335,6 +335,27 @@ def test_a_region_with_its_own_autocast_keeps_it() -> None:
         assert torch.equal(found, model(x))
 
 
+def test_layers_that_are_left_out_with_probability_0_are_never_left_out() -> None:
+    class MayDrop(nn.Module):
+        def __init__(self, probability: float) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.dropout, self.probability = nn.Dropout(0.5), probability
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if torch.rand([]) < self.probability:
+                    continue
+                x = self.dropout(layer(x))
+            return x
+
+    model = MayDrop(0.0).double()
+    inputs = as_double((torch.randn(4, 4),))
+    staged_step(model, inputs, inputs, 2).assert_equals(whole_step(model, inputs))
+    with pytest.raises(TraceError, match="reads the value of a tensor"):
+        trace(MayDrop(0.5), (torch.randn(4, 4),))
+
+
 def test_a_failed_trace_leaves_torch_as_it_was() -> None:
     call, assign = nn.Module.__call__, nn.Module.__setattr__
     apply = torch.autograd.Function.__dict__["apply"]
@@ -342,3 +363,4 @@ def test_a_failed_trace_leaves_torch_as_it_was() -> None:
         trace(DependsOnValue(), (torch.randn(4, 4),))
     assert (nn.Module.__call__, nn.Module.__setattr__) == (call, assign)
     assert torch.autograd.Function.__dict__["apply"] is apply
+    assert "apply" not in torch.autograd.function._SingleLevelFunction.__dict__

@@ -178,8 +178,8 @@ def without_the_evaluation_trace(patch: pytest.MonkeyPatch) -> None:
     once = tracer._trace_once
     patch.setattr(
         "support.checked.trace",
-        lambda model, inputs, others, whole=frozenset(), evaluation=True: once(
-            model, inputs, others, frozenset(whole), {}
+        lambda model, inputs, others, whole=frozenset(), evaluation=True, before=None: once(
+            model, tracer._Examples(inputs, others), frozenset(whole), {}
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -49,7 +50,9 @@ def import_without_plait(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleT
     return module
 
 
-def run_written(paths: tuple[Path, ...], model: nn.Module, values: dict[str, Any], patch: Any) -> None:
+def run_written(
+    paths: tuple[Path, ...], model: nn.Module, values: dict[str, Any], patch: Any, training: bool = True
+) -> None:
     """Run the stages one after another; what they give joins `values`."""
     state = model.state_dict()
     modules = [import_without_plait(path, patch) for path in paths]
@@ -57,7 +60,10 @@ def run_written(paths: tuple[Path, ...], model: nn.Module, values: dict[str, Any
     torch.manual_seed(1)
     for module, stage in zip(modules, stages):
         stage.load_model(state)
-        values |= dict(zip(module.OUTPUTS, stage(*(values[name] for name in module.INPUTS)), strict=True))
+        stage.train(training)
+        prefix = "" if training or not hasattr(module, "EVALUATION_INPUTS") else "EVALUATION_"
+        taken, given = getattr(module, f"{prefix}INPUTS"), getattr(module, f"{prefix}OUTPUTS")
+        values |= dict(zip(given, stage(*(values[name] for name in taken)), strict=True))
 
 
 def assert_code_computes_the_same(model: nn.Module, inputs: Any, folder: Path, patch: Any) -> None:
@@ -70,6 +76,12 @@ def assert_code_computes_the_same(model: nn.Module, inputs: Any, folder: Path, p
     expected = tensors_of(model(*args, **kwargs))
     found = tensors_of(traced.rebuild_output([values[name] for name in traced.outputs]))
     torch.testing.assert_close(found, expected)
+    evaluated = dict(zip(traced.inputs, tensors_of(arguments(inputs))))
+    run_written(paths, model, evaluated, patch, training=False)
+    assert traced.evaluation is not None
+    found = tensors_of(traced.evaluation.rebuild_output([evaluated[n] for n in traced.evaluation.outputs]))
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, tensors_of(copy.deepcopy(model).eval()(*args, **kwargs)))
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

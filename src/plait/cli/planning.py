@@ -337,7 +337,7 @@ def _extras(
         wrote.append(str(timeline))
     if to_code is not None and job is not None:
         from plait.config import read_job
-        from plait.runtime.profiling import trace_job
+        from plait.runtime.profiling import trace_job, verify_job
         from plait.stages.code import write_code
 
         settings = read_job(job).settings()
@@ -346,7 +346,10 @@ def _extras(
                 f"--job: {job} has the model {settings.model.factory}, but the profile is of {measured.model}"
             )
         traced = trace_job(settings)
+        stages = [stage.layers for stage in made.stages]
+        if settings.verify != "off":
+            verify_job(settings, traced, stages)
         with os_errors_as_messages():
-            written = write_code(traced, [stage.layers for stage in made.stages], to_code)
+            written = write_code(traced, stages, to_code)
         wrote += [str(path) for path in written]
     return wrote

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,24 +53,34 @@ def build(
     """`layers` as one module over the model's own parameters; see `write_source` for `own_inputs`."""
     source = write_source(traced, layers, boundary, own_inputs)
     name = layers[0].id if len(layers) == 1 else f"{layers[0].id} to {layers[-1].id}"
-    attributes = {path: (item, persistent) for path, item, persistent in attributes_of(traced, layers)}
     evaluation: Source | str | None = traced.no_evaluation
     if traced.evaluation is not None:
-        other, own = replace(traced.evaluation, model=traced.model), traced.evaluated_with(_ids(layers))
-        evaluation = write_source(other, own, other.boundary(own), own_inputs)
-        for path, item, persistent in attributes_of(other, own):
-            attributes.setdefault(path, (item, persistent))
-    modules = [path for path, (item, _) in attributes.items() if isinstance(item, nn.Module)]
-    inside = tuple(f"{path}." for path in modules)
-    module = LayersModule(
-        source,
-        # What is part of a module comes with it.
-        [(path, *item) for path, item in attributes.items() if not path.startswith(inside)],
-        name,
-        evaluation,
-    )
+        evaluation, _ = write_evaluation(traced, layers, source, own_inputs)
+    module = LayersModule(source, all_attributes(traced, layers), name, evaluation)
     module.training = traced.model.training  # and of its parts, each keeps its own mode
     return module
+
+
+def write_evaluation(
+    traced: TracedModel, layers: Sequence[Layer], source: Source, own_inputs: bool
+) -> tuple[Source, Boundary]:
+    """What the model computes in evaluation mode where `layers`, which `source` computes, are in training."""
+    assert traced.evaluation is not None
+    other, own = replace(traced.evaluation, model=traced.model), traced.evaluated_with(_ids(layers))
+    boundary = other.boundary(own)
+    return write_source(other, own, boundary, own_inputs, source.objects), boundary
+
+
+def all_attributes(traced: TracedModel, layers: Sequence[Layer]) -> list[tuple[str, Any, bool]]:
+    """As `attributes_of`, of what `layers` use in training and in evaluation mode."""
+    found = {path: (item, persistent) for path, item, persistent in attributes_of(traced, layers)}
+    if traced.evaluation is not None:
+        other = replace(traced.evaluation, model=traced.model)
+        for path, item, persistent in attributes_of(other, traced.evaluated_with(_ids(layers))):
+            found.setdefault(path, (item, persistent))
+    # What is part of a module comes with it.
+    inside = tuple(f"{path}." for path, (item, _) in found.items() if isinstance(item, nn.Module))
+    return [(path, *item) for path, item in found.items() if not path.startswith(inside)]
 
 
 def _ids(layers: Iterable[Layer]) -> list[str]:

@@ -9,6 +9,7 @@ everything to aten operations with the device written in, and drop the backward 
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
 import threading
 from collections import Counter
@@ -39,6 +40,7 @@ CONTAINERS = (
     nn.TransformerEncoder,
     nn.TransformerDecoder,
 )
+_BELOW: dict[str, Callable[[float, float], bool]] = {"lt": operator.lt, "ge": operator.ge}
 _WRITING_OPERATORS = frozenset(
     f"__{name}__"
     for name in (
@@ -121,6 +123,9 @@ class Recorder(TorchFunctionMode):
         self._known: set[int] | None = None
         self._running = ""
         self._made_in: dict[int, str] = {}
+        # Random numbers in [0, 1), and comparisons of them whose outcome does not depend on the number.
+        self._uniform: set[int] = set()
+        self._decided: dict[int, bool] = {}
         self._attributes = {id(tensor): name for name, tensor in self.constants.items()}
         self._attributes |= dict(_named_tensors(model))
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -188,13 +193,17 @@ class Recorder(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if getattr(function, "__name__", "") == "__bool__" and id(args[0]) in self._decided:
+            return self._decided[id(args[0])]
         if self._is_silent():
             result = function(*args, **kwargs)
             self._watch_inside(args, kwargs, result)
-            return result
-        _refuse_hooks(function)
-        self._note_size_read(function, args)
-        return self._observe(function, args, kwargs, lambda: function(*args, **kwargs))
+        else:
+            _refuse_hooks(function)
+            self._note_size_read(function, args)
+            result = self._observe(function, args, kwargs, lambda: function(*args, **kwargs))
+        self._decide(function, args, result)
+        return result
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -316,6 +325,21 @@ class Recorder(TorchFunctionMode):
                 self._known.add(id(leaf))
                 self._made_in[id(leaf)] = self._running
                 self._kept.append(leaf)
+
+    def _decide(self, function: Any, args: Any, result: Any) -> None:
+        """Know the outcome of `torch.rand(()) < p` where p is 0 or 1: nothing, or all, is left out."""
+        name = getattr(function, "__name__", "").strip("_")
+        if name == "rand" and isinstance(result, Tensor) and result.dim() == 0:
+            self._uniform.add(id(result))
+            self._kept.append(result)
+            if id(result) in self._values:
+                # It is drawn though nobody uses it, so that what is drawn later stays the same.
+                self._values[id(result)].meta["writes"] = ()
+        elif name in _BELOW and len(args) == 2 and id(args[0]) in self._uniform:
+            limit = args[1]
+            if isinstance(limit, (int, float)) and not 0 < limit < 1:
+                self._decided[id(result)] = _BELOW[name](0.5, limit)
+                self._kept.append(result)
 
     def _note_size_read(self, function: Any, args: Any) -> None:
         """Remember the first line that reads a size which is a number in this trace."""

@@ -48,14 +48,18 @@ class Source:
 
 
 def write_source(
-    traced: TracedModel, layers: Sequence[Layer], boundary: Boundary, own_inputs: bool
+    traced: TracedModel,
+    layers: Sequence[Layer],
+    boundary: Boundary,
+    own_inputs: bool,
+    objects: dict[str, Any] | None = None,
 ) -> Source:
-    """The source that computes `layers`.
+    """The source that computes `layers`; `objects` have names already that it may use.
 
     With `own_inputs` no input is written into and no output changes after it was made: an input that is
     changed in place is copied first (a received tensor is a leaf of autograd, which forbids the write).
     """
-    return _Writer(traced, layers, boundary, own_inputs).write()
+    return _Writer(traced, layers, boundary, own_inputs).write(objects)
 
 
 class _Writer:
@@ -72,8 +76,9 @@ class _Writer:
         self._kept: dict[fx.Node, str] = {}
         self._context = ""
 
-    def write(self) -> Source:
-        self._source = Source(tuple(self._input_name(node) for node in self._inputs))
+    def write(self, objects: dict[str, Any] | None = None) -> Source:
+        names = tuple(self._input_name(node) for node in self._inputs)
+        self._source = Source(names, objects=dict(objects or {}))
         if self._own_inputs:
             self._copy_changed_inputs()
         for node in self._nodes:

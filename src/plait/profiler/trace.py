@@ -44,6 +44,7 @@ def trace(
     others: Sequence[Inputs] = (),
     whole: Collection[str] = (),
     evaluation: bool = True,
+    before: TracedModel | None = None,
 ) -> TracedModel:
     """The layers of `model`, as it computes on `inputs` in the mode (train or eval) it is in.
 
@@ -51,18 +52,20 @@ def trace(
     (and the second of integer and boolean tensors) stay free, so the trace serves any batch, and so do those
     in which `others`, further inputs, differ. The modules named by `whole` become one layer each, which runs
     the module itself, where its arguments and results allow that. A model in training mode is traced in
-    evaluation mode, too, unless `evaluation` says otherwise. The model is run on tensors without values;
-    nothing of it changes. Trace under the autocast you train under.
+    evaluation mode, too, unless `evaluation` says otherwise. `before` is an earlier trace of the same model
+    on the same inputs, which saves time. The model is run on tensors without values; nothing of it changes.
+    Trace under the autocast you train under.
     Raises TraceError with the line of the model's source that stands in the way.
     """
-    traced = _trace_once(model, inputs, others, frozenset(whole), {})
+    examples = _Examples(inputs, others)
+    traced = _trace_once(model, examples, frozenset(whole), {}, _reusable(before))
     if not model.training or not evaluation:
         return traced
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         # The same modules stay whole, and tensors that are neither parameters nor buffers keep their names.
-        other = _trace_once(model, inputs, others, traced.whole, traced.constants)
+        other = _trace_once(model, examples, traced.whole, traced.constants, _reusable(traced))
         traced = replace(traced, evaluation=other)
     except TraceError as failure:
         traced = replace(traced, no_evaluation=str(failure))
@@ -72,35 +75,53 @@ def trace(
     return traced
 
 
+@dataclass(frozen=True)
+class _Examples:
+    """The inputs to trace with, and others that tell which sizes change."""
+
+    inputs: Inputs
+    others: Sequence[Inputs]
+
+
+def _reusable(before: TracedModel | None) -> FakeTensorMode | None:
+    """The mode of an earlier trace, which knows the results of most calls, unless sizes were fixed in it."""
+    return before.mode if before is not None and not before.guards.fixed else None
+
+
 def _trace_once(
     model: nn.Module,
-    inputs: Inputs,
-    others: Sequence[Inputs],
+    examples: _Examples,
     whole: frozenset[str],
     constants: Mapping[str, Tensor],
+    mode: FakeTensorMode | None = None,
 ) -> TracedModel:
     """The model as layers, in its present mode; modules of `whole` that cannot be one are opened."""
     while True:
         try:
-            return _trace_whole(model, inputs, others, whole, constants)
+            return _trace_whole(model, examples, whole, constants, mode)
         except MustOpen as found:
             whole -= found.paths
 
 
 def _trace_whole(
     model: nn.Module,
-    inputs: Inputs,
-    others: Sequence[Inputs],
+    examples: _Examples,
     whole: frozenset[str],
     constants: Mapping[str, Tensor],
+    mode: FakeTensorMode | None,
 ) -> TracedModel:
+    inputs, others = examples.inputs, examples.others
     args, kwargs = _arguments(inputs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = _tensors(inputs)
     if not tensors:
         raise TraceError(f"found no tensor among the inputs of {type(model).__name__}; expected at least one")
-    sizes = Sizes()
-    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+    if mode is None:
+        mode = FakeTensorMode(shape_env=Sizes(), allow_non_fake_inputs=True)
+    sizes = mode.shape_env
+    assert isinstance(sizes, Sizes)
+    sizes.silent = 1
+    sizes.branches.clear()
     recorder = Recorder(model, sizes, whole, constants)
     fakes = fake_inputs(mode, tensors, [_tensors(other) for other in others])
     nodes = [recorder.add_input(n, f) for n, f in zip(_input_names(model, args, kwargs), fakes)]
@@ -127,6 +148,7 @@ def _trace_whole(
         Guards(shapes, recorder.size_read, fixed, tuple(sizes.branches)),
         concerns,
         written,
+        mode=mode,
     )
 
 
@@ -153,9 +175,9 @@ def _run(
             random_before = python_random_state()
             # The dispatcher in Python knows symbolic sizes where the one in C++ would fix them.
             with torch.enable_grad(), mode, enable_python_dispatcher(), recorder.watching():
-                sizes.silent -= 1
+                sizes.silent = 0
                 result = model(*args, **kwargs)
-                sizes.silent += 1
+                sizes.silent = 1
                 leaves, spec = pytree.tree_flatten(result)
                 found = [_output_leaf(recorder, leaf) for leaf in leaves]
             concerns = _python_draws(random_before)

@@ -11,6 +11,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from sympy import Expr, Symbol
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError
@@ -133,6 +134,8 @@ class TracedModel:
     # The same model in evaluation mode; where that cannot be traced, why. Neither where it was traced so.
     evaluation: TracedModel | None = None
     no_evaluation: str | None = None
+    # The tensors without values that it was traced with, which make a further trace faster.
+    mode: FakeTensorMode | None = None
 
     @cached_property
     def homes(self) -> dict[str, str]:
@@ -250,7 +253,7 @@ def find_homes(traced: TracedModel, other: TracedModel) -> dict[str, str]:
     """For each layer of `other`, a further trace of the same model, the layer of `traced` it belongs to.
 
     That is the one at the same place in the code. Code that `traced` has not run goes with the layer whose
-    parameters it uses, else with the one that made the last of the values that it takes.
+    parameters it uses; code without parameters not before the layers that make the values it takes.
     """
     calls: dict[tuple[str, int], list[Layer]] = {}
     users: dict[str, Layer] = {}
@@ -269,7 +272,10 @@ def find_homes(traced: TracedModel, other: TracedModel) -> dict[str, str]:
         own = [users[name] for name in (*layer.parameters, *layer.buffers) if name in users]
         made = [other.layer_of.get(name) for name in other.boundary([layer]).inputs]
         before = [traced.layer_by_id[homes[name]] for name in made if name is not None]
-        found = same[-1:] or own[:1] or sorted(before, key=lambda each: order[each.id])[-1:]
+        if not own:
+            # Where other modules were called before, the same place may be an earlier one.
+            same = sorted([*same[-1:], *before], key=lambda each: order[each.id])
+        found = same[-1:] or own[:1]
         homes[layer.id] = found[0].id if found else traced.layers[0].id
     return homes
 

@@ -42,9 +42,16 @@ State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def trace_parts(
-    settings: TrainSettings, parts: Parts, whole: Collection[str] = (), evaluation: bool = True
+    settings: TrainSettings,
+    parts: Parts,
+    whole: Collection[str] = (),
+    evaluation: bool = True,
+    before: TracedModel | None = None,
 ) -> TracedModel:
-    """The model as layers, found with the first few samples; the modules of `whole` are one layer each."""
+    """The model as layers, found with the first few samples; the modules of `whole` are one layer each.
+
+    `before` is an earlier trace of it, which saves time.
+    """
     with same_random_numbers(settings.seed):
         (inputs, target), (others, _) = _examples(settings, parts, few=4)
     check_target(target)
@@ -55,6 +62,7 @@ def trace_parts(
             others=[as_arguments(others)],
             whole=whole,
             evaluation=evaluation,
+            before=before,
         )
 
 
@@ -73,7 +81,7 @@ def prepare_pipeline(
     _check_layers(settings, traced, arrangement)
     example = example_of(settings, parts, arrangement) if verify else None
     found = prepare_stages(
-        traced, arrangement.stages, lambda whole: trace_parts(settings, parts, whole), example
+        traced, arrangement.stages, lambda whole: trace_parts(settings, parts, whole, before=traced), example
     )
     return found, replace(arrangement, stages=found.stages)
 

@@ -30,10 +30,14 @@ from plait.runtime.loading import to_device
 from plait.runtime.optim import build_optimizer
 from plait.runtime.overhead import measure_overhead
 from plait.runtime.settings import OptimizerSettings, TrainSettings
+from plait.runtime.staged import Choices
 from plait.runtime.sums import measure_sums
 from plait.runtime.tracing import trace_inputs
+from plait.runtime.verify import Example, find_parting
+from plait.stages.cut import StageError
 from plait.stages.quick import plain_forwards, quicken
 from plait.stages.versions import WeightVersions
+from plait.verification import same_random_numbers
 from plait.workloads.losses import build_loss
 
 
@@ -183,6 +187,18 @@ def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
     """The job's model as its layers, traced on a few samples of its data."""
     model, inputs, _ = _example(settings, samples, torch.device("cpu"))
     return trace_inputs(model, inputs)
+
+
+def verify_job(settings: TrainSettings, traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
+    """Refuse stages of the job's model, traced by `trace_job`, that do not compute what it computes."""
+    dtype, device = torch.float64 if settings.precision == "float64" else None, torch.device("cpu")
+    with same_random_numbers(settings.seed):
+        contents = build.build_train_data(settings).example_batches((4, 3), settings.seed)
+    batches = [to_device(content, device, dtype) for content in contents]
+    loss = build_loss(settings.loss, settings.loss_args)
+    parting = find_parting(traced, stages, Example(batches, loss, Choices(quick=False)))
+    if parting is not None:
+        raise StageError(f"the stages do not compute what the model computes: {parting}")
 
 
 def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> tuple[Any, Any, Any]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.core.files import write_atomic
-from plait.profiler.build import attributes_of
+from plait.profiler.build import all_attributes, write_evaluation
 from plait.profiler.source import Source, attribute_path, indent, write_source
-from plait.profiler.traced import Layer, TracedModel
+from plait.profiler.traced import Boundary, Layer, TracedModel
 from plait.stages.constructors import NoConstructor, constructor
 from plait.stages.cut import StageError, check_buffers, check_stages
 
@@ -37,8 +37,9 @@ def _write_stage(traced: TracedModel, index: int, count: int, ids: Sequence[str]
     layers = traced.select(ids)
     boundary = traced.boundary(layers)
     source = write_source(traced, layers, boundary, own_inputs=True)
+    constants, methods = _methods(traced, layers, boundary, source)
     path = directory / f"stage_{index}.py"
-    extra = {name: item for name, item, persistent in attributes_of(traced, layers) if not persistent}
+    extra = {name: item for name, item, persistent in all_attributes(traced, layers) if not persistent}
     if extra:
         directory.mkdir(parents=True, exist_ok=True)
         torch.save({name: item.detach().cpu() for name, item in extra.items()}, path.with_suffix(".pt"))
@@ -52,8 +53,7 @@ def _write_stage(traced: TracedModel, index: int, count: int, ids: Sequence[str]
         "from torch import nn",
         *_imports(source),
         "",
-        f"INPUTS = {boundary.inputs!r}",
-        f"OUTPUTS = {boundary.outputs!r}",
+        *constants,
         "",
         "",
         "class Stage(nn.Module):",
@@ -61,8 +61,7 @@ def _write_stage(traced: TracedModel, index: int, count: int, ids: Sequence[str]
         "        super().__init__()",
         indent(_making(traced, layers), 8),
         "",
-        f"    def forward({', '.join(['self', *source.inputs])}):",
-        indent(source.lines, 8),
+        *methods,
         "",
         "    def load_model(self, state):",
         '        """Take this stage\'s part of the whole model\'s state_dict."""',
@@ -70,6 +69,34 @@ def _write_stage(traced: TracedModel, index: int, count: int, ids: Sequence[str]
     ]
     write_atomic(path, "\n".join(lines) + "\n")
     return path
+
+
+def _methods(
+    traced: TracedModel, layers: Sequence[Layer], boundary: Boundary, source: Source
+) -> tuple[list[str], list[str]]:
+    """The names of what enters and leaves, and `forward`, which follows the mode as the model does."""
+    constants = [f"INPUTS = {boundary.inputs!r}", f"OUTPUTS = {boundary.outputs!r}"]
+    if traced.evaluation is None:
+        if traced.no_evaluation is not None:
+            raise StageError(f"the model cannot be evaluated in stages: {traced.no_evaluation}")
+        return constants, _method("forward", source)
+    other, evaluated = write_evaluation(traced, layers, source, own_inputs=True)
+    source.objects |= other.objects
+    if (other.inputs, other.lines) == (source.inputs, source.lines) and evaluated == boundary:
+        return constants, _method("forward", source)
+    constants += [f"EVALUATION_INPUTS = {evaluated.inputs!r}", f"EVALUATION_OUTPUTS = {evaluated.outputs!r}"]
+    return constants, [
+        "    def forward(self, *inputs):",
+        "        return (self.forward_training if self.training else self.forward_evaluation)(*inputs)",
+        "",
+        *_method("forward_training", source),
+        "",
+        *_method("forward_evaluation", other),
+    ]
+
+
+def _method(name: str, source: Source) -> list[str]:
+    return [f"    def {name}({', '.join(['self', *source.inputs])}):", indent(source.lines, 8)]
 
 
 def _imports(source: Source) -> list[str]:
@@ -92,7 +119,7 @@ def _imports(source: Source) -> list[str]:
 
 def _making(traced: TracedModel, layers: Sequence[Layer]) -> list[str]:
     """The statements that make the stage's modules, parameters and buffers."""
-    attributes = list(attributes_of(traced, layers))
+    attributes = all_attributes(traced, layers)
     lines: list[str] = []
     made: set[str] = set()
     if any(not persistent for _, _, persistent in attributes):
