@@ -95,7 +95,7 @@ def test_an_operation_that_is_refused_in_mid_training_separates_the_trials(tmp_p
     assert [event.trials for event in alone] == [(0,), (1,)]
     for event in alone:
         assert not event.fused
-        assert "if self.calls > 3 and y.sum() > 0" in event.why
+        assert "if self.calls > 3 and y.sum().item() > 0" in event.why
     assert together(found) == [([0, 1], False), ([0, 1], True)]
 
 
