@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import re
 import signal
 import sys
 import time
@@ -143,8 +144,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     },
     **dict.fromkeys(
         (
-            *("llama", "mistral", "qwen2", "phi3", "stablelm", "olmo", "olmo2", "starcoder2", "granite"),
-            *("cohere", "smollm3", "helium"),
+            *("llama", "mistral", "qwen2", "phi3", "stablelm", "olmo", "starcoder2", "granite"),
+            "cohere",
         ),
         ("CausalLM", FEW_HEADS, "text"),
     ),
@@ -160,7 +161,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "pegasus": ("Seq2SeqLM", ENCODER_DECODER, "pair"),
     "marian": ("Seq2SeqLM", ENCODER_DECODER, "pair"),
     "vit": ("ImageClassification", IMAGE, "image"),
-    "deit": ("ImageClassification", IMAGE, "image"),
     "beit": ("ImageClassification", IMAGE, "image"),
     "dinov2": ("ImageClassification", IMAGE, "image"),
     "swin": (
@@ -404,8 +404,7 @@ def table(rows: Sequence[tuple[Case, dict[str, Verdict]]]) -> str:
 
 def _plain(sentence: str) -> str:
     """A sentence without the folders of this machine."""
-    words = [Path(w).name if w.startswith("/") else w for w in sentence.split()]
-    return " ".join(words).replace("|", "\\|")
+    return re.sub(r"/[^\s`]+/", "", " ".join(sentence.split())).replace("|", "\\|")
 
 
 def main() -> int:

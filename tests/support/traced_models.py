@@ -179,8 +179,10 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
-        mask = torch.full((length, length), float("-inf"), device=tokens.device).triu(1)
-        return self.head(self.encoder(self.embed(tokens), mask=mask))
+        x = self.embed(tokens)
+        # Of the type of the inputs: torch's attention on CPUs misreads a float32 mask of float64 inputs.
+        mask = x.new_full((length, length), float("-inf")).triu(1)
+        return self.head(self.encoder(x, mask=mask))
 
 
 def tokens(batch: int, length: int = 7, vocabulary: int = 11) -> Tensor:
