@@ -37,6 +37,10 @@ class LayoutError(RuntimeError):
     """A rule computed something that has no trials axis in front: the rule does not fit this call."""
 
 
+class PastRulesError(FusionError):
+    """Code of torch in C++ got a trial tensor as it is: it would compute with one that has no values."""
+
+
 def _check_layout(inner: Tensor, trials: Trials) -> None:
     if isinstance(inner, TrialTensor) or inner.dim() == 0 or inner.shape[0] != trials.count:
         raise LayoutError(
@@ -115,7 +119,15 @@ class TrialTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise AssertionError(f"{func} reached the dispatcher with a trial tensor, past the rules")
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # torch.arange(x) and its kind read the number in C++.
+            from plait.fusion.fallback import refuse_values
+
+            return refuse_values(torch.Tensor.item, args, {})
+        raise PastRulesError(
+            f"{user_line()}\n  gives a tensor of the trials to {func}, past all rules; name the module in "
+            f"fuse(..., unfused=[...]), or write the call another way"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TrialTensor(trials={self.trials.count}, shape={tuple(self.shape)})"
