@@ -13,7 +13,16 @@ from torch.utils import _pytree as pytree
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.padding import Rows
 from plait.fusion.per_trial import PerTrial
-from plait.fusion.registry import RULES, Arguments, Function, Options, Rule, spellings, takes_per_trial
+from plait.fusion.registry import (
+    READING_RULES,
+    RULES,
+    Arguments,
+    Function,
+    Options,
+    Rule,
+    spellings,
+    takes_per_trial,
+)
 from plait.fusion.tensor import LayoutError, PastRulesError, Trials, TrialTensor, leaves, trials_of, wrap
 
 # What these return is read by Python, and Python can take only one branch.
@@ -59,6 +68,9 @@ def metadata(function: Function, args: Arguments, kwargs: Options) -> Any:
     """What the wrapper itself knows: shape, type, device."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
+
+
+READING_RULES.add(metadata)
 
 
 @takes_per_trial

@@ -21,7 +21,15 @@ from plait.fusion.padding import Rows
 from plait.fusion.pending import PendingNorm
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
-from plait.fusion.registry import PER_TRIAL_RULES, RULES, Arguments, Function, Options, usual_form
+from plait.fusion.registry import (
+    PER_TRIAL_RULES,
+    READING_RULES,
+    RULES,
+    Arguments,
+    Function,
+    Options,
+    usual_form,
+)
 
 
 class Trials:
@@ -94,6 +102,8 @@ class TrialTensor(torch.Tensor):
 
             rule = RULES[func] = find_rule(func)
         kwargs = kwargs or {}
+        if rule in READING_RULES:
+            return rule(func, args, kwargs)
         if kwargs:
             args, kwargs = usual_form(func, args, kwargs)
         if rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
