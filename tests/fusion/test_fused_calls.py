@@ -283,3 +283,14 @@ def test_an_operation_in_place_that_runs_trial_by_trial_keeps_its_gradient():
 
     models = make_models(lambda: Body(body))
     assert_equals_lone_models(models, [(torch.randn(ROWS, CHANNELS).double(),) for _ in models])
+
+
+def test_a_number_of_all_trials_makes_a_range_and_numbers_that_differ_are_refused():
+    def body(m, h):
+        return h[:, : len(torch.arange((h[0, :3] == h[0, :3]).sum()))]
+
+    models = make_models(lambda: Body(body))
+    assert_equals_lone_models(models, [(torch.randn(ROWS, CHANNELS).double(),) for _ in models])
+    fused = fuse(make_models(lambda: Body(lambda m, h: h * len(torch.arange(h.mean() * 1000)))))
+    with pytest.raises(FusionError, match="3 trials have 3 values"):
+        fused(torch.rand(3, ROWS, CHANNELS).double())

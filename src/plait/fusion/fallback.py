@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,8 +14,17 @@ from torch.utils.checkpoint import _StopRecomputationError
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.padding import Rows
 from plait.fusion.per_trial import PerTrial
-from plait.fusion.registry import RULES, Arguments, Function, Options, Rule, spellings, takes_per_trial
-from plait.fusion.tensor import LayoutError, Trials, TrialTensor, leaves, trials_of, wrap
+from plait.fusion.registry import (
+    READING_RULES,
+    RULES,
+    Arguments,
+    Function,
+    Options,
+    Rule,
+    spellings,
+    takes_per_trial,
+)
+from plait.fusion.tensor import LayoutError, PastRulesError, Trials, TrialTensor, leaves, trials_of, wrap
 
 # What these return is read by Python, and Python can take only one branch.
 _VALUES = (
@@ -64,6 +71,9 @@ def metadata(function: Function, args: Arguments, kwargs: Options) -> Any:
         return function(*args, **kwargs)
 
 
+READING_RULES.add(metadata)
+
+
 @takes_per_trial
 def descend(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Run the Python body that torch has for `function`, on trial tensors; its operations have rules."""
@@ -83,8 +93,9 @@ _descending: list[Function] = []
 
 def recover(rule: Rule, function: Function, args: Arguments, kwargs: Options, failure: Exception) -> Any:
     """What a rule that failed should have computed: trial by trial, or torch's error about one trial."""
+    final = isinstance(failure, FusionError) and not isinstance(failure, PastRulesError)
     # The last is torch's way to end a recomputation early.
-    if isinstance(failure, (FusionError, torch.OutOfMemoryError, _StopRecomputationError)):
+    if final or isinstance(failure, (torch.OutOfMemoryError, _StopRecomputationError)):
         raise failure
     if rule in _FINAL:
         raise _unknown(function, failure) from failure
@@ -140,13 +151,18 @@ def _name(function: Function) -> str:
     return getattr(function, "__name__", str(function))
 
 
-@contextmanager
-def without_draws(function: Function) -> Iterator[None]:
+class without_draws:
     """Refuse `function` if it draws from torch's generators: all trials share them."""
-    before = _drawn()
-    yield
-    if before != _drawn():
-        refuse_random(function, (), {})
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+
+    def __enter__(self) -> None:
+        self.before = _drawn()
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is None and self.before != _drawn():
+            refuse_random(self.function, (), {})
 
 
 def _drawn() -> tuple[Any, ...]:

@@ -19,6 +19,9 @@ RULES: dict[Function, Rule] = {}
 # Rules that compute with a hyperparameter's value of each trial; the others would see the first one's.
 PER_TRIAL_RULES: set[Rule] = set()
 
+# Rules that read what a tensor is, and compute nothing: most calls of a forward are theirs.
+READING_RULES: set[Rule] = set()
+
 # One operation is reached as torch.relu, Tensor.relu, F.relu; each is a function of its own to torch.
 _PLACES = (torch, torch.Tensor, F, torch._C._nn, torch.special)
 

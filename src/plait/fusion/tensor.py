@@ -21,7 +21,15 @@ from plait.fusion.padding import Rows
 from plait.fusion.pending import PendingNorm
 from plait.fusion.per_trial import PerTrial, on_device
 from plait.fusion.random import Streams
-from plait.fusion.registry import PER_TRIAL_RULES, RULES, Arguments, Function, Options, usual_form
+from plait.fusion.registry import (
+    PER_TRIAL_RULES,
+    READING_RULES,
+    RULES,
+    Arguments,
+    Function,
+    Options,
+    usual_form,
+)
 
 # In the memo of a deep copy: the trial that is copied.
 OF_TRIAL = "plait.fusion.trial"
@@ -40,6 +48,10 @@ class Trials:
 
 class LayoutError(RuntimeError):
     """A rule computed something that has no trials axis in front: the rule does not fit this call."""
+
+
+class PastRulesError(FusionError):
+    """Code of torch in C++ got a trial tensor as it is: it would compute with one that has no values."""
 
 
 def _check_layout(inner: Tensor, trials: Trials) -> None:
@@ -95,6 +107,8 @@ class TrialTensor(torch.Tensor):
 
             rule = RULES[func] = find_rule(func)
         kwargs = kwargs or {}
+        if rule in READING_RULES:
+            return rule(func, args, kwargs)
         if kwargs:
             args, kwargs = usual_form(func, args, kwargs)
         if rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
@@ -120,7 +134,15 @@ class TrialTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise AssertionError(f"{func} reached the dispatcher with a trial tensor, past the rules")
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # torch.arange(x) and its kind read the number in C++.
+            from plait.fusion.fallback import refuse_values
+
+            return refuse_values(torch.Tensor.item, args, {})
+        raise PastRulesError(
+            f"{user_line()}\n  gives a tensor of the trials to {func}, past all rules; name the module in "
+            f"fuse(..., unfused=[...]), or write the call another way"
+        )
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Tensor:
         """One trial's tensor where the memo says of which trial a copy is made, else all, without history."""
