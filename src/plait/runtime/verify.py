@@ -8,6 +8,7 @@ All of it happens on copies. Where the two part, the place is found module by mo
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -139,6 +140,13 @@ def find_parting(traced: TracedModel, stages: Sequence[Sequence[str]], example: 
         raise InputError("verify: the model has no weights here; expected one that is built whole")
     plain = plain_copy(traced.model, example)
     staged = StagedModel(traced, stages, example.loss, example.choices, example.fresh)
+    perturbed: dict[int, _Perturbed] = {}
+
+    def again(number: int, seed: int) -> Observation:
+        if seed not in perturbed:
+            perturbed[seed] = _Perturbed(traced, example, seed)
+        return perturbed[seed].observe(number)
+
     for number, (batch, training) in enumerate(_STEPS):
         if not training and traced.no_evaluation is not None:
             break
@@ -146,7 +154,7 @@ def find_parting(traced: TracedModel, stages: Sequence[Sequence[str]], example: 
         found = _observe_stages(staged, plain, example, number, batch, training)
         differences = find_differences(expected, found, Noise({}))
         if differences:
-            noise = measure_noise(expected, lambda seed, n=number: _perturbed(traced, example, n, seed))  # type: ignore[misc]
+            noise = measure_noise(expected, functools.partial(again, number))
             differences = find_differences(expected, found, noise)
         if differences:
             return _locate(traced, stages, example, number, differences)
@@ -194,19 +202,27 @@ def _own(batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), batch)
 
 
-def _perturbed(traced: TracedModel, example: Example, number: int, seed: int) -> Observation:
-    """What the plain model does at step `number` if its weights are rounded otherwise."""
-    model = plain_copy(traced.model, example)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-                signs = signs.to(parameter.device, parameter.dtype)
-                parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
-    for step, (batch, training) in enumerate(_STEPS[: number + 1]):
-        found = _observe_plain(model, example, step, batch, training)
-    return found
+class _Perturbed:
+    """The plain model with its weights rounded otherwise, step by step: how far rounding takes it."""
+
+    def __init__(self, traced: TracedModel, example: Example, seed: int) -> None:
+        self._example = example
+        self._done = 0
+        self._model = plain_copy(traced.model, example)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.is_floating_point():
+                    signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                    signs = signs.to(parameter.device, parameter.dtype)
+                    parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+
+    def observe(self, number: int) -> Observation:
+        """What it does at step `number`, which comes after those asked for before."""
+        for step in range(self._done, number + 1):
+            found = _observe_plain(self._model, self._example, step, *_STEPS[step])
+        self._done = number + 1
+        return found
 
 
 # Where they part.
