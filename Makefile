@@ -26,9 +26,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# Three at a time on two cores: many tests wait for processes.
+# Four at a time on two cores: many tests wait for processes.
 unit: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist worksteal
 
 format: setup
 	$(BIN)/ruff check --fix .

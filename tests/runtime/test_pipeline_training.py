@@ -29,6 +29,7 @@ from plait.runtime.stretch import Microbatch, StretchWork, cut_step
 from plait.sync.wish import TopologyWish
 from support.plans import placed, planned
 from support.training import TestWorker, digits_job, largest_difference, train_here
+from support.training import train_rank as train_plainly
 from support.world import run_ranks
 
 
@@ -246,7 +247,8 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
     """The first scales overflow: all stages back off alike, and a resumed run has the scale it had."""
     model = ModelSettings("plait.workloads.mlp:mlp", {"inputs": 64, "hidden": [32, 32]})
     half = {"precision": "fp16", "model": model, "loss": "support.training:large_loss", "steps": 12}
-    plain, weights = train_here(digits_job(**half, accumulate=4), tmp_path / "plain")
+    # In a process like theirs: what fp16 rounds to may depend on what a process has done before.
+    plain, _ = run_ranks(1, train_plainly, digits_job(**half, accumulate=4), tmp_path / "plain")[0]
     jobs = {
         "flush": planned((1, 1), Schedule.FLUSH, **half),
         "gpipe": planned((1, 1), Schedule.GPIPE, **half, clip_norm=1e3),
@@ -257,7 +259,7 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
     for name, result in results.items():
         found = checkpoint.load(checkpoint.list_checkpoints(tmp_path / name / "checkpoints")[0])
         assert found.progress["loss_scale"] == expected.progress["loss_scale"]
-        assert largest_difference(found.model, weights) < 1e-6
+        assert largest_difference(found.model, expected.model) < 1e-6
         assert result["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-2)
 
 

@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 SCENES = ((True, 0), (True, 1), (False, 0), (False, 1))
 # So many modules are tried one by one before the whole model runs trial by trial.
 _ATTEMPTS = 12
+# How far, relative to their size, the weights of trials are set apart.
+APART = 0.01
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _WHOLE = "the whole model"
 # The path of no module: where a loss or backward failed.
@@ -142,7 +144,9 @@ class _Check:
         self.rehearsal = rehearsal
         self.unfused = unfused
         self.has_python_state = False
-        count = len(rehearsal.models)
+        # Trials that begin alike would hide that one computes with what belongs to another.
+        self.models = [_set_apart(model, number) for number, model in enumerate(rehearsal.models)]
+        count = len(self.models)
         self.trials = sorted({0, count // 2, count - 1})
         self._blamed: list[type] = []
 
@@ -167,7 +171,7 @@ class _Check:
 
     def _to_unfuse(self, blamed: str) -> list[str]:
         """The module to run trial by trial next: the one to blame, or what is around it."""
-        parts = dict(self.rehearsal.models[0].named_modules())
+        parts = dict(self.models[0].named_modules())
         name = blamed if blamed in parts else ""
         while name and (_is_within(name, self.unfused) or isinstance(parts[name], _CONTAINERS)):
             name = name.rpartition(".")[0]
@@ -189,9 +193,7 @@ class _Check:
         scenes = min(len(seen) for seen in expected.values())
         self.has_python_state = _changes_in_python([seen for seen, _ in expected[self.trials[0]]])
         try:
-            fused = fuse(
-                self.rehearsal.models, self.rehearsal.seeds, self.rehearsal.ages, unfused=self.unfused
-            )
+            fused = fuse(self.models, self.rehearsal.seeds, self.rehearsal.ages, unfused=self.unfused)
         except FusionError as failure:
             return _Problem(0, 0, _first_line(failure), "")
         stack = _Stack(fused.module)
@@ -222,7 +224,7 @@ class _Check:
         self, trial: int, noise: int | None = None, until: int = len(SCENES) - 1, traced: int | None = None
     ) -> list[tuple[Observation, _Trace | None]]:
         """What a trial's plain model does in the scenes; with `noise`, from weights rounded otherwise."""
-        model = own_copy(self.rehearsal.models[trial])
+        model = own_copy(self.models[trial])
         if noise is not None:
             _perturb_weights(model, noise, self.rehearsal.step)
         lone = _Lone(model, self.rehearsal.seeds[trial], self.rehearsal.ages[trial], self.unfused)
@@ -264,7 +266,7 @@ class _Check:
     def _locate(self, problem: _Problem) -> str:
         """The first module whose outcome parts from that of the module alone."""
         trial, scene = problem.trial, problem.scene
-        fused = fuse(self.rehearsal.models, self.rehearsal.seeds, self.rehearsal.ages, unfused=self.unfused)
+        fused = fuse(self.models, self.rehearsal.seeds, self.rehearsal.ages, unfused=self.unfused)
         together = _Trace(fused.module, lambda leaf: _slice(leaf, trial))
         try:
             for earlier in range(scene + 1):
@@ -284,6 +286,19 @@ class _Check:
             if names:
                 return names[0] if kind == "outputs" else _nearest_parent(names, list(expected))
         return ""
+
+
+def _set_apart(model: nn.Module, number: int) -> nn.Module:
+    """A copy of a trial's model whose trained weights are a little of its own."""
+    copied = own_copy(model)
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if number and parameter.requires_grad and parameter.is_floating_point():
+                drawn = torch.randn(parameter.shape, generator=generator).to(parameter)
+                size = parameter.abs().mean().clamp(min=1e-3)
+                parameter.add_(drawn * size, alpha=APART)
+    return copied
 
 
 class _Lone:

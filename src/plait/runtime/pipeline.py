@@ -149,7 +149,9 @@ class Pipeline:
         # An optimizer wants a parameter, also on a worker whose stages have none.
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
         # Of its own groups: a user's optimizer may leave out those that are empty in these stages.
-        self.base_lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        # That of fused trials has no groups, and rates of its own.
+        groups = getattr(self.optimizer, "param_groups", ())
+        self.base_lrs = tuple(float(group["lr"]) for group in groups)
         agreements = make_agreements(rendezvous, arrangement, stages_of, self.parameters, parts.topology)
         tied = make_tied(
             arrangement,
