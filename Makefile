@@ -9,7 +9,7 @@ setup: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Plait needs Python 3.11 or newer, but $(PYTHON) is {v.major}.{v.minor}; try: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 demo: setup
@@ -26,9 +26,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# Four at a time on two cores: many tests wait for processes.
+# Three at a time on two cores: many tests wait for processes.
 unit: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 
 format: setup
 	$(BIN)/ruff check --fix .

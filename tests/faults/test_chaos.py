@@ -19,11 +19,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [
-        ("loaders", "kill-worker"),
         ("stash", "kill-server"),
         ("partial-loaders", "stop-worker"),
         ("sweep", "stop-worker"),
-        ("two-hosts", "kill-worker"),
     ],
 )
 def test_a_fault_is_named_leaves_nothing_and_the_run_goes_on(mode: str, fault: str, tmp_path: Path):
