@@ -97,10 +97,13 @@ def wait_for_one_that_leaves(rank: int, silent: bool) -> tuple[str, float]:
     x = torch.ones(1000, device="cuda")
     if rank == 1:
         channels.send(0, 4, 0, [x], "a test")
+        # A socket that is reset loses what its peer has not read yet.
+        channels.receive(0, 5, 0, "that it has arrived").release()
         if silent:
             time.sleep(6.0)  # a worker that hangs
         os._exit(0)
     channels.receive(1, 4, 0, "the forward of microbatch 0").release()
+    channels.send(1, 5, 0, [x], "that it has arrived")
     started = time.monotonic()
     with pytest.raises(PeerError) as caught:
         channels.receive(1, 4, 1, "the forward of microbatch 1")

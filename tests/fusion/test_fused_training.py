@@ -157,7 +157,8 @@ WORKLOADS = {
     "alexnet": (alexnet.alexnet_tiny, IMAGES, 50),
     "vgg": (vgg.vgg16_tiny, IMAGES, 50),
     "resnet18": (resnet.resnet18_tiny, IMAGES, 20),
-    "resnet50": (resnet.resnet50_tiny, IMAGES, 10),
+    # Its norms over four images make rounding grow threefold a step.
+    "resnet50": (resnet.resnet50_tiny, IMAGES, 6),
     "resnet56": (resnet.resnet56_tiny, IMAGES, 20),
     "mobilenet v2": (mobilenet.mobilenet_v2_tiny, IMAGES, 10),
     "mobilenet v3": (mobilenet.mobilenet_v3_large_tiny, IMAGES, 10),

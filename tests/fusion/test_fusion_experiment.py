@@ -34,9 +34,9 @@ def test_the_slowest_of_several_processes_says_how_long_a_round_took():
 
 def test_an_unknown_model_or_mode_is_refused_with_the_nearest():
     with pytest.raises(InputError, match="'mpl'.*did you mean 'mlp'"):
-        run(models=["mpl"])
+        run(models=["mpl"], device="cpu")
     with pytest.raises(InputError, match="'fusd'.*did you mean 'fused'"):
-        run(models=["mlp"], modes=["fusd"])
+        run(models=["mlp"], modes=["fusd"], device="cpu")
 
 
 def test_fused_curves_lie_on_the_serial_ones(tmp_path):

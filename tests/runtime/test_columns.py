@@ -88,12 +88,13 @@ def samples_of(folder: Path, rank: int) -> int:
 
 
 def test_a_slow_worker_holds_up_its_own_pipeline_only(tmp_path: Path):
-    settings = side_by_side(slow=SlowSettings({2: 100.0}), precision="float32")
+    settings = side_by_side(slow=SlowSettings({2: 30.0}), precision="float32")
     result = train(settings, tmp_path)[0]
     assert (result["reason"], result["step"]) == ("finished", 20)
     slow, fast = samples_of(tmp_path, 0), samples_of(tmp_path, 1)
     assert slow + fast == 20 * 64
-    assert fast > 4 * slow
+    # Pipelines that wait for each other take the same number.
+    assert fast > 2 * slow
     assert [samples_of(tmp_path, rank) for rank in (2, 3)] == [slow, fast]
 
 

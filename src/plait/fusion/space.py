@@ -125,9 +125,13 @@ def _value(text: str, key: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        pass
+        unreadable = text.lstrip()[:1] in ("[", "{")
     except (ValueError, RecursionError):  # a number of too many digits, or too many brackets
-        raise FusionError(f"--over {shortened(key)}: found {shown(text)}, expected a value to try") from None
+        unreadable = True
+    if unreadable:
+        raise FusionError(
+            f"--over {shortened(key)}: found {shown(text)}, expected a value to try, lists and maps as JSON"
+        )
     try:
         return float(text)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +66,11 @@ def load(
             ahead.append((batch, len(mine)))
             yield batch.epoch, mine, seed
 
-    for content in load_batches(source, keys(), loaders, pin):
-        batch, count = ahead.pop(0)
-        yield _made(batch, content, count)
+    # Closed by name: Python 3.12 keeps the locals of a generator that was closed until it is freed.
+    with contextlib.closing(load_batches(source, keys(), loaders, pin)) as contents:
+        for content in contents:
+            batch, count = ahead.pop(0)
+            yield _made(batch, content, count)
 
 
 def _made(batch: GlobalBatch, content: Any, count: int) -> Batch:
