@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -44,7 +44,9 @@ _PR_SET_PDEATHSIG = 1
 Key = tuple[int, tuple[int, ...], int]
 
 
-def load_batches(source: DataSource, keys: Iterable[Key], loaders: int, pin: bool) -> Iterator[Any]:
+def load_batches(
+    source: DataSource, keys: Iterable[Key], loaders: int, pin: bool
+) -> Generator[Any, None, None]:
     """The batches that `keys` name, in order, made by `loaders` processes; `pin` is for copies to a GPU."""
     idle = source.idle_loaders.setdefault(loaders, [])
     pool = idle.pop() if idle else LoaderPool(loaders, _Batches(source))
