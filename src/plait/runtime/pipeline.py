@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -49,6 +50,9 @@ class Work(Protocol):
 
     def weight(self, microbatch: int) -> float:
         """The loss's share in the batch."""
+
+    def samples(self, microbatch: int) -> int:
+        """How many samples it holds."""
 
     def seed(self, microbatch: int, stage: int) -> int:
         """Where random numbers start."""
@@ -132,6 +136,8 @@ class Pipeline:
         self._parts = parts
         self._input_names = traced.inputs
         self._local: dict[tuple[int, int], Any] = {}
+        # Samples that each stage has seen in training since replicas last agreed on running statistics.
+        self._seen: Counter[int] = Counter()
         stages = {s: parts.make_stage(traced, arrangement.stages[s]) for s in arrangement.stages_of(rank)}
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
@@ -241,7 +247,8 @@ class Pipeline:
         """Give all replicas of each stage the mean of their running statistics; all workers call it."""
         for stage, group in self._replicas.items():
             if stage in self.modules:
-                average(list(self.modules[stage].buffers()), group)
+                average(list(self.modules[stage].buffers()), group, self._seen[stage])
+        self._seen.clear()
 
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """On rank 0 the whole model's and optimizer's state by name; all workers call it together."""
@@ -295,6 +302,7 @@ class Pipeline:
         with self._parts.slowed():
             held.runner.forward(flight)
         held.flights[op.microbatch] = flight
+        self._seen[op.stage] += work.samples(op.microbatch)
         if flight.loss is not None:
             self.losses[op.microbatch] = flight.loss.detach()
         self._send_forward(op, flight)
