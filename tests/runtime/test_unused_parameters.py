@@ -20,7 +20,7 @@ from support.training import (
 )
 from support.world import run_ranks
 
-# 22 samples make parts of 7, 7 and 8; the last batch of an epoch of 1437 samples has 7, in parts of 3, 2 and 2.
+# 22 samples make parts of 7, 7 and 8; the last batch of an epoch has fewer, and no part of 8.
 DATA = DataSettings("digits", 22)
 
 
