@@ -17,6 +17,7 @@ from torch import Tensor
 from plait.cluster.worker import Worker
 from plait.runtime.build import Parts
 from plait.runtime.evaluate import forward
+from plait.runtime.frozen import FrozenAtStart
 from plait.runtime.loading import Batch, cut, to_device
 from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
@@ -39,6 +40,7 @@ class DataParallel:
         self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
         self.chosen = self._start_topology()
         self._slow = SlowDown(settings.slow, worker.rank, settings.seed)
+        self._frozen = FrozenAtStart(parts.model.named_parameters())
         self._wish = _Wish(parts.device)
         # Samples of this worker since all agreed on running statistics.
         self._seen = 0
@@ -69,6 +71,7 @@ class DataParallel:
 
     def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, bool]:
         """Forward, backward, agree, update; the global batch's mean loss, and whether anyone wants to end."""
+        self._frozen.check()
         optimizer = self._parts.optimizer
         for group, base in zip(optimizer.param_groups, self._parts.base_lrs):
             group["lr"] = base * lr_factor

@@ -27,6 +27,7 @@ from plait.runtime.agreement import find_stages, first_held, make_agreements, re
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.checkpoint import optimizer_state
 from plait.runtime.evaluate import evaluation_mode
+from plait.runtime.frozen import FrozenAtStart, check_still_trained
 from plait.runtime.loss_scale import LossScale
 from plait.runtime.spans import Span
 from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
@@ -152,6 +153,7 @@ class Pipeline:
                 turn = len(arrangement.holders(number)) == 1
                 self._quickened += quicken(module, add, turn, tied_ones)
         trained = [p for p in self.parameters.values() if p.requires_grad]
+        self._frozen = FrozenAtStart(self.parameters.items())
         # An optimizer wants a parameter, also on a worker whose stages have none.
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
         # Of its own groups: a user's optimizer may leave out those that are empty in these stages.
@@ -422,6 +424,9 @@ class Pipeline:
     def _update(self, updates: Sequence[Update], work: Work) -> None:
         """Agree with the other holders of this worker's parameters and write their next version."""
         start = time.time()
+        self._frozen.check()
+        for update in updates:
+            check_still_trained(self.parameters, self._updates.frozen(update.stage))
         self._updates.agree(updates, work)
         is_finite = self._unscale()
         if self._parts.clip_norm is not None and is_finite:
