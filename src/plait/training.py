@@ -46,6 +46,7 @@ def _planned(
     from plait.runtime.planned import (
         PlanWish,
         describe_clipping,
+        describe_memory,
         describe_updates,
         on_fewer_workers,
         other_microbatch,
@@ -81,7 +82,7 @@ def _planned(
     check_slow(wish.slow, workers)
     check_pipeline(settings, workers)
     words += [describe_updates(plan, settings), describe_clipping(plan, settings)]
-    words += [] if is_made else [other_microbatch(plan, settings)]
+    words += [describe_memory(plan), "" if is_made else other_microbatch(plan, settings)]
     for line in filter(None, words):
         display.printed(line)
     return settings, placement

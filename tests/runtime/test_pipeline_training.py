@@ -253,7 +253,8 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
         "flush": planned((1, 1), Schedule.FLUSH, **half),
         "gpipe": planned((1, 1), Schedule.GPIPE, **half, clip_norm=1e3),
     }
-    results = run_ranks(2, train_both, jobs, tmp_path)[0]
+    # Four runs in one world.
+    results = run_ranks(2, train_both, jobs, tmp_path, deadline_s=240)[0]
     expected = checkpoint.load(checkpoint.list_checkpoints(tmp_path / "plain" / "checkpoints")[0])
     assert 1.0 < expected.progress["loss_scale"]["scale"] < 65536.0
     for name, result in results.items():

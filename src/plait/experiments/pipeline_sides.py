@@ -78,6 +78,9 @@ class FixedWork:
     def weight(self, microbatch: int) -> float:
         return self.share
 
+    def samples(self, microbatch: int) -> int:
+        return len(self.x[microbatch % len(self.x)])
+
     def seed(self, microbatch: int, stage: int) -> int:
         return microbatch
 

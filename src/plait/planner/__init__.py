@@ -3,6 +3,7 @@
 Nothing here runs a model. A plan is data: print it, save it, compare it.
 """
 
+from plait.planner.as_run import with_memory_as_run
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
 from plait.planner.machines import Device, Level, Machines, machines, measured_machines
@@ -45,4 +46,5 @@ __all__ = [
     "render_plan",
     "save_plan",
     "summary",
+    "with_memory_as_run",
 ]

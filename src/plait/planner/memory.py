@@ -2,9 +2,10 @@
 
 What a worker holds for a stage while it trains, beside what any Python process with torch holds:
 
-- the weights, once for each version: as many under stash as there are microbatches in flight, two under 2bw,
-  else one; one gradient of each; the optimizer's state; the buffers; where the stage has replicas, one copy
-  more of the gradients, in which they are summed;
+- the weights, once for each version: as many under stash as there are microbatches in flight (with vertical
+  sync as many as the first stage has in flight, planner/as_run.py), two under 2bw, else one; one gradient of
+  each; the optimizer's state; the buffers; where the stage has replicas, one copy more of the gradients, in
+  which they are summed;
 - the same of weights that belong to another stage and are used here too (`Graph.ties`). All stages that
   share a weight sum its gradients: schedules that drain hold one copy more for that, 2bw the sum of the batch
   before. Under stash each stage has given the gradients of so many microbatches, which wait until the first

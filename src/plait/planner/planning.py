@@ -253,7 +253,7 @@ def _build_stages(
     depths: tuple[int, ...] = (),
 ) -> tuple[Stage, ...]:
     layout = Layout(tuple(placed.devices for placed in partition.stages))
-    held = _held(settings.schedule, layout, microbatches, depths)
+    held = held_microbatches(settings.schedule, layout, microbatches, depths)
     layers = [partition.ideals.between(placed.start, placed.end) for placed in partition.stages]
     tied = find_tied(graph.ties, layers, layout, depths)
     return tuple(
@@ -262,7 +262,9 @@ def _build_stages(
     )
 
 
-def _held(schedule: Schedule, layout: Layout, microbatches: int, depths: tuple[int, ...] = ()) -> list[int]:
+def held_microbatches(
+    schedule: Schedule, layout: Layout, microbatches: int, depths: tuple[int, ...] = ()
+) -> list[int]:
     """Microbatches in flight at most in each stage."""
     stages = range(len(layout.stages))
     if not schedule.synchronous:

@@ -49,6 +49,9 @@ class ColumnWork:
     def weight(self, microbatch: int) -> float:
         return self.sizes[microbatch] / sum(self.sizes)
 
+    def samples(self, microbatch: int) -> int:
+        return self.sizes[microbatch]
+
     def seed(self, microbatch: int, stage: int) -> int:
         return mix(*self.seeds, microbatch, stage)
 

@@ -2,7 +2,8 @@
 
 N workers on a global batch take the same steps as one process on it. Each weights its loss by its share's
 size, and gradients are summed. BatchNorm uses the statistics of each worker's share, as in
-DistributedDataParallel; `average_buffers` gives all workers the mean of their running statistics.
+DistributedDataParallel; `average_buffers` gives all workers the mean of their running statistics, weighted by
+the samples that each has seen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from plait.cluster.worker import Worker
 from plait.runtime.build import Parts
 from plait.runtime.evaluate import forward
+from plait.runtime.frozen import FrozenAtStart
 from plait.runtime.loading import Batch, cut, to_device
 from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
@@ -38,7 +40,10 @@ class DataParallel:
         self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
         self.chosen = self._start_topology()
         self._slow = SlowDown(settings.slow, worker.rank, settings.seed)
+        self._frozen = FrozenAtStart(parts.model.named_parameters())
         self._wish = _Wish(parts.device)
+        # Samples of this worker since all agreed on running statistics.
+        self._seen = 0
         # What comes between the gradients of a worker alone and its update.
         self.before_update: Callable[[], None] | None = None
 
@@ -66,6 +71,7 @@ class DataParallel:
 
     def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, bool]:
         """Forward, backward, agree, update; the global batch's mean loss, and whether anyone wants to end."""
+        self._frozen.check()
         optimizer = self._parts.optimizer
         for group, base in zip(optimizer.param_groups, self._parts.base_lrs):
             group["lr"] = base * lr_factor
@@ -95,6 +101,7 @@ class DataParallel:
             # The scaler makes its scale on first use; the other workers have one by now.
             parts.scaler.scale(total)
             return total
+        self._seen += batch.count
         pieces = list(cut(batch.content, batch.count, self._settings.accumulate))
         for i, (content, count) in enumerate(pieces):
             inputs, target = to_device(content, parts.device, parts.dtype)
@@ -127,7 +134,8 @@ class DataParallel:
     def average_buffers(self) -> None:
         """Give all workers the mean of their running statistics; all ranks call it together."""
         if self._worker.world_size > 1:
-            average(list(self._parts.model.buffers()))
+            average(list(self._parts.model.buffers()), samples=self._seen)
+            self._seen = 0
 
 
 class _Wish:

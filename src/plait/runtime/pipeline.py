@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from plait.runtime.agreement import find_stages, first_held, make_agreements, re
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.checkpoint import optimizer_state
 from plait.runtime.evaluate import evaluation_mode
+from plait.runtime.frozen import FrozenAtStart, check_still_trained
 from plait.runtime.loss_scale import LossScale
 from plait.runtime.spans import Span
 from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
@@ -49,6 +51,9 @@ class Work(Protocol):
 
     def weight(self, microbatch: int) -> float:
         """The loss's share in the batch."""
+
+    def samples(self, microbatch: int) -> int:
+        """How many samples it holds."""
 
     def seed(self, microbatch: int, stage: int) -> int:
         """Where random numbers start."""
@@ -132,6 +137,8 @@ class Pipeline:
         self._parts = parts
         self._input_names = traced.inputs
         self._local: dict[tuple[int, int], Any] = {}
+        # Samples that each stage has seen in training since replicas last agreed on running statistics.
+        self._seen: Counter[int] = Counter()
         stages = {s: parts.make_stage(traced, arrangement.stages[s]) for s in arrangement.stages_of(rank)}
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
@@ -146,6 +153,7 @@ class Pipeline:
                 turn = len(arrangement.holders(number)) == 1
                 self._quickened += quicken(module, add, turn, tied_ones)
         trained = [p for p in self.parameters.values() if p.requires_grad]
+        self._frozen = FrozenAtStart(self.parameters.items())
         # An optimizer wants a parameter, also on a worker whose stages have none.
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
         # Of its own groups: a user's optimizer may leave out those that are empty in these stages.
@@ -241,7 +249,8 @@ class Pipeline:
         """Give all replicas of each stage the mean of their running statistics; all workers call it."""
         for stage, group in self._replicas.items():
             if stage in self.modules:
-                average(list(self.modules[stage].buffers()), group)
+                average(list(self.modules[stage].buffers()), group, self._seen[stage])
+        self._seen.clear()
 
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """On rank 0 the whole model's and optimizer's state by name; all workers call it together."""
@@ -295,6 +304,7 @@ class Pipeline:
         with self._parts.slowed():
             held.runner.forward(flight)
         held.flights[op.microbatch] = flight
+        self._seen[op.stage] += work.samples(op.microbatch)
         if flight.loss is not None:
             self.losses[op.microbatch] = flight.loss.detach()
         self._send_forward(op, flight)
@@ -414,6 +424,9 @@ class Pipeline:
     def _update(self, updates: Sequence[Update], work: Work) -> None:
         """Agree with the other holders of this worker's parameters and write their next version."""
         start = time.time()
+        self._frozen.check()
+        for update in updates:
+            check_still_trained(self.parameters, self._updates.frozen(update.stage))
         self._updates.agree(updates, work)
         is_finite = self._unscale()
         if self._parts.clip_norm is not None and is_finite:

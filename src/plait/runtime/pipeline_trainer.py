@@ -130,6 +130,9 @@ class PipelineTrainer(StretchTrainer):
     def _make_engine(self) -> None:
         return None
 
+    def _parts_of_a_batch(self) -> int:
+        return self._arrangement.microbatches
+
     def _close(self) -> None:
         self._pipeline.close()
         self._channels.close()

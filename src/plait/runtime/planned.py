@@ -13,6 +13,7 @@ from pathlib import Path
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, JobError
+from plait.core.units import show_bytes
 from plait.graph.graph import Graph
 from plait.planner import (
     Machines,
@@ -28,7 +29,9 @@ from plait.planner import (
     machines,
     measured_machines,
     model_parallel_plan,
+    with_memory_as_run,
 )
+from plait.planner.fits import misfit
 from plait.profiler.profile import Profile
 from plait.runtime import build
 from plait.runtime.arrangement import arrange, microbatches_per_update
@@ -80,6 +83,7 @@ def planned(
         plan = _kept(settings, placement, wish, before) or _make(settings, placement, wish)
     else:
         plan = _read(Path(wish.plan), settings, wish)
+    plan = with_memory_as_run(plan, wish.depths, wish.vertical_sync, wish.recompute)
     chosen = PipelineSettings(encode(plan), wish.vertical_sync, dict(wish.depths), wish.recompute)
     return replace(settings, pipeline=chosen), plan
 
@@ -165,6 +169,19 @@ def other_microbatch(plan: Plan, settings: TrainSettings) -> str:
         f"parallel.plan: the plan was made for microbatches of {plan.microbatch_samples} samples, but here "
         f"they have {size} (a batch of {settings.data.batch_size} in {plan.microbatches}), so its times and "
         f"memory do not hold; profile with --batch {size}, or set parallel.microbatches"
+    )
+
+
+def describe_memory(plan: Plan) -> str:
+    """What to say where a device that the plan knows the memory of would need more; nothing where it fits."""
+    found = misfit(plan.stages, plan.machines)
+    if found is None:
+        return ""
+    device, needed, limit = found
+    return (
+        f"parallel.plan: with what the job sets over the plan, device {device} would need "
+        f"{show_bytes(needed)}, but was planned to have {show_bytes(limit)}; plan for the job's own "
+        f"schedule, leave vertical_sync and deeper depths out, or set parallel.recompute"
     )
 
 

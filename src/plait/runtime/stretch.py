@@ -125,6 +125,9 @@ class StretchWork:
             return len(own.samples) / sum(len(m.samples) for m in members)
         return len(own.samples) / self._samples[own.step]
 
+    def samples(self, microbatch: int) -> int:
+        return len(self.microbatch(microbatch).samples)
+
     def seed(self, microbatch: int, stage: int) -> int:
         own = self.microbatch(microbatch)
         return mix(self._seed, own.step, own.place, stage)

@@ -24,6 +24,7 @@ from plait.runtime.build import UNKNOWN_STEPS, Parts, emulated, total_steps
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.folder import RunFolder
+from plait.runtime.loss_parts import describe_parts
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience, gain
 from plait.runtime.record import Recorder
@@ -102,11 +103,22 @@ class Trainer:
         """Get ready to go on until `steps` steps are done."""
         self.steps = steps
         self._lr_factor = build_lr_factor(self.settings.lr_schedule, steps)
+        self._tell_of_parts()
         self.recorder.start(self.step, None if steps == UNKNOWN_STEPS else steps)
         if slow := emulated(self.settings.precision, self.parts.device):
             self.recorder.warn(slow)
         if self.engine is not None and self.engine.chosen is not None:
             self.recorder.note(self.engine.chosen)
+
+    def _tell_of_parts(self) -> None:
+        """Warn where a batch that is trained in parts has another loss than as a whole."""
+        asked = self.worker.rank == 0 and self.settings.verify != "off"
+        if asked and self._parts_of_a_batch() > 1 and (words := describe_parts(self.settings, self.parts)):
+            self.recorder.warn(words)
+
+    def _parts_of_a_batch(self) -> int:
+        """In how many parts, each with a loss of its own, a batch is trained."""
+        return self.worker.world_size * self.settings.accumulate
 
     def train(self) -> str:
         """Take steps until the last one, a request to stop, or the end of patience; which of them it was."""

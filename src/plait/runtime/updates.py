@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn import Parameter
 
 from plait.core.errors import LostPeer, PeerError
 from plait.planner.operations import Backward, Forward, Update
@@ -52,6 +53,10 @@ class Updates:
         """Those of a stage's own weights, and of what it shares with others; none if updates wait."""
         own = [self._versions[stage]] if stage in self._versions else []
         return own + [each.versions for each in self._tied[stage]]
+
+    def frozen(self, stage: int) -> list[Parameter]:
+        """The parameters of a stage that were frozen in a version of its weights."""
+        return [parameter for versions in self.versions(stage) for parameter in versions.frozen()]
 
     def bring_tied(self, op: Forward, work: Rounds) -> tuple[int, ...]:
         """The versions that a forward uses of what its stage shares with others; they are there now."""

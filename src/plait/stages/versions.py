@@ -130,6 +130,11 @@ class WeightVersions:
         kept = all(master.data_ptr() == leaf.data_ptr() for master, leaf in pairs)
         return version if kept else self._leaves_of_masters()
 
+    def frozen(self) -> list[Parameter]:
+        """The masters that a version's leaf no longer trains: someone froze what hangs in the module."""
+        pairs = ((m, leaf) for v in self._versions.values() for m, leaf in zip(self.masters, v.leaves))
+        return [master for master, leaf in pairs if master.requires_grad and not leaf.requires_grad]
+
     def settle(self) -> None:
         """Put the masters themselves back into the module; nothing is in flight any more."""
         assert all(version.users == 0 for version in self._versions.values()), "microbatches in flight"

@@ -244,6 +244,10 @@ class _Work:
     def weight(self, microbatch: int) -> float:
         return 1.0
 
+    def samples(self, microbatch: int) -> int:
+        # Stages of fused trials have no replicas, among which it would count.
+        return 1
+
     def seed(self, microbatch: int, stage: int) -> int:
         # Fused trials draw from streams of their own.
         return 0

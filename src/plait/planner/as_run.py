@@ -1,0 +1,69 @@
+"""A plan as a job runs it: what its stages hold under the job's own depths, recomputation and versions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from plait.planner.depth import Schedule, in_flight
+from plait.planner.memory import MemorySettings, versions
+from plait.planner.operations import Layout
+from plait.planner.plan import Plan
+from plait.planner.planning import held_microbatches
+
+# More microbatches than any pipeline holds.
+_MANY = 1 << 40
+
+
+def with_memory_as_run(
+    plan: Plan,
+    depths: Mapping[int, int] | None = None,
+    vertical_sync: bool = False,
+    recompute: Collection[int] = (),
+) -> Plan:
+    """`plan` with the microbatches and the bytes that its stages hold under its schedule and these choices.
+
+    `depths` are put over the plan's own; `recompute` names stages that compute their activations again.
+    """
+    layout = plan.layout()
+    given = {**dict(enumerate(plan.depths)), **(depths or {})}
+    share = math.ceil(plan.microbatches / plan.pipelines)
+    held = held_microbatches(plan.schedule, layout, share, _all_depths(plan.schedule, layout, given))
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        memory = MemorySettings(plan.optimizer_copies, plan.recompute or number in recompute)
+        copies, each = versions(plan.schedule)
+        count = copies + each * held[number]
+        if vertical_sync and plan.schedule is Schedule.STASH:
+            count = versions_of_vertical_sync(layout, number, given)
+        size = count * stage.held.weights + stage.summed_bytes
+        size += stage.held.state(plan.schedule, memory) + held[number] * stage.held.microbatch(memory)
+        stages.append(replace(stage, in_flight=held[number], memory_bytes=size))
+    return replace(plan, stages=tuple(stages))
+
+
+def _all_depths(schedule: Schedule, layout: Layout, given: Mapping[int, int]) -> tuple[int, ...]:
+    """The depth of every stage, if any is given at all."""
+    if not given:
+        return ()
+    return tuple(in_flight(schedule, layout, s, _MANY, given) for s in range(len(layout.stages)))
+
+
+def versions_of_vertical_sync(layout: Layout, stage: int, depths: Mapping[int, int]) -> int:
+    """Copies of its weights that a stage holds at most where a microbatch meets one version in all stages.
+
+    It is the version that the first stage had when the microbatch entered, so a stage keeps all that came
+    since: as many as the first stage has in flight, where they have equal replicas.
+    """
+    first, own = layout.replicas(0), layout.replicas(stage)
+    deep = in_flight(Schedule.STASH, layout, 0, _MANY, depths)
+
+    def entered(step: int) -> int:
+        """The version of the microbatch that comes to the first replica in this step."""
+        return max(0, step * own // first - deep + 1) * first // own
+
+    # After update v the microbatch of step v is the oldest that is in flight or still to come. What is held
+    # repeats once both stages have gone round their replicas.
+    begin, turn = 2 * deep * first, math.lcm(first, own)
+    return max(v + 1 - entered(v) for v in range(begin, begin + turn))

@@ -1,0 +1,75 @@
+"""Losses that are not the mean of their parts are told of before a batch is trained in parts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.planner.depth import Schedule
+from plait.runtime import build
+from plait.runtime.loss_parts import describe_parts
+from support.plans import planned
+from support.training import digits_job, pipeline_rank, train_here
+from support.world import run_ranks
+
+IGNORING = "test_loss_parts:without_small_digits"
+SUMMED = "test_loss_parts:summed_without_small_digits"
+
+
+def without_small_digits(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target.masked_fill(target < 3, -1), ignore_index=-1)
+
+
+def summed_without_small_digits(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The same over the number of samples: the mean of its parts."""
+    kept = target.masked_fill(target < 3, -1)
+    return nn.functional.cross_entropy(output, kept, ignore_index=-1, reduction="sum") / len(target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, False),
+        ({"loss": IGNORING}, True),
+        ({"loss": IGNORING, "precision": "bf16"}, True),
+        ({"loss": SUMMED}, False),
+        ({"loss": SUMMED, "precision": "float32"}, False),
+        ({"loss": "torch.nn:CrossEntropyLoss", "loss_args": {"label_smoothing": 0.1}}, False),
+        ({"loss_args": {"weight": [1.0 + 2 * i for i in range(10)]}}, True),
+        ({"loss_args": {"weight": [2.0] * 10}}, False),
+    ],
+)
+def test_a_loss_that_leaves_targets_out_or_weights_classes_is_told_of(
+    changes: dict[str, Any], told: bool
+) -> None:
+    settings = digits_job(**changes)
+    words = describe_parts(settings, build.build(settings, torch.device("cpu")))
+    assert ("as the mean of their parts" in words) is told
+
+
+def warnings_of(rank: int, run: Any, settings: Any, folder: Path) -> list[str]:
+    """What a run warns of."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("plait").addHandler(handler)
+    run(rank, settings, folder)
+    return [words for words in found if words.startswith("loss: of ")]
+
+
+def in_one_process(rank: int, settings: Any, folder: Path) -> None:
+    train_here(settings, folder)
+
+
+def test_a_run_in_parts_warns_of_such_a_loss_and_one_on_whole_batches_does_not(tmp_path: Path) -> None:
+    pipeline = planned((1,), Schedule.FLUSH, 4, steps=1, loss=IGNORING)
+    (told,) = run_ranks(1, warnings_of, pipeline_rank, pipeline, tmp_path / "pipeline")
+    assert len(told) == 1
+    jobs = {count: digits_job(steps=1, loss=IGNORING, accumulate=count) for count in (1, 2)}
+    for count, job in jobs.items():
+        assert len(warnings_of(0, in_one_process, job, tmp_path / str(count))) == count - 1
