@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -274,7 +274,7 @@ class _Check:
             trace = _Trace([model], lambda leaf: leaf) if scene == traced else None
 
             def forward(batch: int = batch, trace: _Trace | None = trace) -> tuple[Any, Tensor]:
-                with lone.forward(), trace or _nothing():
+                with lone.forward(), trace or nullcontext():
                     return self.rehearsal.alone(model, trial, batch)
 
             try:
@@ -297,7 +297,7 @@ class _Check:
             for parameter in one.parameters():
                 parameter.grad = None
         with same_random_numbers(7), torch.set_grad_enabled(training):
-            with trace or _nothing():
+            with trace or nullcontext():
                 outputs, losses = self.rehearsal.together(fused, batch)
             if training and losses.requires_grad:
                 losses.sum().backward()
@@ -474,11 +474,6 @@ class _Trace:
         self.gradients[key] = own if before is None else before + own
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def _slice(leaf: Tensor, trial: int) -> Tensor:
     return leaf.stacked[trial] if isinstance(leaf, TrialTensor) else leaf
 
@@ -577,9 +572,10 @@ def _is_within(name: str, others: Mapping[str, Any]) -> bool:
 
 
 def _first_line(failure: BaseException) -> str:
-    text = str(failure).strip() or type(failure).__name__
+    """What was found, in one line: without the advice of fusion's errors, to do what is done here."""
+    text = failure.what if isinstance(failure, FusionError) else str(failure)
+    text = text.strip() or type(failure).__name__
     line = " ".join(part.strip() for part in text.splitlines()[:2])
-    line = line.partition("; name th")[0]  # the advice to do what is done here
     line = line if isinstance(failure, PlaitError) else f"{type(failure).__name__}: {line}"
     return line if len(line) <= 300 else f"{line[:297]}..."
 
