@@ -27,7 +27,7 @@ from plait.fusion.module import FusedModule, Shared, fuse
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.random import Streams
 from plait.fusion.tensor import TrialTensor
-from plait.fusion.unfused import own_copy, trials_with_gradient
+from plait.fusion.unfused import own_copy, trials_without_gradient
 from plait.verification import (
     Difference,
     Noise,
@@ -511,8 +511,8 @@ def _left_in(
     module, own = fused.module, fused.own_modules()
     if training:
         for name, parameter in module.named_parameters():
-            has = trials_with_gradient(parameter, fused.trials)[trial]
-            gradient = parameter.grad[trial].clone() if has and parameter.grad is not None else None
+            lacks = trial in trials_without_gradient(parameter, fused.trials)
+            gradient = None if lacks or parameter.grad is None else parameter.grad[trial].clone()
             found[f"{_GRADIENT}{first_names.get(name, name)}"] = gradient
     for name, buffer in module.named_buffers():
         found[f"{_BUFFER}{first_names.get(name, name)}"] = buffer[trial].detach().clone()
