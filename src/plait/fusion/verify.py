@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 SCENES = ((True, 0), (True, 1), (False, 0), (False, 1))
 # So many modules are tried one by one before the whole model runs trial by trial.
 _ATTEMPTS = 12
+# What products of float32 may be rounded to on a GPU: convolutions are, unless torch is told otherwise.
+TF32_EPS = 2.0**-10
 # How far, relative to their size, the weights of trials are set apart.
 APART = 0.01
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -594,7 +596,6 @@ class BatchRehearsal:
     one shape. The loss is a weighting of all that a model returns.
     """
 
-    step = 0.0
     in_stages = False
     loss_alone = True
 
@@ -610,6 +611,12 @@ class BatchRehearsal:
             for b in self._batches
         ]
         self._are_alike = all(one == shapes[0] for one in shapes)
+
+    @property
+    def step(self) -> float:
+        """The rounding of the coarsest numbers that are computed with."""
+        on_gpu = any(p.is_cuda and p.dtype == torch.float32 for p in self.models[0].parameters())
+        return TF32_EPS if on_gpu else 0.0
 
     def _batch(self, trial: int, batch: int) -> Any:
         place = batch % len(self._batches)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.fusion import FusedModule, fuse
-from plait.fusion.verify import Verdict, verify_fused
+from plait.fusion.verify import TF32_EPS, Verdict, verify_fused
 from plait.runtime.build import AUTOCAST, Parts
 from plait.runtime.evaluate import forward
 from plait.runtime.loading import Batch, to_device
@@ -20,9 +20,6 @@ from plait.runtime.sweep.array import Entry, fused_loss, losses_alone, losses_of
 from plait.runtime.sweep.feeds import Feed
 from plait.runtime.sweep.rounds import Piece, rounds_of
 from plait.verification import same_random_numbers
-
-# What matrix products on a GPU round float32 to.
-TF32_EPS = 2.0**-10
 
 
 def verify_entries(entries: Sequence[Entry], share: tuple[int, int], known: Verdict | None = None) -> Verdict:
