@@ -156,3 +156,25 @@ class MindsSize(Net):
 
     def between(self, h: Tensor) -> Tensor:
         return h.relu() if h.shape[0] > 3 else h
+
+
+class Sometimes(nn.Module):
+    """Trains its layer where its number says so, which each trial has its own of; evaluates it always."""
+
+    def __init__(self, uses: float) -> None:
+        super().__init__()
+        self.layer, self.uses = nn.Linear(16, 16), uses
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layer(h).relu() if float(self.uses) > 0.5 or not self.training else h
+
+
+class SometimesUsed(Net):
+    """A layer that some trials train through and some do not."""
+
+    def __init__(self, uses: float = 1.0) -> None:
+        super().__init__()
+        self.sometimes = Sometimes(uses)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.sometimes(h)

@@ -282,6 +282,14 @@ def trials_without_gradient(parameter: Tensor, count: int) -> tuple[int, ...]:
     return tuple(number for number in range(count) if number not in known)
 
 
+def note_trials(parameter: Tensor, trials: Sequence[int]) -> None:
+    """Say of which trials a fused parameter's gradient is; of all where none is given."""
+    if parameter.grad is not None:
+        parameter.grad.__dict__.pop("of_trials", None)
+        if trials:
+            parameter.grad.__dict__["of_trials"] = set(trials)
+
+
 class _Slices:
     """Within, one trial's module holds slices of the fused parameters that other submodules use too."""
 
