@@ -15,6 +15,7 @@ from torch.autograd.function import _SingleLevelFunction as Function
 
 from plait.fusion import FusedModule, FusionError, fuse, seams
 from plait.fusion.registry import RULES
+from plait.fusion.tensor import TrialTensor
 
 BATCHES = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
 
@@ -218,3 +219,14 @@ def test_verification_alone_catches_what_a_mend_makes_right(revert, make, monkey
     models = [make(number).double() for number in range(3)]
     revert(monkeypatch)
     assert list(fuse(models, verify=BATCHES).unfused) == [""]
+
+
+class Raises(nn.Module):
+    def forward(self, h):
+        if isinstance(h, TrialTensor):
+            raise FusionError("found this; name that", "do so")
+        return h
+
+
+def test_the_reason_of_a_module_that_runs_trial_by_trial_is_whole_and_without_advice():
+    assert verified(Raises).unfused == {"part": "found this; name that"}

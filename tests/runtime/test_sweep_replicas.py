@@ -63,6 +63,15 @@ EQUAL = {
     ),
     "one by one": sweep_of("optimizer.kind=adamax,sgd", job=digits_job(steps=10, optimizer=SGD)),
     "asha": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="asha", trials=6),
+    # Where a trial has no gradient of a layer, weight decay and momentum must leave it alone.
+    "unused": sweep_of(
+        "model_args.uses=0.0,0.2,0.9", width=3,
+        job=digits_job(
+            steps=6,
+            model=ModelSettings("support.odd_models:SometimesUsed"),
+            optimizer=OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+        ),
+    ),
     "halving": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="halving", trials=6, eta=2),
     "pbt": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="pbt", trials=5, least_steps=4),
 }  # fmt: skip

@@ -111,3 +111,70 @@ def smooth_loss(output: Tensor, target: Tensor) -> Tensor:
     """A loss that looks at a value."""
     loss = functional.cross_entropy(output, target)
     return loss if loss.item() < 1.0 else loss * 1.5
+
+
+class ThroughSign(nn.Module):
+    """A layer whose outcome passes a function of autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sign.apply(self.layer(x))
+
+
+class Scaled(nn.Module):
+    """A layer with a number of its own, which meets what all trials share."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.layer = scale, nn.Linear(16, 16)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layer(h) * (torch.ones(16, dtype=h.dtype) * self.scale)
+
+
+class Blocks(nn.Module):
+    """A function of autograd in one block, a value of Python in another, dropout and a norm between."""
+
+    def __init__(self, scale: float = 1.0, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.flat = nn.Flatten()
+        self.first = ThroughSign()
+        self.middle = nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(dropout))
+        self.scaled = Scaled(scale)
+        self.act = nn.ReLU()
+        self.last = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.scaled(self.middle(self.first(self.flat(x))))))
+
+
+class MindsSize(Net):
+    """A model whose own code does something else with few rows."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.relu() if h.shape[0] > 3 else h
+
+
+class Sometimes(nn.Module):
+    """Trains its layer where its number says so, which each trial has its own of; evaluates it always."""
+
+    def __init__(self, uses: float) -> None:
+        super().__init__()
+        self.layer, self.uses = nn.Linear(16, 16), uses
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layer(h).relu() if float(self.uses) > 0.5 or not self.training else h
+
+
+class SometimesUsed(Net):
+    """A layer that some trials train through and some do not."""
+
+    def __init__(self, uses: float = 1.0) -> None:
+        super().__init__()
+        self.sometimes = Sometimes(uses)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.sometimes(h)

@@ -16,7 +16,14 @@ _HERE = str(Path(__file__).parent)
 
 
 class FusionError(InputError):
-    """The models, or something they do, cannot be fused as they are."""
+    """The models, or something they do, cannot be fused as they are.
+
+    `what` says what was found; the message goes on with the `advice`, where there is some.
+    """
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(f"{what}; {advice}" if advice else what)
+        self.what = what
 
 
 def user_line() -> str:

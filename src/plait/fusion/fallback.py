@@ -82,7 +82,7 @@ def descend(function: Function, args: Arguments, kwargs: Options) -> Any:
     _descending.append(function)
     try:
         with without_draws(function):
-            return _body(function)(*args, **kwargs)
+            return body_of(function)(*args, **kwargs)
     finally:
         _descending.pop()
 
@@ -142,8 +142,8 @@ def _trials_outermost(value: Any) -> Any:
 def _unknown(function: Function, failure: Exception) -> FusionError:
     words = " ".join(str(failure).split())
     return FusionError(
-        f"{user_line()}\n  calls {_name(function)} in a way that has no fused form ({words[:160]}); name the "
-        f"module in fuse(..., unfused=[...]), or write the call another way"
+        f"{user_line()}\n  calls {_name(function)} in a way that has no fused form ({words[:160]})",
+        "name the module in fuse(..., unfused=[...]), or write the call another way",
     )
 
 
@@ -175,7 +175,7 @@ def _drawn() -> tuple[Any, ...]:
 
 
 @cache
-def _body(function: types.FunctionType) -> types.FunctionType:
+def body_of(function: types.FunctionType) -> types.FunctionType:
     """`function` without its question whether a tensor overrides it, which led here."""
     never = {
         name: lambda *tensors: False
@@ -313,8 +313,8 @@ def _join(values: tuple[Any, ...], trials: Trials) -> Any:
     if not isinstance(values[0], Tensor):
         if any(value != values[0] for value in values[1:]):
             raise FusionError(
-                f"{user_line()}\n  returns a value of Python that differs between trials: {values}; name the "
-                f"module in fuse(..., unfused=[...])"
+                f"{user_line()}\n  returns a value of Python that differs between trials: {values}",
+                "name the module in fuse(..., unfused=[...])",
             )
         return values[0]
     shapes = {tuple(value.shape) for value in values}
@@ -343,7 +343,8 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
             return answers[0]
     raise FusionError(
         f"{user_line()}\n  looks at a tensor's value in Python ({name}), and {trials.count} trials have "
-        f"{trials.count} values; name the module in fuse(..., unfused=[...]) to run it trial by trial"
+        f"{trials.count} values",
+        "name the module in fuse(..., unfused=[...]) to run it trial by trial",
     )
 
 

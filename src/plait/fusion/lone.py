@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plait.fusion.fallback import _body
+from plait.fusion.fallback import body_of
 from plait.fusion.padding import Rows
 from plait.fusion.random import Streams
 from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, spellings
@@ -80,7 +80,7 @@ class LoneMode(TorchFunctionMode):
             return self._new(_NEW[func], args, kwargs)
         if func in _OPENED:
             with self:
-                return _body(func)(*args, **kwargs)
+                return body_of(func)(*args, **kwargs)
         if func in _ATTENTION:
             return self._attention(func, args, kwargs)
         if func in _RECURRENT and not isinstance(args[3], (list, tuple)):

@@ -129,6 +129,8 @@ class FusedModule(nn.Module):
         self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
         self.register_buffer("ages", torch.tensor(ages, dtype=torch.int64, device=device))
         self._compiled: CompiledForward | None = None
+        # The draws that others have made of the trials' streams in the same forward: stages before this one.
+        self.draws_before: int | tuple[int, ...] = 0
         self._trials = Trials(len(models))
         self._wrappers = Wrappers(self._trials)
         self._is_installed = False
@@ -148,6 +150,11 @@ class FusedModule(nn.Module):
         }
         for name in _outermost(needed):
             self.unfuse(name, needed[name], models)
+
+    @property
+    def draws(self) -> int | tuple[int, ...]:
+        """How many draws of the trials' streams there were up to the end of the last forward."""
+        return 0 if self._trials.streams is None else self._trials.streams.calls
 
     @property
     def trials(self) -> int:
@@ -216,7 +223,7 @@ class FusedModule(nn.Module):
 
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function(*args)` returns for each trial: a loss, say, as a vector with one value a trial."""
-        self._trials.streams = Streams(self.seeds, self.ages)
+        self._trials.streams = Streams(self.seeds, self.ages, self.draws_before)
         entered_args, entered_kwargs = pytree.tree_map(self._enter, (args, kwargs))
         with running(self._again, self._apply_alone), TrialMode(self._trials):
             outcome = function(*entered_args, **entered_kwargs)

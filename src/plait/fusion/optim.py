@@ -14,7 +14,7 @@ from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 from plait.fusion.module import FusedModule
-from plait.fusion.unfused import trials_with_gradient
+from plait.fusion.unfused import trials_without_gradient
 from plait.fusion.updates import KINDS, Kind, Pieces, kind_of
 
 Number = float | Sequence[float] | Tensor
@@ -171,7 +171,8 @@ class FusedOptimizer:
             clip_gradients(gradients, self.clip_norm, self.sum_squares)
         if self.common["maximize"]:
             gradients = [-gradient for gradient in gradients]
-        absent = {number: self._trials_without_gradient(number) for number in with_gradient}
+        count = self.fused.trials
+        absent = {n: trials_without_gradient(self.parameters[n], count) for n in with_gradient}
         clocks = self._clocks_of(absent)
         kept = self._kept(absent)
         if self._has_kernel() and not self._in_one_pass():
@@ -185,15 +186,13 @@ class FusedOptimizer:
         self.made = [made + 1 for made in self.made]
         self.notice_finished()
 
-    def _trials_without_gradient(self, number: int) -> tuple[int, ...]:
-        has = trials_with_gradient(self.parameters[number], self.fused.trials)
-        return tuple(trial for trial, one in enumerate(has) if not one)
-
     def _clocks_of(self, absent: Mapping[int, tuple[int, ...]]) -> list[Clock]:
         """The clock of each parameter that moves now, without the trials that `absent` gives for it.
 
         Parameters that moved together so far and do so no more get clocks of their own.
         """
+        if len(self.clocks) == 1 and len(absent) == len(self.parameters) and not any(absent.values()):
+            return [self.clocks[0]] * len(absent)
         for clock in range(len(self.clocks)):
             members = [number for number, own in enumerate(self.clock_of) if own == clock]
             kinds = list(dict.fromkeys(absent.get(number) for number in members))
@@ -206,12 +205,15 @@ class FusedOptimizer:
 
     def _kept(self, absent: Mapping[int, tuple[int, ...]]) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:
         """What must stay as it is: parameters, states and clocks of trials without a gradient this time."""
+        if not any(absent.values()):
+            return []
         found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
         for number, trials in absent.items():
+            if not trials:
+                continue
             clock = self.clocks[self.clock_of[number]]
             for tensor in (self.parameters[number], *self.state[number].values(), clock.steps, clock.pushes):
-                if trials:
-                    found[id(tensor)] = tensor, trials
+                found[id(tensor)] = tensor, trials
         return [(tensor, trials, tensor[list(trials)].clone()) for tensor, trials in found.values()]
 
     def _advance(self, clocks: list[Clock], moving: Tensor | None) -> None:

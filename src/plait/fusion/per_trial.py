@@ -82,7 +82,8 @@ class PerTrial(float):
         if len(set(self.values)) > 1:
             raise FusionError(
                 f"{user_line()}\n  makes one number of a hyperparameter that differs between trials "
-                f"{self.values}; name this module in fuse(..., unfused=[...])"
+                f"{self.values}",
+                "name this module in fuse(..., unfused=[...])",
             )
         return self.values[0]
 
@@ -122,8 +123,8 @@ def _comparison(operation: Callable[[float, float], bool]) -> Callable[..., Any]
         if len(answers) > 1:
             raise FusionError(
                 f"{user_line()}\n  compares a hyperparameter that differs between trials {self.values} with "
-                f"{other}, and the answers differ; fuse trials with equal answers together, or name this "
-                f"module in fuse(..., unfused=[...])"
+                f"{other}, and the answers differ",
+                "fuse trials with equal answers together, or name this module in fuse(..., unfused=[...])",
             )
         return answers.pop()
 

@@ -140,8 +140,8 @@ class TrialTensor(torch.Tensor):
 
             return refuse_values(torch.Tensor.item, args, {})
         raise PastRulesError(
-            f"{user_line()}\n  gives a tensor of the trials to {func}, past all rules; name the module in "
-            f"fuse(..., unfused=[...]), or write the call another way"
+            f"{user_line()}\n  gives a tensor of the trials to {func}, past all rules",
+            "name the module in fuse(..., unfused=[...]), or write the call another way",
         )
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Tensor:

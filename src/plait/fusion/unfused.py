@@ -272,12 +272,22 @@ class _Deliver:
         own.grad = None
 
 
-def trials_with_gradient(parameter: Tensor, count: int) -> list[bool]:
-    """Which trials a fused parameter has a gradient of."""
+def trials_without_gradient(parameter: Tensor, count: int) -> tuple[int, ...]:
+    """The trials of which a fused parameter has no gradient."""
     if parameter.grad is None:
-        return [False] * count
+        return tuple(range(count))
     known = parameter.grad.__dict__.get("of_trials")
-    return [known is None or number in known for number in range(count)]
+    if known is None or len(known) == count:
+        return ()
+    return tuple(number for number in range(count) if number not in known)
+
+
+def note_trials(parameter: Tensor, trials: Sequence[int]) -> None:
+    """Say of which trials a fused parameter's gradient is; of all where none is given."""
+    if parameter.grad is not None:
+        parameter.grad.__dict__.pop("of_trials", None)
+        if trials:
+            parameter.grad.__dict__["of_trials"] = set(trials)
 
 
 class _Slices:

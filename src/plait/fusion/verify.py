@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from plait.fusion.module import FusedModule, Shared, fuse
 from plait.fusion.per_trial import PerTrial
 from plait.fusion.random import Streams
 from plait.fusion.tensor import TrialTensor
-from plait.fusion.unfused import own_copy, trials_with_gradient
+from plait.fusion.unfused import own_copy, trials_without_gradient
 from plait.verification import (
     Difference,
     Noise,
@@ -46,12 +46,15 @@ log = logging.getLogger(__name__)
 SCENES = ((True, 0), (True, 1), (False, 0), (False, 1))
 # So many modules are tried one by one before the whole model runs trial by trial.
 _ATTEMPTS = 12
+# What products of float32 may be rounded to on a GPU: convolutions are, unless torch is told otherwise.
+TF32_EPS = 2.0**-10
 # How far, relative to their size, the weights of trials are set apart.
 APART = 0.01
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _WHOLE = "the whole model"
 # The path of no module: where a loss or backward failed.
 _IN_NONE = "\0"
+_GRADIENT, _BUFFER, _ATTRIBUTE = "the gradient of ", "the buffer ", "the attribute "
 
 
 class Rehearsal(Protocol):
@@ -72,13 +75,20 @@ class Rehearsal(Protocol):
         """The rounding of the coarsest numbers that are computed with."""
 
     @property
+    def in_stages(self) -> bool:
+        """Whether trials are cut, so that the fused form opens some of the modules."""
+
+    @property
     def loss_alone(self) -> bool:
         """Whether losses are computed trial by trial; verification sets it where they must be."""
 
     @loss_alone.setter
     def loss_alone(self, value: bool) -> None: ...
 
-    def together(self, fused: FusedModule, batch: int) -> tuple[Any, Tensor]:
+    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
+        """These models fused as they are to be trained: in one module, or in one for each stage."""
+
+    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
         """The outputs of all trials, trials first, and their losses."""
 
     def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
@@ -149,6 +159,8 @@ class _Check:
         count = len(self.models)
         self.trials = sorted({0, count // 2, count - 1})
         self._blamed: list[type] = []
+        # The modules that the fused form calls, by name: in stages some of the plain model's are opened.
+        self._called: dict[str, nn.Module] = {}
 
     def settle(self) -> str | None:
         """Run modules trial by trial until all agree; or why they do not."""
@@ -171,9 +183,9 @@ class _Check:
 
     def _to_unfuse(self, blamed: str) -> list[str]:
         """The module to run trial by trial next: the one to blame, or what is around it."""
-        parts = dict(self.models[0].named_modules())
-        name = blamed if blamed in parts else ""
-        while name and (_is_within(name, self.unfused) or isinstance(parts[name], _CONTAINERS)):
+        parts = {"": self.models[0], **self._called}
+        name = blamed
+        while name and (_is_within(name, self.unfused) or name not in parts):
             name = name.rpartition(".")[0]
         kind = type(parts[name])
         # Where a second one of a kind is to blame, all of that kind are.
@@ -193,10 +205,10 @@ class _Check:
         scenes = min(len(seen) for seen in expected.values())
         self.has_python_state = _changes_in_python([seen for seen, _ in expected[self.trials[0]]])
         try:
-            fused = fuse(self.models, self.rehearsal.seeds, self.rehearsal.ages, unfused=self.unfused)
+            fused = self._fuse()
         except FusionError as failure:
             return _Problem(0, 0, _first_line(failure), "")
-        stack = _Stack(fused.module)
+        stack = _Stack([one.module for one in fused])
         for scene in range(scenes):
             try:
                 with stack:
@@ -207,12 +219,41 @@ class _Check:
                 in_loss = stack.failed_in == _IN_NONE and not self.rehearsal.loss_alone
                 return _Problem(scene, 0, _first_line(failure), stack.failed_in, only_loss=in_loss)
             for trial in self.trials:
-                differences = find_differences(expected[trial][scene][0], found[trial], Noise({}))
+                wanted = self._observable(expected[trial][scene][0])
+                differences = find_differences(wanted, found[trial], Noise({}))
                 if differences:
-                    differences = self._beyond_noise(trial, scene, expected[trial][scene][0], found[trial])
+                    differences = self._beyond_noise(trial, scene, wanted, found[trial])
                 if differences:
                     return _as_problem(scene, trial, differences)
         return None
+
+    def _fuse(self) -> Sequence[FusedModule]:
+        fused = self.rehearsal.fuse(self.models, self.unfused)
+        plain = dict(self.models[0].named_modules())
+        self._called = {
+            path: plain[path]
+            for one in fused
+            for path, part in one.module.named_modules()
+            if path and path in plain and type(part) is not nn.Module and not isinstance(part, _CONTAINERS)
+        }
+        return fused
+
+    def _observable(self, alone: Observation) -> Observation:
+        """What of a plain model can be seen of its fused form: not what an opened module keeps in Python."""
+        if not self.rehearsal.in_stages:
+            return alone
+        kept = {f"{_ATTRIBUTE}{path}" for path in self._called}
+        return {
+            name: value
+            for name, value in alone.items()
+            if not name.startswith(_ATTRIBUTE) or name.rpartition(".")[0] in kept
+        }
+
+    def _comparable(self, trace: Mapping[str, Tensor | None]) -> Observation:
+        """What modules did that are called both in the plain model and in its fused form."""
+        if not self.rehearsal.in_stages:
+            return trace
+        return {key: value for key, value in trace.items() if key.partition("\0")[0] in self._called}
 
     def _beyond_noise(
         self, trial: int, scene: int, expected: Observation, found: Observation
@@ -232,10 +273,10 @@ class _Check:
         for scene in range(until + 1):
             training, batch = SCENES[scene]
             model.train(training)
-            trace = _Trace(model, lambda leaf: leaf) if scene == traced else None
+            trace = _Trace([model], lambda leaf: leaf) if scene == traced else None
 
             def forward(batch: int = batch, trace: _Trace | None = trace) -> tuple[Any, Tensor]:
-                with lone.forward(), trace or _nothing():
+                with lone.forward(), trace or nullcontext():
                     return self.rehearsal.alone(model, trial, batch)
 
             try:
@@ -249,25 +290,41 @@ class _Check:
         return seen
 
     def _together(
-        self, fused: FusedModule, scene: int, trace: _Trace | None = None
+        self, fused: Sequence[FusedModule], scene: int, trace: _Trace | None = None
     ) -> dict[int, dict[str, Tensor | None]]:
         """What the compared trials do in one scene, fused."""
         training, batch = SCENES[scene]
-        fused.train(training)
-        for parameter in fused.parameters():
-            parameter.grad = None
+        for one in fused:
+            one.train(training)
+            for parameter in one.parameters():
+                parameter.grad = None
         with same_random_numbers(7), torch.set_grad_enabled(training):
-            with trace or _nothing():
+            with trace or nullcontext():
                 outputs, losses = self.rehearsal.together(fused, batch)
             if training and losses.requires_grad:
                 losses.sum().backward()
-        return {trial: _of_trial(fused, trial, outputs, losses, training) for trial in self.trials}
+        return {trial: self._of_trial(fused, trial, outputs, losses, training) for trial in self.trials}
+
+    def _of_trial(
+        self, fused: Sequence[FusedModule], trial: int, outputs: Any, losses: Tensor, training: bool
+    ) -> dict[str, Tensor | None]:
+        """What one trial did, under the names that its plain model has."""
+        model = self.models[trial]
+        found: dict[str, Tensor | None] = dict(observe_outputs(pytree.tree_map(_picker(trial), outputs)))
+        found["the loss"] = losses[trial].detach().clone()
+        # Of what no stage holds there is no gradient, and its buffers stay.
+        if training:
+            found |= {f"{_GRADIENT}{name}": None for name, _ in model.named_parameters()}
+        found |= {f"{_BUFFER}{name}": buffer for name, buffer in model.named_buffers()}
+        for one in fused:
+            found |= _left_in(one, trial, training, _first_names(model))
+        return found
 
     def _locate(self, problem: _Problem) -> str:
         """The first module whose outcome parts from that of the module alone."""
         trial, scene = problem.trial, problem.scene
-        fused = fuse(self.models, self.rehearsal.seeds, self.rehearsal.ages, unfused=self.unfused)
-        together = _Trace(fused.module, lambda leaf: _slice(leaf, trial))
+        fused = self._fuse()
+        together = _Trace([one.module for one in fused], lambda leaf: _slice(leaf, trial))
         try:
             for earlier in range(scene + 1):
                 self._together(fused, earlier, together if earlier == scene else None)
@@ -281,7 +338,8 @@ class _Check:
             expected = getattr(alone, kind)
             moved = [getattr(other, kind) for other in others]
             noise = measure_noise(expected, lambda seed, moved=moved: moved[seed])  # type: ignore[misc]
-            parted = find_differences(expected, getattr(together, kind), noise)
+            found = self._comparable(getattr(together, kind))
+            parted = find_differences(self._comparable(expected), found, noise)
             names = [difference.name.partition("\0")[0] for difference in parted]
             if names:
                 return names[0] if kind == "outputs" else _nearest_parent(names, list(expected))
@@ -349,10 +407,10 @@ class _Lone:
 
 
 class _Stack:
-    """Within, notes in which module of `model` an error was raised."""
+    """Within, notes in which module of `models` an error was raised."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._paths = {id(part): path for path, part in model.named_modules()}
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._paths = _paths(models)
         self._running: list[str] = []
         self._handles: list[Any] = []
         self.failed_in: str | None = None
@@ -381,10 +439,10 @@ class _Stack:
 
 
 class _Trace:
-    """Within, notes what each module of `model` returns, in the order in which they end, and gradients."""
+    """Within, notes what each module of `models` returns, in the order in which they end, and gradients."""
 
-    def __init__(self, model: nn.Module, pick: Callable[[Tensor], Tensor]) -> None:
-        self._paths = {id(part): path for path, part in model.named_modules()}
+    def __init__(self, models: Sequence[nn.Module], pick: Callable[[Tensor], Tensor]) -> None:
+        self._paths = _paths(models)
         self._pick = pick
         self._calls: dict[str, int] = {}
         self.outputs: dict[str, Tensor | None] = {}
@@ -418,38 +476,51 @@ class _Trace:
         self.gradients[key] = own if before is None else before + own
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def _slice(leaf: Tensor, trial: int) -> Tensor:
     return leaf.stacked[trial] if isinstance(leaf, TrialTensor) else leaf
 
 
-def _of_trial(
-    fused: FusedModule, trial: int, outputs: Any, losses: Tensor, training: bool
-) -> dict[str, Tensor | None]:
-    """What one trial of a fused module did, under the names that a plain model's have."""
+def _paths(models: Sequence[nn.Module]) -> dict[int, str]:
+    return {id(part): path for model in models for path, part in model.named_modules()}
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """By each name of a parameter or buffer, the first that it has."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _picker(trial: int) -> Callable[[Any], Any]:
+    """What takes one trial's part of a value."""
 
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf[trial]
         return leaf.of(trial) if isinstance(leaf, PerTrial) else leaf
 
-    found: dict[str, Tensor | None] = dict(observe_outputs(pytree.tree_map(pick, outputs)))
-    found["the loss"] = losses[trial].detach().clone()
+    return pick
+
+
+def _left_in(
+    fused: FusedModule, trial: int, training: bool, first_names: Mapping[str, str]
+) -> dict[str, Tensor | None]:
+    """Gradients, buffers and numbers that a step left in one trial of a fused module."""
+    found: dict[str, Tensor | None] = {}
     module, own = fused.module, fused.own_modules()
     if training:
         for name, parameter in module.named_parameters():
-            has = trials_with_gradient(parameter, fused.trials)[trial]
-            gradient = parameter.grad[trial].clone() if has and parameter.grad is not None else None
-            found[f"the gradient of {name}"] = gradient
+            lacks = trial in trials_without_gradient(parameter, fused.trials)
+            gradient = None if lacks or parameter.grad is None else parameter.grad[trial].clone()
+            found[f"{_GRADIENT}{first_names.get(name, name)}"] = gradient
     for name, buffer in module.named_buffers():
-        found[f"the buffer {name}"] = buffer[trial].detach().clone()
+        found[f"{_BUFFER}{first_names.get(name, name)}"] = buffer[trial].detach().clone()
     for path, modules in own.items():
         for name, buffer in modules.modules[trial].named_buffers(prefix=path):
-            found[f"the buffer {name}"] = buffer.detach().clone()
+            found[f"{_BUFFER}{first_names.get(name, name)}"] = buffer.detach().clone()
     return {**found, **_numbers_in(module, trial, {path: m.modules[trial] for path, m in own.items()})}
 
 
@@ -471,19 +542,19 @@ def _numbers_in(
             if isinstance(value, PerTrial):
                 value = value.of(trial)
             if isinstance(value, (bool, int, float)) and name not in ("training", "call_super_init"):
-                found[f"the attribute {path}.{name}"] = torch.tensor(value, dtype=torch.float64)
+                found[f"{_ATTRIBUTE}{path}.{name}"] = torch.tensor(value, dtype=torch.float64)
     return found
 
 
 def _changes_in_python(seen: Sequence[Observation]) -> bool:
     """Whether numbers kept in Python change from one training step to the next."""
-    first, second = ({n: v for n, v in one.items() if n.startswith("the attribute")} for one in seen[:2])
+    first, second = ({n: v for n, v in one.items() if n.startswith(_ATTRIBUTE)} for one in seen[:2])
     return any(value is not None and not torch.equal(value, second[name]) for name, value in first.items())  # type: ignore[arg-type]
 
 
 def _as_problem(scene: int, trial: int, differences: Sequence[Difference]) -> _Problem:
     names = [difference.name for difference in differences]
-    forward = [n for n in names if n.startswith(("output", "the buffer", "the attribute"))]
+    forward = [n for n in names if n.startswith(("output", _BUFFER, _ATTRIBUTE))]
     mode = "training" if SCENES[scene][0] else "evaluation"
     why = f"trial {trial} parts from the trial alone in {mode}: {differences[0]}"
     only_loss = names == ["the loss"] or (not forward and names[0] == "the loss")
@@ -503,9 +574,10 @@ def _is_within(name: str, others: Mapping[str, Any]) -> bool:
 
 
 def _first_line(failure: BaseException) -> str:
-    text = str(failure).strip() or type(failure).__name__
+    """What was found, in one line: without the advice of fusion's errors, to do what is done here."""
+    text = failure.what if isinstance(failure, FusionError) else str(failure)
+    text = text.strip() or type(failure).__name__
     line = " ".join(part.strip() for part in text.splitlines()[:2])
-    line = line.partition("; name th")[0]  # the advice to do what is done here
     line = line if isinstance(failure, PlaitError) else f"{type(failure).__name__}: {line}"
     return line if len(line) <= 300 else f"{line[:297]}..."
 
@@ -524,7 +596,7 @@ class BatchRehearsal:
     one shape. The loss is a weighting of all that a model returns.
     """
 
-    step = 0.0
+    in_stages = False
     loss_alone = True
 
     def __init__(
@@ -540,14 +612,26 @@ class BatchRehearsal:
         ]
         self._are_alike = all(one == shapes[0] for one in shapes)
 
+    @property
+    def step(self) -> float:
+        """The rounding of the coarsest numbers that are computed with."""
+        on_gpu = any(p.is_cuda and p.dtype == torch.float32 for p in self.models[0].parameters())
+        return TF32_EPS if on_gpu else 0.0
+
     def _batch(self, trial: int, batch: int) -> Any:
         place = batch % len(self._batches)
         if batch == 1 and self._are_alike:
             place = (trial + 1) % len(self._batches)
         return pytree.tree_map_only(Tensor, lambda x: x.clone(), self._batches[place])
 
-    def together(self, fused: FusedModule, batch: int) -> tuple[Any, Tensor]:
-        each = [self._batch(trial, batch) for trial in range(fused.trials)]
+    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
+        """The trials in one module."""
+        return [fuse(models, self.seeds, self.ages, unfused=unfused)]
+
+    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
+        """What the models return, and its weighting."""
+        (whole,) = fused
+        each = [self._batch(trial, batch) for trial in range(whole.trials)]
         if batch == 1 and self._are_alike:
             flat = [pytree.tree_flatten(one) for one in each]
             leaves = [
@@ -556,8 +640,8 @@ class BatchRehearsal:
             args, kwargs = pytree.tree_unflatten(leaves, flat[0][1])
         else:
             args, kwargs = pytree.tree_map_only(Tensor, Shared, each[0])
-        outputs = fused(*args, **kwargs)
-        return outputs, torch.stack([_total(_at(outputs, trial)) for trial in range(fused.trials)])
+        outputs = whole(*args, **kwargs)
+        return outputs, torch.stack([_total(_at(outputs, trial)) for trial in range(whole.trials)])
 
     def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
         args, kwargs = self._batch(trial, batch)

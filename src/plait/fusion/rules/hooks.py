@@ -63,8 +63,8 @@ def set_gradient(function: Function, args: Arguments, kwargs: Options) -> None:
 
 def refuse_set(function: Function, args: Arguments, kwargs: Options) -> None:
     raise FusionError(
-        f"{user_line()}\n  sets a property of a tensor, which fused trials cannot; name this module in "
-        f"fuse(..., unfused=[...])"
+        f"{user_line()}\n  sets a property of a tensor, which fused trials cannot",
+        "name this module in fuse(..., unfused=[...])",
     )
 
 

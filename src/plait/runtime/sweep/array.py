@@ -152,7 +152,7 @@ class FusedArray:
     def _new_sum(self) -> TeamSum | None:
         if self._team is None:
             return None
-        return TeamSum(self._team, self.optimizer.parameters, self.trials)
+        return TeamSum(self._team, self.optimizer.parameters, self.trials, partial=bool(self.fused.unfused))
 
     def close(self) -> None:
         """End the sums of a team."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,19 +22,24 @@ from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
 from plait.runtime.sweep.lone import LoneArray
 from plait.runtime.sweep.pipelined import PipelinedArray
 from plait.runtime.sweep.team import Team
+from plait.runtime.sweep.verified_stages import StagesOfTrials, prepare_trials
 
 SharedArray = FusedArray | LoneArray | PipelinedArray
 
 
 def make_array(
-    entries: Sequence[Entry], fused: bool, team: Team | None, verdict: Verdict | None = None
+    entries: Sequence[Entry],
+    fused: bool,
+    team: Team | None,
+    verdict: Verdict | None = None,
+    stages: StagesOfTrials | None = None,
 ) -> SharedArray:
     """An array of the entries, held by this worker, by each of a team, or by all of them in stages.
 
-    `verdict` says how trials can be fused rightly.
+    `verdict` says how trials can be fused rightly, `stages` how they are cut where that is known.
     """
     if team is not None and team.pipeline is not None:
-        return PipelinedArray(entries, team, team.pipeline)
+        return PipelinedArray(entries, team, team.pipeline, stages, verdict)
     return FusedArray(entries, team, verdict=verdict) if fused else LoneArray(entries, team)
 
 
@@ -59,12 +65,18 @@ class LedArray:
     """A team's array as its leader has it."""
 
     def __init__(
-        self, team: Team, entries: Sequence[Entry], fused: bool, verdict: Verdict | None = None
+        self,
+        team: Team,
+        entries: Sequence[Entry],
+        fused: bool,
+        verdict: Verdict | None = None,
+        stages: StagesOfTrials | None = None,
     ) -> None:
         self._team = team
         verdict = verdict or Verdict()
-        team.tell(orders.Begin(_newcomers(entries), fused, verdict), 0)
-        self._array = make_array(entries, fused, team, verdict)
+        layers = () if stages is None else stages.checked.fine
+        team.tell(orders.Begin(_newcomers(entries), fused, verdict, layers), 0)
+        self._array = make_array(entries, fused, team, verdict, stages)
 
     @property
     def trials(self) -> int:
@@ -138,7 +150,11 @@ class Follower:
         pin = self._device.type == "cuda"
         self._feeds = Feeds(train_set, pin, *self._team.share, loads=self._team.loads)
         entries = self._enter([], order.entering)
-        self._array = make_array(entries, order.fused, self._team, order.verdict)
+        stages = None
+        if order.stages and self._team.pipeline is not None:
+            planned = replace(self._team.pipeline.arrangement, stages=order.stages)
+            stages = prepare_trials(entries, planned, verify=False)
+        self._array = make_array(entries, order.fused, self._team, order.verdict, stages)
 
     def _carry_out(self, order: orders.Order, array: SharedArray) -> None:
         match order:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from plait.cluster.worker import Worker
 from plait.core.codec import finite
+from plait.fusion.errors import FusionError
 from plait.fusion.verify import Verdict, tell
 from plait.runtime import build
+from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import DataPair
 from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
@@ -32,6 +35,7 @@ from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.team import Team, share_of
 from plait.runtime.sweep.trials import with_values
 from plait.runtime.sweep.verified import verify_entries
+from plait.runtime.sweep.verified_stages import StagesOfTrials, prepare_trials, verify_stages
 from plait.runtime.sweep.width import choose_width, try_two
 
 # How long a worker that could take more waits before it asks again.
@@ -68,6 +72,8 @@ class SweepLoop:
         self._widths: dict[str, tuple[int, str]] = {}
         # What must run trial by trial in arrays of a group.
         self._verdicts: dict[str, Verdict] = {}
+        # The layers of each stage that a verification has led to.
+        self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
         # Why trials that wait do not join the array there is, though it has room; and why some never do.
         self._closed = self._apart = ""
         self._may_get_more = True
@@ -249,30 +255,65 @@ class SweepLoop:
         return fused_work() if can_separate else nullcontext()
 
     def _make_array(self, entries: Sequence[Entry]) -> Array:
-        in_stages = self._settings.train.pipeline is not None
-        fused = in_stages or self._width > 1
-        verdict = self._verify(entries) if fused and not in_stages else None
+        if self._team is not None and self._team.pipeline is not None:
+            stages, found = self._verify_in_stages(entries, self._team.pipeline.arrangement)
+            return LedArray(self._team, entries, True, found, stages)
+        fused = self._width > 1
+        verdict = self._verify(entries) if fused else None
         with self._fused_work():
             if self._team is not None:
                 return LedArray(self._team, entries, fused, verdict)
             return make_array(entries, fused, None, verdict)
+
+    def _verify_in_stages(
+        self, entries: Sequence[Entry], arrangement: Arrangement
+    ) -> tuple[StagesOfTrials, Verdict]:
+        """The stages of these trials, and how they are fused rightly; see `_verify`.
+
+        Where they are not, raises NotFusedError for several trials, and for one that stages cannot train it.
+        """
+        known = self._verdicts.get(self._group)
+        is_due = self._is_verification_due(known)
+        planned = replace(arrangement, stages=self._stages.get(self._group, arrangement.stages))
+        stages = prepare_trials(entries, planned, verify=is_due)
+        for note in stages.checked.notes:
+            log.warning("verify: %s", note)
+        if not is_due:
+            return stages, known or Verdict()
+        verdict = verify_stages(entries, stages, known)
+        if verdict.refused is not None and len(entries) == 1:
+            raise FusionError(
+                f"parallel.plan: the stages do not compute what the model computes: {verdict.refused}; cut "
+                f"elsewhere (another number of stages), or sweep without a plan"
+            )
+        self._stages[self._group] = stages.checked.fine
+        self._keep(replace(verdict, seconds=verdict.seconds + stages.checked.seconds), known, len(entries))
+        return stages, verdict
+
+    def _is_verification_due(self, known: Verdict | None) -> bool:
+        mode = self._settings.train.verify
+        return mode != "off" and (known is None or mode != "first")
 
     def _verify(self, entries: Sequence[Entry]) -> Verdict:
         """How these trials are fused rightly: what the first array of a kind showed, unless asked anew.
 
         Raises NotFusedError where they are not fused at all.
         """
-        mode = self._settings.train.verify
         known = self._verdicts.get(self._group)
-        if mode == "off" or (known is not None and mode == "first"):
+        if not self._is_verification_due(known):
             return known or Verdict()
         verdict = verify_entries(entries, share_of(self._team), known)
+        self._keep(verdict, known, len(entries))
+        return verdict
+
+    def _keep(self, verdict: Verdict, known: Verdict | None, trials: int) -> None:
+        """Tell of a verdict, and keep it for arrays to come; raises NotFusedError where it is a refusal."""
         tell(verdict, known.unfused if known is not None else {})
-        log.info("verified %d fused trials in %.1f s", len(entries), verdict.seconds)
+        log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
         self._desk.ask(
             ask="verified",
             worker=self._worker.rank,
-            trials=len(entries),
+            trials=trials,
             seconds=verdict.seconds,
             unfused=dict(verdict.unfused),
             refused=verdict.refused,
@@ -280,7 +321,6 @@ class SweepLoop:
         if verdict.refused is not None:
             raise NotFusedError(verdict.refused)
         self._verdicts[self._group] = verdict
-        return verdict
 
     def _dissolve(self) -> None:
         if self._array is not None:

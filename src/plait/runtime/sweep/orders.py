@@ -22,11 +22,12 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class Begin:
-    """Make an array of these trials."""
+    """Make an array of these trials; `stages` are the layers of each stage where the plan's were changed."""
 
     entering: tuple[Newcomer, ...]
     fused: bool
     verdict: Verdict = field(default_factory=Verdict)
+    stages: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def from_message(value: Mapping[str, Any], tensors: Tensors) -> Order:
     )
     fields = value["fields"]
     if kind is Begin:
-        return Begin(entering, fields["fused"], decode(Verdict, fields["verdict"], "verdict"))
+        stages = tuple(tuple(layers) for layers in fields["stages"])
+        return Begin(entering, fields["fused"], decode(Verdict, fields["verdict"], "verdict"), stages)
     return Change(tuple(fields["leaving"]), entering)
 
 

@@ -13,19 +13,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from plait.core.errors import JobError
 from plait.fusion.module import FusedModule
+from plait.fusion.verify import Verdict
 from plait.planner.operations import Update
 from plait.profiler.traced import TracedModel
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime import loading
 from plait.runtime import pipeline as pipelines
-from plait.runtime.agreement import find_stages
-from plait.runtime.arrangement import Arrangement, one_batch
+from plait.runtime.arrangement import one_batch
 from plait.runtime.evaluate import in_order, means, sums_of
 from plait.runtime.loading import Batch
-from plait.runtime.open_pipeline import further_names, trace_parts
+from plait.runtime.open_pipeline import further_names
 from plait.runtime.optim import build_optimizer
 from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors, at
 from plait.runtime.sweep.code import check_values, plain_values
@@ -33,6 +34,7 @@ from plait.runtime.sweep.feeds import reseated
 from plait.runtime.sweep.rounds import Round, rounds_of
 from plait.runtime.sweep.stages import TeamPipeline
 from plait.runtime.sweep.team import Team
+from plait.runtime.sweep.verified_stages import StagesOfTrials, of_stage, prepare_trials
 from plait.stages.cut import Stage, cut
 
 
@@ -41,20 +43,26 @@ class PipelinedArray:
 
     is_fused = True
 
-    def __init__(self, entries: Sequence[Entry], team: Team, pipeline: TeamPipeline) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        team: Team,
+        pipeline: TeamPipeline,
+        stages: StagesOfTrials | None = None,
+        verdict: Verdict | None = None,
+    ) -> None:
         self._team = team
-        self._arrangement = pipeline.arrangement
         first = entries[0]
-        # Before its code runs, which may count or remember.
-        self._values = plain_values(first.parts.model)
-        traced = trace_parts(first.settings, first.parts)
-        check_ties(traced, self._arrangement)
+        stages = stages or prepare_trials(entries, pipeline.arrangement, verify=False)
+        self._arrangement, self._values, traced = stages.arrangement, stages.values, stages.traced
+        self._verdict = verdict or Verdict()
         self._first_names = cut(traced, self._layers).first_names
         self._further = further_names(first.parts.model)
         # The models' weights are the array's own from now on.
         self._traced = replace(traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
-        self._own = FusedArray([self._stage_of(entry) for entry in entries], stream=team.place)
+        own = [self._stage_of(entry) for entry in entries]
+        self._own = FusedArray(own, stream=team.place, verdict=of_stage(self._verdict, own[0].parts.model))
         self._own.optimizer.sum_squares = lambda squares: team.total(squares, squares.device)
         self._stage = FusedStage(self._own.fused)
         self._losses = torch.zeros(len(entries), dtype=torch.float64)
@@ -106,7 +114,10 @@ class PipelinedArray:
         return self._own.trials
 
     def check_entering(self, entering: Sequence[Entry]) -> None:
-        """What cannot join is refused where it is put in its place."""
+        """Refuse, before anything changes, trials whose code differs from that of those that are there."""
+        for entry in entering:
+            check_values(self._traced, self._values, plain_values(entry.parts.model))
+        self._own.check_entering([self._stage_of(entry) for entry in entering])
 
     def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
         """Let trials leave and enter."""
@@ -128,6 +139,8 @@ class PipelinedArray:
 
     def _contents(self, rounds: Sequence[Round]) -> Iterator[Any]:
         for pieces, _ in rounds:
+            for content, _ in pieces:
+                check_sizes(self._traced, content)
             yield self._own.stacked([content for content, _ in pieces], max(count for _, count in pieces))
 
     def _loss(self, output: Any, target: Any) -> Tensor:
@@ -147,7 +160,7 @@ class PipelinedArray:
         found = loading.load(
             parts.test_set, iter(batches), seed=settings.seed, rank=0, world_size=1, loaders=0
         )
-        contents = (self._own.stacked([batch.content] * self.trials, batch.count) for batch in found)
+        contents = (self._evaluated(batch) for batch in found)
         sums = torch.zeros(len(places), 4, dtype=torch.float64)
 
         def measure(output: Any, target: Any, microbatch: int) -> None:
@@ -159,6 +172,11 @@ class PipelinedArray:
         self._pipeline.evaluate(len(batches), _Work(contents), measure)
         sums = self._team.total(sums, parts.device)
         return [means(self._own.parts_of(place), row) for place, row in zip(places, sums)]
+
+    def _evaluated(self, batch: Batch) -> Any:
+        """A batch of the test split for all trials."""
+        check_sizes(self._traced.evaluation or self._traced, batch.content)
+        return self._own.stacked([batch.content] * self.trials, batch.count)
 
     def collect(self, place: int) -> None:
         """Let the leader have this stage's state of the trial at `place`."""
@@ -231,6 +249,12 @@ class FusedStage(nn.Module):
         return outputs
 
 
+def check_sizes(traced: TracedModel, content: Any) -> None:
+    """Refuse a trial's microbatch for whose sizes its model would do something else than in the trace."""
+    inputs, _ = content
+    traced.check_inputs([leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)])
+
+
 class _Work:
     """Microbatches as a pipeline asks for them: one after the other."""
 
@@ -257,17 +281,3 @@ class _Work:
 
     def factor(self, update: Update) -> float:
         return 1.0
-
-
-def _on_cpu(tensors: checkpoints.Tensors) -> checkpoints.Tensors:
-    return {name: value.cpu() for name, value in tensors.items()}
-
-
-def check_ties(traced: TracedModel, arrangement: Arrangement) -> None:
-    """Refuse weights that several stages use."""
-    for name, stages in find_stages(traced, arrangement).items():
-        if len(stages) > 1:
-            raise JobError(
-                f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, which arrays in "
-                f"stages cannot sum; use a plan that keeps its layers in one stage, or --replicas"
-            )

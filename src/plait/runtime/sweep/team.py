@@ -17,6 +17,7 @@ from plait.cluster.collectives import broadcast_named, broadcast_value, gather_n
 from plait.cluster.groups import new_group
 from plait.cluster.worker import Worker
 from plait.core.errors import InputError
+from plait.fusion.unfused import note_trials, trials_without_gradient
 from plait.runtime.sweep.orders import Order, Step, from_message, to_message
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.stages import TeamPipeline, link_stages
@@ -116,12 +117,21 @@ def _head_length(trials: int) -> int:
 
 
 class TeamSum:
-    """Sums an array's gradients and losses over a team, for as many trials as there are now."""
+    """Sums an array's gradients and losses over a team, for as many trials as there are now.
 
-    def __init__(self, team: Team, parameters: Sequence[Parameter], trials: int) -> None:
-        # The losses travel as one more gradient. First, so in the last bucket: no other waits for them.
-        self._losses = Parameter(torch.zeros(trials, dtype=torch.float64, device=parameters[0].device))
-        self._sync = AllReduce([self._losses, *parameters], team.sums)
+    With `partial`, gradients may be those of some trials only, where modules run trial by trial: a trial has
+    a gradient where it has one on any worker.
+    """
+
+    def __init__(
+        self, team: Team, parameters: Sequence[Parameter], trials: int, partial: bool = False
+    ) -> None:
+        self._parameters = list(parameters)
+        # The losses travel as one more gradient. First, so in the last bucket: no other waits for them. Then,
+        # by parameter and trial, on how many workers there is a gradient.
+        rows = 1 + (len(parameters) if partial else 0)
+        self._notes = Parameter(torch.zeros(rows, trials, dtype=torch.float64, device=parameters[0].device))
+        self._sync = AllReduce([self._notes, *parameters], team.sums)
 
     def begin(self) -> None:
         """Forget the gradients of the step before."""
@@ -133,10 +143,20 @@ class TeamSum:
 
     def agree(self, losses: Tensor) -> Tensor:
         """Every member's gradients are the sum over all of them now, and so are the losses returned."""
-        self._losses.grad = losses
+        notes = torch.zeros_like(self._notes)
+        notes[0] = losses
+        for row, parameter in zip(notes[1:], self._parameters):
+            if parameter.grad is not None:
+                row += 1.0
+                row[list(trials_without_gradient(parameter, len(row)))] = 0.0
+        self._notes.grad = notes
         self._sync.agree(losses[:0])
-        assert self._losses.grad is not None
-        return self._losses.grad.clone()
+        assert self._notes.grad is not None
+        found = self._notes.grad.clone()
+        for parameter, counts in zip(self._parameters, found[1:].tolist()):
+            # What backward has sent by itself, of all trials, is not counted.
+            note_trials(parameter, [number for number, count in enumerate(counts) if count])
+        return found[0]
 
     def close(self) -> None:
         self._sync.close()

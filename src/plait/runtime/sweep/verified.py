@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.fusion import FusedModule
-from plait.fusion.verify import Verdict, verify_fused
+from plait.fusion import FusedModule, fuse
+from plait.fusion.verify import TF32_EPS, Verdict, verify_fused
 from plait.runtime.build import AUTOCAST, Parts
 from plait.runtime.evaluate import forward
 from plait.runtime.loading import Batch, to_device
@@ -21,31 +21,31 @@ from plait.runtime.sweep.feeds import Feed
 from plait.runtime.sweep.rounds import Piece, rounds_of
 from plait.verification import same_random_numbers
 
-# What matrix products on a GPU round float32 to.
-TF32_EPS = 2.0**-10
-
 
 def verify_entries(entries: Sequence[Entry], share: tuple[int, int], known: Verdict | None = None) -> Verdict:
     """What must run trial by trial for these trials to train together as they do alone.
 
     Two batches of each trial's own data are used, `share` of each: a worker's place and how many there are.
     """
-    with same_random_numbers(0):
-        batches = _first_batches(entries, share)
-    rehearsal = ArrayRehearsal(entries, batches)
+    return verify_rehearsed(ArrayRehearsal(entries, first_batches(entries, share)), known)
+
+
+def verify_rehearsed(rehearsal: ArrayRehearsal, known: Verdict | None) -> Verdict:
+    """What must run trial by trial, beginning with what is `known` of such trials."""
     rehearsal.loss_alone = known is not None and known.loss_alone
     return verify_fused(rehearsal, known.unfused if known is not None else None)
 
 
-def _first_batches(entries: Sequence[Entry], share: tuple[int, int]) -> list[list[Batch]]:
+def first_batches(entries: Sequence[Entry], share: tuple[int, int]) -> list[list[Batch]]:
     """Two batches of each trial; trials that read the same data in one order have the same."""
     feeds: dict[tuple[int, int], list[Batch]] = {}
-    for entry in entries:
-        settings = replace(entry.settings, data=replace(entry.settings.data, loaders=0))
-        key = (settings.seed, settings.data.batch_size)
-        if key not in feeds:
-            feed = Feed(entry.parts.train_set, settings, Position(), False, *share)
-            feeds[key] = [feed.next(), feed.next()]
+    with same_random_numbers(0):
+        for entry in entries:
+            settings = replace(entry.settings, data=replace(entry.settings.data, loaders=0))
+            key = (settings.seed, settings.data.batch_size)
+            if key not in feeds:
+                feed = Feed(entry.parts.train_set, settings, Position(), False, *share)
+                feeds[key] = [feed.next(), feed.next()]
     keys = [(entry.settings.seed, entry.settings.data.batch_size) for entry in entries]
     return [[feeds[key][number] for key in keys] for number in range(2)]
 
@@ -53,10 +53,15 @@ def _first_batches(entries: Sequence[Entry], share: tuple[int, int]) -> list[lis
 class ArrayRehearsal:
     """The trials of an array on the first microbatches of two steps."""
 
-    def __init__(self, entries: Sequence[Entry], batches: Sequence[Sequence[Batch]]) -> None:
+    in_stages = False
+
+    def __init__(
+        self, entries: Sequence[Entry], batches: Sequence[Sequence[Batch]], microbatches: int = 0
+    ) -> None:
         self._entries = entries
         self._loss = fused_loss([entry.settings for entry in entries])
-        self._pieces = [_first_pieces(step, entries[0].settings.accumulate) for step in batches]
+        count = microbatches or entries[0].settings.accumulate
+        self._pieces = [_first_pieces(step, count) for step in batches]
         self.models = [entry.parts.model for entry in entries]
         self.seeds = [mix(entry.settings.seed) for entry in entries]
         self.ages = [entry.age for entry in entries]
@@ -70,20 +75,30 @@ class ArrayRehearsal:
             return torch.finfo(AUTOCAST[settings.precision]).eps
         return TF32_EPS if parts.device.type == "cuda" and settings.precision == "float32" else 0.0
 
-    def together(self, fused: FusedModule, batch: int) -> tuple[Any, Tensor]:
+    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
+        """The trials in one module."""
+        return [fuse(models, self.seeds, self.ages, unfused=unfused)]
+
+    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
         """The outputs of all trials, trials first, and their losses."""
-        pieces = self._pieces[batch]
-        counts = [count for _, count in pieces]
+        (whole,) = fused
+        contents, counts = self._contents(batch)
         parts = self._entries[0].parts
-        padding = fused.padded(counts) if len(set(counts)) > 1 else nullcontext()
-        inputs, target = together(parts, [content for content, _ in pieces], max(counts))
-        with padding, parts.autocast():
-            outputs = forward(fused, inputs)
-            if self.loss_alone:
-                losses = losses_alone(self._entries, outputs, target, counts)
-            else:
-                losses = losses_of(fused, self._entries, self._loss, outputs, target, counts)
+        inputs, target = together(parts, contents, max(counts))
+        with padded_rows(whole, counts), parts.autocast():
+            outputs = forward(whole, inputs)
+            losses = self._losses(whole, outputs, target, counts)
         return self._comparable(outputs, batch), losses
+
+    def _contents(self, batch: int) -> tuple[list[Any], list[int]]:
+        """What each trial gets, and of how many rows."""
+        pieces = self._pieces[batch]
+        return [content for content, _ in pieces], [count for _, count in pieces]
+
+    def _losses(self, fused: FusedModule, outputs: Any, target: Any, counts: Sequence[int]) -> Tensor:
+        if self.loss_alone:
+            return losses_alone(self._entries, outputs, target, counts)
+        return losses_of(fused, self._entries, self._loss, outputs, target, counts)
 
     def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
         """What one trial's plain model gives for its own batch, and its loss."""
@@ -96,6 +111,11 @@ class ArrayRehearsal:
     def _comparable(self, outputs: Any, batch: int) -> Any:
         """Outputs with padding have no counterpart alone: there, only losses and gradients are compared."""
         return outputs if len({count for _, count in self._pieces[batch]}) == 1 else None
+
+
+def padded_rows(fused: FusedModule, counts: Sequence[int]) -> AbstractContextManager[None]:
+    """Within, each trial has so many rows of its own; padding after them where they differ."""
+    return fused.padded(counts) if len(set(counts)) > 1 else nullcontext()
 
 
 def _first_pieces(batches: Sequence[Batch], accumulate: int) -> list[Piece]:

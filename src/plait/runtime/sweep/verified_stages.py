@@ -1,0 +1,156 @@
+"""Before an array in stages takes its first step, its fused stages are compared with its trials alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.core.errors import InputError, JobError
+from plait.fusion import FusedModule, fuse
+from plait.fusion.verify import Verdict
+from plait.profiler.failures import TraceError
+from plait.profiler.traced import TracedModel
+from plait.runtime.agreement import find_stages
+from plait.runtime.arrangement import Arrangement
+from plait.runtime.loading import Batch
+from plait.runtime.open_pipeline import prepare_pipeline
+from plait.runtime.sweep.array import Entry, stacked
+from plait.runtime.sweep.code import Values, check_values, plain_values
+from plait.runtime.sweep.verified import ArrayRehearsal, first_batches, padded_rows, verify_rehearsed
+from plait.runtime.verify import Checked
+from plait.stages.cut import Stage, cut, evaluation_stages
+from plait.stages.routes import Route, find_routes
+
+
+@dataclass(frozen=True)
+class StagesOfTrials:
+    """How the trials of an array are cut: as the first of them, whose values the code between modules has.
+
+    `checked.fine` are the stages in the layers of the plan, from which other workers come to the same.
+    """
+
+    checked: Checked
+    arrangement: Arrangement
+    values: Values
+
+    @property
+    def traced(self) -> TracedModel:
+        return self.checked.traced
+
+
+def prepare_trials(entries: Sequence[Entry], arrangement: Arrangement, verify: bool) -> StagesOfTrials:
+    """The stages of these trials in whole modules; with `verify` those of the first are compared with it."""
+    first = entries[0]
+    # Before its code runs, which may count or remember.
+    values = plain_values(first.parts.model)
+    try:
+        checked, arrangement = prepare_pipeline(first.settings, first.parts, arrangement, verify)
+    except JobError:
+        raise
+    except InputError as failure:
+        raise JobError(f"parallel.plan: {failure}") from None
+    check_ties(checked.traced, arrangement)
+    return StagesOfTrials(checked, arrangement, values)
+
+
+def check_ties(traced: TracedModel, arrangement: Arrangement) -> None:
+    """Refuse weights that several stages use."""
+    for name, stages in find_stages(traced, arrangement).items():
+        if len(stages) > 1:
+            raise JobError(
+                f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, which arrays in "
+                f"stages cannot sum; use a plan that keeps its layers in one stage, or --replicas"
+            )
+
+
+def verify_stages(entries: Sequence[Entry], stages: StagesOfTrials, known: Verdict | None = None) -> Verdict:
+    """What must run trial by trial for these trials to train together, in stages, as they do alone."""
+    return verify_rehearsed(StagedRehearsal(entries, stages, first_batches(entries, (0, 1))), known)
+
+
+def of_stage(verdict: Verdict, module: nn.Module) -> Verdict:
+    """What of a verdict concerns one stage."""
+    names = {path for path, _ in module.named_modules()}
+    return replace(verdict, unfused={name: why for name, why in verdict.unfused.items() if name in names})
+
+
+class StagedRehearsal(ArrayRehearsal):
+    """The trials of an array in stages, all of them in this process, on the first microbatches of two steps.
+
+    Later stages go on with the draws of those before, as a model alone does; in training each has streams of
+    its own.
+    """
+
+    in_stages = True
+
+    def __init__(
+        self, entries: Sequence[Entry], stages: StagesOfTrials, batches: Sequence[Sequence[Batch]]
+    ) -> None:
+        super().__init__(entries, batches, stages.arrangement.microbatches)
+        self._stages = stages
+        self._traced = stages.traced
+        self._evaluated, evaluated = evaluation_stages(self._traced, stages.arrangement.stages)
+        self._routes = find_routes(self._traced, stages.arrangement.stages)
+        self._evaluated_routes = find_routes(self._evaluated, evaluated)
+        self._cut: list[Stage] = []
+
+    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
+        """The trials in one module for each stage."""
+        for entry in self._entries:
+            check_values(self._traced, self._stages.values, plain_values(entry.parts.model))
+        fused, self._cut = [], []
+        for layers in self._stages.arrangement.stages:
+            own = [cut(replace(self._traced, model=model), layers) for model in models]
+            kept = of_stage(Verdict(unfused), own[0].module).unfused
+            fused.append(fuse([stage.module for stage in own], self.seeds, self.ages, unfused=kept))
+            self._cut.append(own[0])
+        return fused
+
+    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
+        """The outputs of all trials, trials first, and their losses."""
+        contents, counts = self._contents(batch)
+        inputs, target = stacked(self._entries[0].parts, contents, max(counts))
+        training = fused[0].training
+        traced = self._traced if training else self._evaluated
+        tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        values = dict(zip(traced.inputs, tensors, strict=True))
+        draws: int | tuple[int, ...] = 0
+        for number, one in enumerate(fused):
+            one.draws_before = draws
+            values |= self._run(number, one, values, counts)
+            draws, one.draws_before = one.draws, 0
+        outputs = traced.rebuild_output([values[name] for name in traced.outputs])
+        with padded_rows(fused[-1], counts), self._entries[0].parts.autocast():
+            losses = self._losses(fused[-1], outputs, target, counts)
+        return self._comparable(outputs, batch), losses
+
+    def _run(
+        self, number: int, fused: FusedModule, values: Mapping[str, Tensor], counts: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """The values that one stage gives."""
+        stage = self._cut[number]
+        own = stage.inputs if fused.training else stage.evaluation_inputs
+        given = stage.outputs if fused.training else stage.evaluation_outputs
+        routes = self._routes if fused.training else self._evaluated_routes
+        received = dict(values)
+        for route in routes:
+            if route.target == number:
+                received |= {name: _received(values[name], name, route) for name in route.names}
+        with padded_rows(fused, counts), self._entries[0].parts.autocast():
+            outcome = fused(*(received[value.name] for value in own))
+        return {value.name: tensor for value, tensor in zip(given, outcome, strict=True)}
+
+    def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
+        """What one trial's plain model gives for its own batch, and its loss."""
+        if not model.training and self._traced.no_evaluation is not None:
+            raise TraceError(self._traced.no_evaluation)  # then it is never evaluated in stages
+        return super().alone(model, trial, batch)
+
+
+def _received(tensor: Tensor, name: str, route: Route) -> Tensor:
+    """A value as another worker has it: without what this one noted at the tensor."""
+    return tensor.view_as(tensor) if name in route.grad_names else tensor.detach()

@@ -1,0 +1,163 @@
+"""Fused trials on a GPU are what the same trials are alone there, in float32, with TF32 and under autocast.
+
+How far apart two right computations may be is measured: by how far the plain model is from itself in float64,
+and moves when its weights are rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from plait.core import events as core_events
+from plait.fusion import FusedOptimizer, fuse
+from plait.runtime import events
+from plait.runtime.settings import ModelSettings, OptimizerSettings
+from plait.verification import perturb
+from support.sweeping import sweep_here, sweep_of, trial_alone
+from support.training import digits_job
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+DEVICE = "cuda"
+# How many times as far from the exact values as the plain model.
+FACTOR = 16.0
+BF16, TF32 = 2.0**-8, 2.0**-10
+
+
+def autocast(kind):
+    return nullcontext() if kind is None else torch.autocast(DEVICE, kind)
+
+
+def models_of(make, count=3):
+    torch.manual_seed(0)
+    return [make().to(DEVICE) for _ in range(count)]
+
+
+def step_alone(model, x, kind=None):
+    """What a plain model returns, and the gradients of its mean square."""
+    with autocast(kind):
+        output = model(x)
+        output.float().square().mean().backward() if kind else output.square().mean().backward()
+    return [output, *(p.grad for p in model.parameters())]
+
+
+def assert_as_near_as_alone(make, x, step, kind=None):
+    """Outputs and gradients of fused trials are about as near to the exact ones as those of trials alone."""
+    models = models_of(make)
+    fused = fuse(models)
+    with autocast(kind):
+        outputs = fused(x)
+        losses = fused.map(lambda y: y.float().square().mean(), outputs)
+    losses.sum().backward()
+    for trial, model in enumerate(models):
+        found = [outputs[trial], *(p.grad[trial] for p in fused.module.parameters())]
+        exact = step_alone(copy.deepcopy(model).double(), x[trial].double())
+        alone = [step_alone(copy.deepcopy(model), x[trial], kind)]
+        for seed in range(2):
+            other = copy.deepcopy(model)
+            with torch.no_grad():
+                for number, parameter in enumerate(other.parameters()):
+                    parameter.copy_(perturb(parameter, 1000 * seed + number, step))
+            alone.append(step_alone(other, x[trial], kind))
+        for place, (own, true) in enumerate(zip(found, exact)):
+            allowed = FACTOR * max((one[place].double() - true).abs().max().item() for one in alone)
+            assert (own.double() - true).abs().max().item() <= allowed + 1e-7, (trial, place)
+
+
+class Last(nn.Module):
+    def __init__(self, layers=1):
+        super().__init__()
+        self.gru, self.head = nn.GRU(8, 16, layers, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.gru(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_gru_under_bf16_autocast_trains_fused_as_alone(layers):
+    x = torch.randn(3, 5, 6, 8, device=DEVICE)
+    assert_as_near_as_alone(lambda: Last(layers), x, BF16, torch.bfloat16)
+
+
+def conv_net():
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2),
+        nn.ReLU(), nn.Flatten(), nn.Linear(32 * 9, 64), nn.Tanh(), nn.Linear(64, 4),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tf32():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_products_in_tf32_are_as_near_to_exact_ones_as_those_of_a_trial_alone(tf32):
+    assert_as_near_as_alone(conv_net, torch.randn(3, 8, 3, 8, 8, device=DEVICE), TF32)
+
+
+def test_verification_takes_the_rounding_of_tf32_for_what_it_is(tf32):
+    batches = [torch.randn(8, 3, 8, 8, device=DEVICE) for _ in range(2)]
+    assert fuse(models_of(conv_net), verify=batches).unfused == {}
+
+
+def tiny_gpt2():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def test_gpt2_with_its_usual_settings_trains_fused_as_alone():
+    models = [model.double() for model in models_of(tiny_gpt2)]
+    assert models[0].config.use_cache
+    ids = torch.randint(0, 64, (3, 4, 16), device=DEVICE)
+    fused = fuse(models)
+    optimizer = FusedOptimizer(fused, "adamw", lr=1e-2)
+    others = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses = fused.map(lambda logits: logits.square().mean(), fused(input_ids=ids).logits)
+        losses.sum().backward()
+        optimizer.step()
+        for trial, (model, other) in enumerate(zip(models, others)):
+            other.zero_grad()
+            loss = model.train()(input_ids=ids[trial]).logits.square().mean()
+            loss.backward()
+            other.step()
+            torch.testing.assert_close(losses[trial], loss, rtol=1e-9, atol=1e-9)
+    fused.eval()
+    for trial, model in enumerate(models):
+        found, expected = fused(input_ids=ids).logits[trial], model.eval()(input_ids=ids[trial]).logits
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(("precision", "near"), [("float32", 0.01), ("bf16", 0.1)])
+def test_a_verified_sweep_of_three_trials_comes_to_what_they_come_to_alone(precision, near, tmp_path: Path):
+    job = digits_job(
+        steps=8,
+        model=ModelSettings("support.sweeping:norm_net"),
+        optimizer=OptimizerSettings("sgd", {"lr": 0.1}),
+        precision=precision,
+        device=DEVICE,
+    )
+    settings = sweep_of("optimizer.lr=0.01,0.03,0.1", job=job, width=3)
+    found = sweep_here(settings, tmp_path / "sweep")
+    told = core_events.read(tmp_path / "sweep" / "events" / "rank0.jsonl")
+    (event,) = [one.event for one in told if isinstance(one.event, events.ArrayVerified)]
+    assert (event.unfused, event.refused) == ({}, None)
+    on_cpu = replace(settings, train=replace(job, device="cpu"))
+    for row in found["trials"]:
+        alone, _ = trial_alone(on_cpu, row["values"], tmp_path / f"alone-{row['trial']}")
+        assert row["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=near)

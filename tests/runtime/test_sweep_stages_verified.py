@@ -1,0 +1,126 @@
+"""Before its first step an array in stages is compared with its trials alone, whatever its code does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.function import _SingleLevelFunction as Function
+
+from plait.core import events as core_events
+from plait.core.codec import decode
+from plait.core.errors import InputError
+from plait.fusion import seams, verify
+from plait.fusion.space import combinations
+from plait.fusion.verify import Verdict
+from plait.planner.depth import Schedule
+from plait.planner.plan import Plan
+from plait.runtime import events
+from plait.runtime.arrangement import arrange
+from plait.runtime.settings import ModelSettings, OptimizerSettings
+from plait.runtime.sweep.data import DataSets
+from plait.runtime.sweep.led import make_entry
+from plait.runtime.sweep.settings import SweepSettings
+from plait.runtime.sweep.trials import with_values
+from plait.runtime.sweep.verified_stages import prepare_trials, verify_stages
+from support.plans import planned
+from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank
+from support.world import run_ranks
+
+MICROBATCHES = 2
+SGD = OptimizerSettings("sgd", {"lr": 0.1})
+
+
+def in_stages(*over: str, model: str = "support.odd_models:Blocks", **args: Any) -> SweepSettings:
+    own = ModelSettings(model, args)
+    job = planned((1, 1), Schedule.FLUSH, MICROBATCHES, steps=4, model=own, optimizer=SGD)
+    return sweep_of(*over, job=job, width=3)
+
+
+def on_one(settings: SweepSettings) -> SweepSettings:
+    return replace(settings, train=replace(settings.train, pipeline=None, accumulate=MICROBATCHES))
+
+
+def verdict_of(settings: SweepSettings) -> Verdict:
+    """What verification says of an array of all trials, in this process."""
+    assert settings.train.pipeline is not None
+    trials = [with_values(settings.train, values) for values in combinations(settings.over)]
+    entries = [make_entry(one, None, torch.device("cpu"), DataSets()) for one in trials]
+    arrangement = arrange(decode(Plan, settings.train.pipeline.plan, "plan"))
+    return verify_stages(entries, prepare_trials(entries, arrangement, verify=True))
+
+
+def revert_functions() -> None:
+    """Apply functions of autograd to fused tensors as they are."""
+    seams._apply = lambda cls, *a, **k: super(Function, cls).apply(*a, **k)
+
+
+def wrong_sweep_rank(rank: int, settings: SweepSettings, folder: Path) -> dict[str, Any]:
+    """As `sweep_rank`, where functions of autograd see all trials at once."""
+    revert_functions()
+    return sweep_rank(rank, settings, folder)
+
+
+def verified(folder: Path) -> list[events.ArrayVerified]:
+    found = core_events.read(folder / "events" / "rank0.jsonl")
+    return [one.event for one in found if isinstance(one.event, events.ArrayVerified)]
+
+
+@pytest.mark.parametrize("over", ["model_args.dropout=0.1,0.2,0.3", "data.batch_size=4,8,16", "seed=0,1,2"])
+def test_right_stages_stay_fused(over: str):
+    verdict = verdict_of(in_stages(over))
+    assert verdict.refused is None
+    assert verdict.unfused == {}
+
+
+def test_wrong_stages_run_trial_by_trial_though_a_mend_is_reverted(monkeypatch):
+    monkeypatch.setattr(seams, "_apply", lambda cls, *a, **k: super(Function, cls).apply(*a, **k))
+    verdict = verdict_of(in_stages("seed=0,1,2"))
+    assert verdict.refused is None
+    assert list(verdict.unfused) == [""]
+
+
+def test_a_sweep_in_stages_is_right_though_a_mend_is_reverted(tmp_path: Path):
+    settings = in_stages("seed=0,1,2", dropout=0.0)
+    found = run_ranks(2, wrong_sweep_rank, settings, tmp_path / "two")[0]
+    assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-9)
+    (event,) = verified(tmp_path / "two")
+    assert list(event.unfused) == [""]
+
+
+def test_trials_that_cannot_share_stages_train_one_by_one_in_them(tmp_path: Path):
+    settings = in_stages("model_args.scale=0.5,2.0", model="support.sweeping:Halves")
+    found = run_ranks(2, sweep_rank, settings, tmp_path / "two")[0]
+    assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-9)
+
+
+def refused_rank(rank: int, settings: SweepSettings, folder: Path, settle: Any) -> str:
+    """What a sweep says that is refused."""
+    verify._Check.settle = settle or verify._Check.settle  # type: ignore[method-assign]
+    try:
+        sweep_rank(rank, settings, folder)
+    except InputError as failure:
+        return str(failure)
+    except RuntimeError:  # the leader is gone
+        return ""
+    return "not refused"
+
+
+def never(check: Any) -> str:
+    return "trial 0 parts from the trial alone"
+
+
+def test_stages_that_no_way_makes_right_are_refused_in_one_sentence(tmp_path: Path):
+    words = run_ranks(2, refused_rank, in_stages("seed=0,1,2"), tmp_path, never, may_die=(1,))[0]
+    assert words.startswith("parallel.plan: the stages do not compute what the model computes: trial 0 parts")
+    assert words.endswith("sweep without a plan")
+    assert "\n" not in words
+
+
+def test_sizes_for_which_the_code_between_modules_does_something_else_are_refused(tmp_path: Path):
+    settings = in_stages("data.batch_size=6,16", model="support.odd_models:MindsSize")
+    words = run_ranks(2, refused_rank, settings, tmp_path, None, may_die=(1,))[0]
+    assert "with these sizes the model would take another branch than in the trace" in words
