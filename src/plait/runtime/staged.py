@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -24,7 +22,7 @@ from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunn
 from plait.stages.cut import Stage, cut, evaluation_stages
 from plait.stages.quick import quicken
 from plait.stages.routes import Route, find_routes
-from plait.verification import Observation
+from plait.verification import Observation, RandomState
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class StagedModel:
         self._evaluated, ids_evaluated = evaluation_stages(traced, stages)
         self._routes = find_routes(traced, stages)
         self._evaluated_routes = find_routes(self._evaluated, ids_evaluated)
-        self._states = [_RandomState() for _ in stages]
+        self._states = [_StartingPoint() for _ in stages]
         last = len(stages) - 1
         self._runners = [
             StageRunner(
@@ -229,22 +227,16 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 @dataclass
-class _RandomState:
+class _StartingPoint:
     """Where the random numbers of a stage start: where the stage before has ended, each time it runs."""
 
-    _kept: list[Any] = field(default_factory=list)
+    _state: RandomState | None = None
 
     def forget(self) -> None:
-        self._kept = []
+        self._state = None
 
     def start(self) -> None:
-        on_gpus = torch.cuda.is_available() and torch.cuda.is_initialized()
-        if not self._kept:
-            gpus = torch.cuda.get_rng_state_all() if on_gpus else []
-            self._kept = [random.getstate(), numpy.random.get_state(), torch.get_rng_state(), gpus]
-            return
-        random.setstate(self._kept[0])
-        numpy.random.set_state(self._kept[1])
-        torch.set_rng_state(self._kept[2])
-        if on_gpus:
-            torch.cuda.set_rng_state_all(self._kept[3])
+        if self._state is None:
+            self._state = RandomState.now()
+        else:
+            self._state.restore()
