@@ -127,6 +127,15 @@ def test_what_stages_cannot_repeat_is_refused_in_words(name: str) -> None:
         prepare(model, batches, place)
 
 
+def test_numbers_among_the_outputs_are_compared() -> None:
+    model, batches, place = make_hard("number")
+    checked = prepare(model, batches, place)
+    assert staged(checked).step(batches[0], None)[0][1] == 3
+    model, batches, place = make_hard("counted number")
+    with pytest.raises(StageError, match=r"in training mode output\[1\]: off by 1, where rounding explains 0"):
+        prepare(model, batches, place)
+
+
 def test_a_module_with_state_of_its_own_stays_in_one_stage_and_a_note_says_so() -> None:
     model, batches, place = make_hard("divided block")
     checked = prepare(model, batches, place)

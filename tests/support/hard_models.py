@@ -306,6 +306,19 @@ class Digits(nn.Module):
         return self.b(torch.relu(self.a(x.flatten(1)))) * min(1.0, self.calls / 100)
 
 
+class ReturnsNumber(nn.Module):
+    """Returns a number beside its tensor: always the same, or how often it was called."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.counts, self.calls = counts, 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        self.calls += self.counts
+        return self.b(self.a(x).tanh()), 3 + self.calls
+
+
 def rows(*sizes: int) -> Callable[[], Any]:
     return lambda: tuple((torch.randn(size, 4),) for size in sizes)
 
@@ -331,5 +344,7 @@ HARD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "two of one name": (TwoOfOneName, rows(4, 3), "c"),
     "zero branch": (ZeroBranch, rows(4, 3), "b"),
     "shared state": (SharedState, rows(4, 3), "middle"),
+    "number": (ReturnsNumber, rows(4, 3), "b"),
+    "counted number": (lambda: ReturnsNumber(counts=True), rows(4, 3), "b"),
     "divided block": (Divided, rows(4, 3), "block.b"),
 }
