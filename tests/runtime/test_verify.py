@@ -127,12 +127,24 @@ def test_what_stages_cannot_repeat_is_refused_in_words(name: str) -> None:
         prepare(model, batches, place)
 
 
+def test_a_buffer_that_only_the_plain_model_changes_is_noticed() -> None:
+    model, batches, place = make_hard("hidden buffer")
+    with pytest.raises(StageError, match="in training mode the buffer count: off by 1"):
+        prepare(model, batches, place)
+
+
+def test_a_buffer_under_two_names_is_compared_once_and_equal() -> None:
+    prepare(*make_hard("two names"))
+
+
 def test_numbers_among_the_outputs_are_compared() -> None:
     model, batches, place = make_hard("number")
     checked = prepare(model, batches, place)
     assert staged(checked).step(batches[0], None)[0][1] == 3
     model, batches, place = make_hard("counted number")
-    with pytest.raises(StageError, match=r"in training mode output\[1\]: off by 1, where rounding explains 0"):
+    with pytest.raises(
+        StageError, match=r"in training mode output\[1\]: off by 1, where rounding explains 0"
+    ):
         prepare(model, batches, place)
 
 

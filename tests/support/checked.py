@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def square_loss(output: Any, target: Any) -> Tensor:
 def make_hard(name: str) -> tuple[nn.Module, tuple[Any, Any], str]:
     """The model, two batches of inputs, and where it is cut."""
     torch.manual_seed(0)
+    random.seed(0)
     model, batches, place = HARD[name]
     return model().double(), as_double(batches()), place
 

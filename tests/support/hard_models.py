@@ -306,6 +306,21 @@ class Digits(nn.Module):
         return self.b(torch.relu(self.a(x.flatten(1)))) * min(1.0, self.calls / 100)
 
 
+class HiddenBuffer(nn.Module):
+    """Changes a buffer in a way that a trace does not see, and has a normalisation under two names."""
+
+    def __init__(self, hidden: bool = True) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.twin, self.hidden = self.norm, hidden
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hidden:
+            self._buffers["count"] = self._buffers["count"] + 1
+        return self.b(self.twin(self.a(x)).tanh())
+
+
 class ReturnsNumber(nn.Module):
     """Returns a number beside its tensor: always the same, or how often it was called."""
 
@@ -346,5 +361,7 @@ HARD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "shared state": (SharedState, rows(4, 3), "middle"),
     "number": (ReturnsNumber, rows(4, 3), "b"),
     "counted number": (lambda: ReturnsNumber(counts=True), rows(4, 3), "b"),
+    "hidden buffer": (HiddenBuffer, rows(4, 3), "b"),
+    "two names": (lambda: HiddenBuffer(hidden=False), rows(4, 3), "b"),
     "divided block": (Divided, rows(4, 3), "block.b"),
 }

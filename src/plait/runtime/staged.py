@@ -154,6 +154,11 @@ class StagedModel:
             for name, buffer in module.named_buffers():
                 yield number, name, buffer
 
+    @property
+    def model(self) -> nn.Module:
+        """The model that the stages were cut from, in the state they began with."""
+        return self._traced.model
+
     def drop_gradients(self) -> None:
         for module in self.modules:
             for parameter in module.parameters():
@@ -179,14 +184,27 @@ def observe_staged(
         for name, _ in model.named_parameters():
             grad = grads.get(name)
             found[f"the gradient of {name}"] = None if grad is None else grad.detach().clone()
+    for name, buffer in _held_buffers(staged, model).items():
+        found[f"the buffer {name}"] = buffer.detach().clone()
+    return found
+
+
+def _held_buffers(staged: StagedModel, model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of `model`, by their first names, as the stages have them.
+
+    Of a buffer in several stages, a copy that differs from the model's. One that no stage holds is as it was
+    before the first step, since nothing in a pipeline changes it.
+    """
+    first: dict[int, str] = {}
+    names = {n: first.setdefault(id(b), n) for n, b in model.named_buffers(remove_duplicate=False)}
     known = dict(model.named_buffers())
     held: dict[str, Tensor] = {}
     for _, name, buffer in staged.buffers():
+        name = names.get(name, name)
         if name in known and (name not in held or torch.equal(held[name], known[name])):
             held[name] = buffer
-    for name, buffer in known.items():
-        found[f"the buffer {name}"] = held.get(name, buffer).detach().clone()
-    return found
+    before = dict(staged.model.named_buffers())
+    return {name: own for name in known if (own := held.get(name, before.get(name))) is not None}
 
 
 def copied(
