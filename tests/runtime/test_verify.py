@@ -142,9 +142,7 @@ def test_numbers_among_the_outputs_are_compared() -> None:
     checked = prepare(model, batches, place)
     assert staged(checked).step(batches[0], None)[0][1] == 3
     model, batches, place = make_hard("counted number")
-    with pytest.raises(
-        StageError, match=r"in training mode output\[1\]: off by 1, where rounding explains 0"
-    ):
+    with pytest.raises(StageError, match=r"in training mode output\[1\]: off by 1"):
         prepare(model, batches, place)
 
 

@@ -34,6 +34,7 @@ from plait.verification import (
     find_differences,
     measure_noise,
     observe_step,
+    perturb,
     same_random_numbers,
 )
 
@@ -209,13 +210,10 @@ class _Perturbed:
         self._example = example
         self._done = 0
         self._model = plain_copy(traced.model, example)
-        generator = torch.Generator().manual_seed(seed)
+        parameters = list(self._model.parameters())
         with torch.no_grad():
-            for parameter in self._model.parameters():
-                if parameter.is_floating_point():
-                    signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-                    signs = signs.to(parameter.device, parameter.dtype)
-                    parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+            for parameter, moved in zip(parameters, perturb(parameters, seed)):
+                parameter.copy_(moved)
 
     def observe(self, number: int) -> Observation:
         """What it does at step `number`, which comes after those asked for before."""
@@ -239,7 +237,7 @@ class _Seen:
 
 
 @contextmanager
-def _watching(modules: Sequence[nn.Module], prefixless: bool = True) -> Iterator[list[_Seen]]:
+def _watching(modules: Sequence[nn.Module]) -> Iterator[list[_Seen]]:
     """Note the calls of all modules below `modules`, by their paths there."""
     seen: list[_Seen] = []
     calls: Counter[str] = Counter()
