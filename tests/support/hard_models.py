@@ -306,6 +306,23 @@ class Digits(nn.Module):
         return self.b(torch.relu(self.a(x.flatten(1)))) * min(1.0, self.calls / 100)
 
 
+class DigitsByCount(nn.Module):
+    """A classifier of digits that computes something else for batches of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x.flatten(1))
+        return self.b(h.tanh() if x.shape[0] == 3 else h)
+
+
+def digits_around_state() -> nn.Module:
+    """A classifier of digits with a module inside that no trace can repeat."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Digits(), nn.Linear(10, 10))
+
+
 class HiddenBuffer(nn.Module):
     """Changes a buffer in a way that a trace does not see, and has a normalisation under two names."""
 
