@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import plait
 from plait.core.errors import InputError, JobError
 from plait.core.events import read
 from plait.planner.depth import Schedule
@@ -26,7 +27,7 @@ from plait.runtime.staged import Choices
 from plait.stages.cut import StageError, cut_all
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
-from support.checked import make_hard, plain_step, prepare, staged
+from support.checked import make_hard, plain_step, prepare, square_loss, staged
 from support.plans import cut_in_two, planned
 from support.traced_models import tensors_of
 from support.training import TestWorker, digits_job
@@ -183,6 +184,38 @@ def test_sizes_that_were_equal_in_the_trace_must_stay_equal() -> None:
         found.check_inputs([tokens, tokens[:, :4]])
     free = trace(Two(), (tokens, tokens), others=[(tokens, tokens[:, :4])])
     free.check_inputs([tokens, tokens[:, :4]])
+
+
+# From Python.
+
+
+def test_stages_are_verified_from_python_by_a_plan_or_by_where_they_begin() -> None:
+    model, (one, other), _ = make_hard("divided block")
+    batches = [(one, None), (other, None)]
+    checked = plait.verify_stages(model, batches, square_loss, ["last"])
+    assert [layers[-1] for layers in checked.fine] == ["block.b", "last"]
+    assert checked.notes == ()
+    checked = plait.verify_stages(model, batches, square_loss, ["block.b"])
+    assert checked.fine[0] == ("first",)
+    assert "forward of block (Stateful) changes self.h" in checked.notes[0]
+    model, (one, other), _ = make_hard("two names")
+    batches = [(one, None), (other, None)]
+    profile = plait.profile(model, one, lambda output: square_loss(output, None), repeats=1)
+    plan = plait.plan(profile, plait.machines(2, 1e9))
+    fine = plait.verify_stages(model, batches, square_loss, plan).fine
+    assert sorted(id for ids in fine for id in ids) == sorted(node.id for node in profile.graph.nodes)
+
+
+def test_stages_verified_from_python_are_refused_in_words() -> None:
+    model, (one, other), place = make_hard("hidden buffer")
+    with pytest.raises(StageError, match="the buffer count: off by 1"):
+        plait.verify_stages(model, [(one, None), (other, None)], square_loss, [place])
+    with pytest.raises(InputError, match="there is no layer 'c'"):
+        plait.verify_stages(model, [(one, None), (other, None)], square_loss, ["c"])
+    with pytest.raises(InputError, match="expected two"):
+        plait.verify_stages(model, [(one, None)], square_loss, [place])
+    with pytest.raises(InputError, match="found the first layer 'a' or one twice"):
+        plait.verify_stages(model, [(one, None), (other, None)], square_loss, ["a"])
 
 
 # Verification alone, without the mend of each case.
