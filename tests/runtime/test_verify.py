@@ -24,6 +24,7 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.runtime.settings import ModelSettings, TrainSettings
 from plait.runtime.staged import Choices
+from plait.runtime.verify import Example
 from plait.stages.cut import StageError, cut_all
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
@@ -45,6 +46,8 @@ RIGHT = (
     "zero branch",
     "shared state",
     "divided block",
+    "dict",
+    "reshaped",
 )
 REFUSED = {
     "shared buffer": "buffer 'mean' is written by forward and used in stages",
@@ -136,6 +139,31 @@ def test_a_buffer_that_only_the_plain_model_changes_is_noticed() -> None:
 
 def test_a_buffer_under_two_names_is_compared_once_and_equal() -> None:
     prepare(*make_hard("two names"))
+
+
+@pytest.mark.parametrize("second", [("right_last",), ("right", "right_drop", "right_last")])
+def test_branches_that_draw_in_another_order_in_stages_than_in_the_model_are_noticed(
+    second: tuple[str, ...],
+) -> None:
+    """The stages are what a plan may make of branches: not one after the other in the model's order."""
+    model, (one, other), _ = make_hard("branches")
+    traced = trace(model, one, others=[other])
+    ids = [layer.id for layer in traced.layers]
+    after = {*second, *ids[ids.index("right_last") + 1 :]}
+    stages = ([id for id in ids if id not in after], [id for id in ids if id in after])
+    parting = verify.find_parting(traced, stages, Example([(one, None), (other, None)], square_loss))
+    keeps_order = second == ("right_last",)
+    assert (parting is None) == keeps_order
+    assert keeps_order or "right_drop" in str(parting)
+
+
+def test_a_batch_with_other_tensors_than_the_trace_had_is_refused() -> None:
+    model, batches, place = make_hard("dict")
+    stages = staged(prepare(model, batches, place))
+    with pytest.raises(
+        InputError, match=r"found tensors at \[0\]\['one'\] .* had \[0\]\['one'\], \[0\]\['two'\]"
+    ):
+        stages.step(({"one": torch.ones(2, 4)},), None)
 
 
 def test_numbers_among_the_outputs_are_compared() -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from plait.profiler.traced import TracedModel
-from plait.runtime.evaluate import evaluation_mode
+from plait.runtime.evaluate import as_arguments, evaluation_mode
 from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.stages.cut import Stage, cut, evaluation_stages
 from plait.stages.quick import quicken
@@ -89,7 +88,7 @@ class StagedModel:
     def _forward(self, inputs: Any, target: Any) -> list[Flight]:
         for state in self._states:
             state.forget()
-        tensors = _tensors(inputs)
+        tensors = self._traced.order_inputs(as_arguments(inputs))
         self._traced.check_inputs(tensors)
         values: dict[str, Tensor] = dict(zip(self._traced.inputs, tensors, strict=True))
         flights = []
@@ -120,7 +119,7 @@ class StagedModel:
 
     def evaluate(self, inputs: Any) -> Any:
         """What the model returns in evaluation mode."""
-        tensors = _tensors(inputs)
+        tensors = self._evaluated.order_inputs(as_arguments(inputs))
         self._evaluated.check_inputs(tensors)
         values: dict[str, Tensor] = dict(zip(self._evaluated.inputs, tensors, strict=True))
         with contextlib.ExitStack() as modes:
@@ -231,10 +230,6 @@ def _received(
                 leaf = values[name].detach()
                 found[name] = leaf.requires_grad_() if name in route.grad_names else leaf
     return found
-
-
-def _tensors(inputs: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 @dataclass
