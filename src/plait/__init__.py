@@ -24,6 +24,7 @@ _ROOMS: dict[str, tuple[str, str]] = {
     "read_job": ("plait.config", "read_job"),
     "sweep": ("plait.sweeping", "sweep"),
     "train": ("plait.training", "train"),
+    "verify_stages": ("plait.runtime.verify", "verify_stages"),
 }
 
 __all__ = ["__version__", *_ROOMS]

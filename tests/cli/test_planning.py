@@ -38,6 +38,7 @@ def test_a_job_is_profiled_planned_drawn_and_written_as_code(tmp_path: Path, mon
     Path("job.yaml").write_text(JOB)
     profiled = plait("profile", "job.yaml", "--batch", "8", "--repeats", "2", "--graph", "g.txt")
     assert "wrote t.profile.json; next: plait plan t.profile.json --devices 2" in profiled
+    assert "the layers compute what the model computes" in profiled
     profile = load_profile(tmp_path / "t.profile.json")
     assert (profile.batch, profile.dtype, profile.threads) == (8, "float32", 1)
     assert {(link.source, link.target) for link in profile.links} == {(0, 1), (1, 0)}
@@ -48,6 +49,39 @@ def test_a_job_is_profiled_planned_drawn_and_written_as_code(tmp_path: Path, mon
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "code").glob("stage_*.py"))) == len(plan.stages)
     assert plan.machines.latency_s > 0
+
+
+def test_a_model_whose_own_code_no_trace_repeats_is_not_profiled_unless_asked(tmp_path: Path):
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB.replace("plait.workloads.vgg:vgg16_tiny", "support.hard_models:Digits"))
+    words = ("profile", str(job), "--no-links", "--repeats", "1", "-o", str(tmp_path / "p.json"))
+    with pytest.raises(InputError, match=r"forward of Digits changes self.calls.*--set verify=off"):
+        plait(*words)
+    assert not (tmp_path / "p.json").exists()
+    assert "verif" not in plait(*words, "--set", "verify=off")
+
+
+def test_a_profile_names_the_module_that_a_run_keeps_in_one_stage(tmp_path: Path):
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB.replace("plait.workloads.vgg:vgg16_tiny", "support.hard_models:digits_around_state"))
+    words = ("profile", str(job), "--no-links", "--repeats", "1", "-o", str(tmp_path / "p.json"), "--json")
+    found = json.loads(plait(*words))
+    assert found["verified_s"] > 0
+    (note,) = found["notes"]
+    assert "forward of 2 (Digits) changes self.calls" in note
+    assert note.endswith("so a run keeps the layers of 2 in one stage")
+    assert load_profile(tmp_path / "p.json").notes == (note,)
+
+
+def test_layers_that_compute_something_else_are_not_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB.replace("plait.workloads.vgg:vgg16_tiny", "support.hard_models:DigitsByCount"))
+    words = ("profile", str(job), "--no-links", "--repeats", "1", "-o", str(tmp_path / "p.json"))
+    with pytest.raises(InputError, match=r"would take another branch than in the trace.*--set verify=off"):
+        plait(*words)
+    monkeypatch.setattr("plait.profiler.traced.Guards.broken_by", lambda self, shapes: None)
+    with pytest.raises(InputError, match="its layers do not compute what the model computes: in training"):
+        plait(*words)
 
 
 def test_the_json_of_a_plan_keeps_its_contract(tmp_path: Path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import plait
 from plait.core.errors import InputError, JobError
 from plait.core.events import read
 from plait.planner.depth import Schedule
@@ -23,10 +24,11 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.runtime.settings import ModelSettings, TrainSettings
 from plait.runtime.staged import Choices
+from plait.runtime.verify import Example
 from plait.stages.cut import StageError, cut_all
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
-from support.checked import make_hard, plain_step, prepare, staged
+from support.checked import make_hard, plain_step, prepare, square_loss, staged
 from support.plans import cut_in_two, planned
 from support.traced_models import tensors_of
 from support.training import TestWorker, digits_job
@@ -44,6 +46,8 @@ RIGHT = (
     "zero branch",
     "shared state",
     "divided block",
+    "dict",
+    "reshaped",
 )
 REFUSED = {
     "shared buffer": "buffer 'mean' is written by forward and used in stages",
@@ -127,6 +131,50 @@ def test_what_stages_cannot_repeat_is_refused_in_words(name: str) -> None:
         prepare(model, batches, place)
 
 
+def test_a_buffer_that_only_the_plain_model_changes_is_noticed() -> None:
+    model, batches, place = make_hard("hidden buffer")
+    with pytest.raises(StageError, match="in training mode the buffer count: off by 1"):
+        prepare(model, batches, place)
+
+
+def test_a_buffer_under_two_names_is_compared_once_and_equal() -> None:
+    prepare(*make_hard("two names"))
+
+
+@pytest.mark.parametrize("second", [("right_last",), ("right", "right_drop", "right_last")])
+def test_branches_that_draw_in_another_order_in_stages_than_in_the_model_are_noticed(
+    second: tuple[str, ...],
+) -> None:
+    """The stages are what a plan may make of branches: not one after the other in the model's order."""
+    model, (one, other), _ = make_hard("branches")
+    traced = trace(model, one, others=[other])
+    ids = [layer.id for layer in traced.layers]
+    after = {*second, *ids[ids.index("right_last") + 1 :]}
+    stages = ([id for id in ids if id not in after], [id for id in ids if id in after])
+    parting = verify.find_parting(traced, stages, Example([(one, None), (other, None)], square_loss))
+    keeps_order = second == ("right_last",)
+    assert (parting is None) == keeps_order
+    assert keeps_order or "right_drop" in str(parting)
+
+
+def test_a_batch_with_other_tensors_than_the_trace_had_is_refused() -> None:
+    model, batches, place = make_hard("dict")
+    stages = staged(prepare(model, batches, place))
+    with pytest.raises(
+        InputError, match=r"found tensors at \[0\]\['one'\] .* had \[0\]\['one'\], \[0\]\['two'\]"
+    ):
+        stages.step(({"one": torch.ones(2, 4)},), None)
+
+
+def test_numbers_among_the_outputs_are_compared() -> None:
+    model, batches, place = make_hard("number")
+    checked = prepare(model, batches, place)
+    assert staged(checked).step(batches[0], None)[0][1] == 3
+    model, batches, place = make_hard("counted number")
+    with pytest.raises(StageError, match=r"in training mode output\[1\]: off by 1"):
+        prepare(model, batches, place)
+
+
 def test_a_module_with_state_of_its_own_stays_in_one_stage_and_a_note_says_so() -> None:
     model, batches, place = make_hard("divided block")
     checked = prepare(model, batches, place)
@@ -164,6 +212,38 @@ def test_sizes_that_were_equal_in_the_trace_must_stay_equal() -> None:
         found.check_inputs([tokens, tokens[:, :4]])
     free = trace(Two(), (tokens, tokens), others=[(tokens, tokens[:, :4])])
     free.check_inputs([tokens, tokens[:, :4]])
+
+
+# From Python.
+
+
+def test_stages_are_verified_from_python_by_a_plan_or_by_where_they_begin() -> None:
+    model, (one, other), _ = make_hard("divided block")
+    batches = [(one, None), (other, None)]
+    checked = plait.verify_stages(model, batches, square_loss, ["last"])
+    assert [layers[-1] for layers in checked.fine] == ["block.b", "last"]
+    assert checked.notes == ()
+    checked = plait.verify_stages(model, batches, square_loss, ["block.b"])
+    assert checked.fine[0] == ("first",)
+    assert "forward of block (Stateful) changes self.h" in checked.notes[0]
+    model, (one, other), _ = make_hard("two names")
+    batches = [(one, None), (other, None)]
+    profile = plait.profile(model, one, lambda output: square_loss(output, None), repeats=1)
+    plan = plait.plan(profile, plait.machines(2, 1e9))
+    fine = plait.verify_stages(model, batches, square_loss, plan).fine
+    assert sorted(id for ids in fine for id in ids) == sorted(node.id for node in profile.graph.nodes)
+
+
+def test_stages_verified_from_python_are_refused_in_words() -> None:
+    model, (one, other), place = make_hard("hidden buffer")
+    with pytest.raises(StageError, match="the buffer count: off by 1"):
+        plait.verify_stages(model, [(one, None), (other, None)], square_loss, [place])
+    with pytest.raises(InputError, match="there is no layer 'c'"):
+        plait.verify_stages(model, [(one, None), (other, None)], square_loss, ["c"])
+    with pytest.raises(InputError, match="expected two"):
+        plait.verify_stages(model, [(one, None)], square_loss, [place])
+    with pytest.raises(InputError, match="found the first layer 'a' or one twice"):
+        plait.verify_stages(model, [(one, None), (other, None)], square_loss, ["a"])
 
 
 # Verification alone, without the mend of each case.

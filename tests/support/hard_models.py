@@ -306,6 +306,100 @@ class Digits(nn.Module):
         return self.b(torch.relu(self.a(x.flatten(1)))) * min(1.0, self.calls / 100)
 
 
+class DigitsByCount(nn.Module):
+    """A classifier of digits that computes something else for batches of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x.flatten(1))
+        return self.b(h.tanh() if x.shape[0] == 3 else h)
+
+
+def digits_around_state() -> nn.Module:
+    """A classifier of digits with a module inside that no trace can repeat."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Digits(), nn.Linear(10, 10))
+
+
+class TakesDict(nn.Module):
+    """Takes its tensors in one dict, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.b(self.a(batch["one"]).tanh() + 2 * batch["two"])
+
+
+def dicts_in_two_orders() -> Any:
+    one, other = torch.randn(2, 4, 4).unbind(), torch.randn(2, 3, 4).unbind()
+    return ({"one": one[0], "two": one[1]},), ({"two": other[0], "one": other[1]},)
+
+
+class Branches(nn.Module):
+    """Two branches that drop elements in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.left_drop, self.right_drop = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.left_last, self.right_last = nn.Dropout(0.3), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.left(x), self.right(x)
+        left, right = self.left_drop(left), self.right_drop(right)
+        left, right = self.left_last(left), self.right_last(right)
+        return self.head(left + right)
+
+
+class WritesReshaped(nn.Module):
+    """Writes into what reshape gives: a view for one memory layout, a copy for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.0
+        y.reshape(y.shape[0], -1).mul_(3.0)
+        return self.b(self.a(x) + y)
+
+
+def batches_in_two_layouts() -> Any:
+    return (torch.randn(4, 3, 4),), (torch.randn(3, 4, 3).transpose(1, 2),)
+
+
+class HiddenBuffer(nn.Module):
+    """Changes a buffer in a way that a trace does not see, and has a normalisation under two names."""
+
+    def __init__(self, hidden: bool = True) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.twin, self.hidden = self.norm, hidden
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hidden:
+            self._buffers["count"] = self._buffers["count"] + 1
+        return self.b(self.twin(self.a(x)).tanh())
+
+
+class ReturnsNumber(nn.Module):
+    """Returns a number beside its tensor: always the same, or how often it was called."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.counts, self.calls = counts, 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        self.calls += self.counts
+        return self.b(self.a(x).tanh()), 3 + self.calls
+
+
 def rows(*sizes: int) -> Callable[[], Any]:
     return lambda: tuple((torch.randn(size, 4),) for size in sizes)
 
@@ -331,5 +425,12 @@ HARD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "two of one name": (TwoOfOneName, rows(4, 3), "c"),
     "zero branch": (ZeroBranch, rows(4, 3), "b"),
     "shared state": (SharedState, rows(4, 3), "middle"),
+    "number": (ReturnsNumber, rows(4, 3), "b"),
+    "counted number": (lambda: ReturnsNumber(counts=True), rows(4, 3), "b"),
+    "dict": (TakesDict, dicts_in_two_orders, "b"),
+    "branches": (Branches, rows(4, 3), "right_drop"),
+    "reshaped": (WritesReshaped, batches_in_two_layouts, "b"),
+    "hidden buffer": (HiddenBuffer, rows(4, 3), "b"),
+    "two names": (lambda: HiddenBuffer(hidden=False), rows(4, 3), "b"),
     "divided block": (Divided, rows(4, 3), "block.b"),
 }

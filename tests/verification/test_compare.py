@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -103,3 +104,24 @@ def test_random_numbers_repeat_within_and_go_on_as_before_afterwards():
     assert [*draws(), draw()] == first
     with same_random_numbers(3):
         assert draw() == inside
+
+
+def test_a_seed_of_63_bits_serves_all_generators():
+    drawn = []
+    for _ in range(2):
+        with same_random_numbers((1 << 63) - 5):
+            drawn.append([random.random(), float(numpy.random.rand()), float(torch.rand(()))])
+    assert drawn[0] == drawn[1]
+
+
+def test_gpus_that_nobody_uses_are_not_started_and_keep_the_seed_they_would_begin_with(monkeypatch):
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("started a GPU"))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(5)
+    seeds.clear()
+    with same_random_numbers(3):
+        pass
+    assert (seeds[-2:], torch.initial_seed()) == ([3, 5], 5)

@@ -85,7 +85,9 @@ def _measure_together(
     console = Console(stderr=True)
     size = batch or settings.data.batch_size
     with tempfile.TemporaryDirectory() as logs, _spinner(console, quiet):
-        (found,) = profile_together(settings, placement, (size,), Path(logs), repeats)
+        (found,) = profile_together(
+            settings, placement, (size,), Path(logs), repeats, verify=settings.verify != "off"
+        )
         return found
 
 
@@ -112,6 +114,7 @@ def _measure_alone(
             threads=placement.threads,
             repeats=repeats,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+            verify=settings.verify != "off",
         )
 
 
@@ -127,6 +130,8 @@ def _profile_summary(found: Profile, target: Path) -> dict[str, Any]:
         "layers": len(graph.nodes),
         "step_s": found.step.seconds,
         "layers_s": graph.compute_s(),
+        "verified_s": found.verified_s,
+        "notes": list(found.notes),
         "parameter_bytes": graph.parameter_bytes(),
         "links": [
             {"source": k.source, "target": k.target, "bytes_per_s": k.bytes_per_s, "latency_s": k.latency_s}
@@ -145,6 +150,10 @@ def _show_profile(found: Profile, target: Path, graph: Path | None) -> None:
         f"{show_seconds(step.seconds)} a step (spread {show_seconds(step.spread_s)}); the layers add up to "
         f"{found.coverage:.0%} of it; {show_bytes(found.graph.parameter_bytes())} of weights"
     )
+    if found.verified_s:
+        print(f"verified in {show_seconds(found.verified_s)}: the layers compute what the model computes")
+    for note in found.notes:
+        print(f"verify: {note}")
     for node in sorted(nodes, key=lambda node: -node.compute_s)[:5]:
         times = f"forward {show_seconds(node.forward_s):>8}  backward {show_seconds(node.backward_s):>8}"
         sizes = f"output {show_bytes(node.output_bytes):>8}  weights {show_bytes(node.parameter_bytes):>8}"

@@ -8,12 +8,10 @@ random comes from generators that are seeded for the trial.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +24,7 @@ from plait.fusion.registry import RULES, Arguments, Function, Options, arguments
 from plait.fusion.rules.shapes import sizes
 from plait.fusion.seams import running
 from plait.fusion.tensor import Trials, TrialTensor
+from plait.verification import same_random_numbers
 
 _DROPOUT_NAMES = (
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_",
@@ -161,23 +160,9 @@ class LoneMode(TorchFunctionMode):
         return (x, *(torch.cat(parts) for parts in zip(*ends)))
 
 
-@contextmanager
-def seeded_for(streams: Streams) -> Iterator[None]:
+def seeded_for(streams: Streams) -> AbstractContextManager[None]:
     """Within, the generators of torch, numpy and Python are those of one trial at this point of its forward.
 
     Afterwards they go on as before: no trial changes what another draws.
     """
-    seed = streams.number()
-    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    random.seed(seed)
-    numpy.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        numpy.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-        if on_gpus:
-            torch.cuda.set_rng_state_all(on_gpus)
+    return same_random_numbers(streams.number())

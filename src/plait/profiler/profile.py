@@ -52,7 +52,8 @@ class Profile:
 
     `sums` is how fast the workers sum gradients, where several were measured together. `loading_s` is what a
     microbatch takes to be fetched, where the worker that computes does that too, and `overhead_s` what it
-    costs a worker of a pipeline beside its layers.
+    costs a worker of a pipeline beside its layers. `verified_s` is how long the layers were compared with the
+    model, 0 if they were not, and `notes` say which modules a run has to keep in one stage each, and why.
     """
 
     model: str
@@ -70,6 +71,8 @@ class Profile:
     sums: tuple[Sum, ...] = ()
     loading_s: float = 0.0
     overhead_s: float = 0.0
+    verified_s: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def coverage(self) -> float:
@@ -113,7 +116,7 @@ def _check(profile: Profile, path: Path) -> None:
     for spread in profile.spreads:
         seconds = (spread.forward_s, spread.backward_s)
         expect(0 <= min(seconds) <= max(seconds) <= MOST, "spreads", seconds, "seconds, 0 or more")
-    for name in ("loading_s", "overhead_s"):
+    for name in ("loading_s", "overhead_s", "verified_s"):
         expect(0 <= getattr(profile, name) <= MOST, name, getattr(profile, name), "seconds, 0 or more")
     for number, link in enumerate(profile.links):
         ends = (link.source, link.target)

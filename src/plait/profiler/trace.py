@@ -22,7 +22,7 @@ from plait.profiler.arguments import PLAIN, SizeArgument
 from plait.profiler.failures import TraceError, explain, refusal
 from plait.profiler.record import MustOpen, Recorder, operation_name, own_random_numbers, python_random_state
 from plait.profiler.symbols import Sizes, fake_inputs
-from plait.profiler.traced import Concern, Guards, Layer, TracedModel
+from plait.profiler.traced import Concern, Guards, Layer, TracedModel, place_tensors
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 # Stands for what a counter comes to in a long run: late enough for most thresholds, and even.
@@ -123,7 +123,7 @@ def _trace_whole(
     sizes.silent = 1
     sizes.branches.clear()
     recorder = Recorder(model, sizes, whole, constants)
-    fakes = fake_inputs(mode, tensors, [_tensors(other) for other in others])
+    fakes = fake_inputs(mode, tensors, [_tensors_like(inputs, other) for other in others])
     nodes = [recorder.add_input(n, f) for n, f in zip(_input_names(model, args, kwargs), fakes)]
     shapes = tuple(node.meta["shape"] for node in nodes)
     remaining = iter(fakes)
@@ -144,6 +144,7 @@ def _trace_whole(
         tuple(output_leaves),
         output_spec,
         recorder.constants,
+        tuple(place_tensors(inputs)),
         whole,
         Guards(shapes, recorder.size_read, fixed, tuple(sizes.branches)),
         concerns,
@@ -158,6 +159,12 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _tensors(inputs: Inputs) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(_arguments(inputs)) if isinstance(leaf, Tensor)]
+
+
+def _tensors_like(inputs: Inputs, others: Inputs) -> list[Tensor]:
+    """The tensors of `others` in the order of `inputs`, if they are at the same places."""
+    found, places = place_tensors(others), list(place_tensors(inputs))
+    return [found[place] for place in places] if found.keys() == set(places) else _tensors(others)
 
 
 def _run(

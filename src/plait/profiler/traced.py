@@ -124,6 +124,8 @@ class TracedModel:
     output_leaves: tuple[Any, ...]
     output_spec: pytree.TreeSpec
     constants: dict[str, torch.Tensor]
+    # Where each of `inputs` was among the arguments of the model, as `place_tensors` names it.
+    input_places: tuple[str, ...] = ()
     # Which modules are one layer each, besides torch's own.
     whole: frozenset[str] = frozenset()
     guards: Guards = field(default_factory=Guards)
@@ -178,6 +180,16 @@ class TracedModel:
             for symbol, size in zip(self.value(name).shape, tensor.shape, strict=True)
             if isinstance(symbol, Symbol)
         }
+
+    def order_inputs(self, arguments: Sequence[Any] | Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a model's arguments in the order of `inputs`, also where a dict has another one."""
+        found = place_tensors(arguments)
+        if found.keys() != set(self.input_places):
+            raise InputError(
+                f"found tensors at {', '.join(found) or 'no place'} of a batch's inputs, where the trace had "
+                f"{', '.join(self.input_places)}; give every batch the same ones"
+            )
+        return [found[place] for place in self.input_places]
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         """Refuse inputs for whose sizes the model would do something else than it did in the trace."""
@@ -247,6 +259,16 @@ class TracedModel:
         given = dict(zip(self.outputs, values, strict=True))
         leaves = [given[leaf.name] if isinstance(leaf, fx.Node) else leaf for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
+
+
+def place_tensors(arguments: Sequence[Any] | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the arguments of a model, by their keys and numbers there."""
+    given = dict(arguments) if isinstance(arguments, Mapping) else tuple(arguments)
+    try:
+        leaves = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(given)[0]]
+    except ValueError:  # containers of a user that were registered without names for what they hold
+        leaves = [(f"[{number}]", leaf) for number, leaf in enumerate(pytree.tree_leaves(given))]
+    return {place: leaf for place, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def find_homes(traced: TracedModel, other: TracedModel) -> dict[str, str]:

@@ -9,11 +9,9 @@ bit by bit, those of the whole model. At no time does a worker hold more than it
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -21,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.core.errors import InputError
+from plait.verification import unchanged_random_numbers
 
 # Tensors up to this size keep their memory: some are read while the model is built.
 _SMALL = 256
@@ -43,7 +42,7 @@ class Pieces:
         self._dtype = dtype
         self._device = device
         building = _Building(lambda number: True, draws=False)
-        with _python_random_unchanged(), building.filling():
+        with unchanged_random_numbers(), building.filling():
             model = _made(make)
         self._operations = building.operations
         named = dict(_named_tensors(model))
@@ -83,17 +82,6 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, also those that checkpoints leave out; a tied one under its first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-@contextlib.contextmanager
-def _python_random_unchanged() -> Iterator[None]:
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 class _Building(TorchDispatchMode):

@@ -26,7 +26,7 @@ from plait.profiler.traced import TracedModel
 from plait.runtime.agreement import find_stages, first_held, make_agreements, replica_groups
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.checkpoint import optimizer_state
-from plait.runtime.evaluate import evaluation_mode
+from plait.runtime.evaluate import as_arguments, evaluation_mode
 from plait.runtime.frozen import FrozenAtStart, check_still_trained
 from plait.runtime.loss_scale import LossScale
 from plait.runtime.spans import Span
@@ -317,9 +317,12 @@ class Pipeline:
         flight = Flight({}, seed, (op.version,), weight=weight)
         if op.stage == 0:
             inputs, flight.target = work.content(op.microbatch)
-            tensors = _tensors(inputs)
-            if self._parts.make_stage is cut:  # those of many trials are stacked
-                (self._evaluated if evaluating else self._traced).check_inputs(tensors)
+            if self._parts.make_stage is cut:
+                traced = self._evaluated if evaluating else self._traced
+                tensors = traced.order_inputs(as_arguments(inputs))
+                traced.check_inputs(tensors)
+            else:  # those of many trials are stacked
+                tensors = _tensors(inputs)
             flight.inputs |= dict(zip(self._input_names, tensors, strict=True))
         held = self._held[op.stage]
         for hop in held.evaluation_incoming if evaluating else held.incoming:

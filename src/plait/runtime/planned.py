@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -149,15 +149,22 @@ def describe_updates(plan: Plan, settings: TrainSettings) -> str:
     counts = [microbatches_per_update(arrangement, s) * plan.pipelines for s in range(len(plan.stages))]
     if set(counts) == {pieces}:
         return f"schedule {plan.schedule.value}: an update takes the batch of {batch} samples"
-    shares = [f"stage {s} about {batch * n / pieces:.0f}" for s, n in enumerate(counts)]
-    words = f"all stages {shares[0].partition(' about ')[2]}" if len(set(counts)) == 1 else ", ".join(shares)
-    each = "a batch enters the pipeline whole" if pieces == 1 else f"a batch makes {pieces} microbatches"
+    if plan.schedule is Schedule.STASH:
+        each = "a batch enters the pipeline whole" if pieces == 1 else f"a batch makes {pieces} microbatches"
+        rule = f"{each}, and an update takes one for each replica of its stage"
+    else:
+        rule = f"an update takes {counts[0]} microbatches, and a batch makes {pieces}"
     return (
-        f"schedule {plan.schedule.value}: {each}, and an update takes one for each replica of its stage: "
-        if plan.schedule is Schedule.STASH
-        else f"schedule {plan.schedule.value}: an update takes {counts[0]} microbatches, and a batch makes "
-        f"{pieces}: "
-    ) + f"{words} samples, with the learning rate of the job, where data.batch_size is {batch}"
+        f"schedule {plan.schedule.value}: {rule}: {_shares([batch * n / pieces for n in counts])} samples, "
+        f"with the learning rate of the job, where data.batch_size is {batch}"
+    )
+
+
+def _shares(samples: Sequence[float]) -> str:
+    """How many samples an update of each stage takes, in words."""
+    if len(set(samples)) == 1:
+        return f"all stages {samples[0]:.0f}"
+    return ", ".join(f"stage {stage} about {count:.0f}" for stage, count in enumerate(samples))
 
 
 def other_microbatch(plan: Plan, settings: TrainSettings) -> str:

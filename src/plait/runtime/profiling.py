@@ -19,9 +19,11 @@ from torch import nn
 from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.cluster.worker import Worker
 from plait.core.codec import decode, encode
+from plait.core.errors import InputError
 from plait.graph.graph import Graph
 from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
+from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import build
 from plait.runtime.evaluate import as_arguments, telling_of_types
@@ -49,14 +51,18 @@ def profile_job(
     repeats: int = 5,
     least_s: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
+    verify: bool = False,
 ) -> Profile:
     """The job's model measured layer by layer on `batch_size` samples of its data (a microbatch).
 
-    `threads` is what one worker will have; the job's whole batch serves where no size is given.
+    `threads` is what one worker will have; the job's whole batch serves where no size is given. With `verify`
+    the layers are compared with the model first, see `verify_layers`.
     """
+    build.check(settings)
+    verified = verify_layers(settings, build.choose_device(settings.device, 0)) if verify else Verification()
     sizes = (batch_size or settings.data.batch_size,)
     (found,) = _profile_sizes(settings, sizes, threads, repeats, least_s, on_progress, local_rank=0)
-    return found
+    return verified.noted_in(found)
 
 
 def _profile_sizes(
@@ -191,7 +197,7 @@ def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
 
 def verify_job(settings: TrainSettings, traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
     """Refuse stages of the job's model, traced by `trace_job`, that do not compute what it computes."""
-    dtype, device = torch.float64 if settings.precision == "float64" else None, torch.device("cpu")
+    dtype, device = _dtype(settings), torch.device("cpu")
     with same_random_numbers(settings.seed):
         contents = build.build_train_data(settings).example_batches((4, 3), settings.seed)
     batches = [to_device(content, device, dtype) for content in contents]
@@ -201,9 +207,82 @@ def verify_job(settings: TrainSettings, traced: TracedModel, stages: Sequence[Se
         raise StageError(f"the stages do not compute what the model computes: {parting}")
 
 
+_ALL_THE_SAME = "measure its layers all the same with --set verify=off"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How long the layers of a model were compared with it, and what a run has to keep in one stage."""
+
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def noted_in(self, profile: Profile) -> Profile:
+        return replace(profile, verified_s=self.seconds, notes=self.notes)
+
+
+def verify_layers(settings: TrainSettings, device: torch.device) -> Verification:
+    """Compare the job's model with all its layers, run one after the other, on batches of its data.
+
+    A module whose code a trace cannot repeat is noted: a run keeps it in one stage. Raises StageError where
+    that is the code of the model itself.
+    """
+    started = time.perf_counter()
+    model, batches = _model_and_batches(settings, device)
+    example = Example(
+        batches,
+        build_loss(settings.loss, settings.loss_args),
+        Choices(lambda: _autocast(settings, device), quick=False),
+        lambda: build.build_model(settings.model, settings.seed).to(device, _dtype(settings)),
+    )
+    whole, notes = frozenset[str](), list[str]()
+    while True:
+        words, path = _first_objection(model, example, whole)
+        if words and path is None:
+            raise StageError(
+                f"{words}; so no plan can cut it: train it without one (parallel.plan: data-parallel), or "
+                f"{_ALL_THE_SAME}"
+            )
+        if path is None:
+            return Verification(time.perf_counter() - started, tuple(notes))
+        notes.append(f"{words}; so a run keeps the layers of {path} in one stage")
+        whole |= {path}
+
+
+def _first_objection(model: nn.Module, example: Example, whole: frozenset[str]) -> tuple[str, str | None]:
+    """What the layers do otherwise than the model, and in which module; the modules of `whole` are called."""
+    inputs, others = (as_arguments(inputs) for inputs, _ in example.batches)
+    with telling_of_types(model, inputs), example.choices.autocast():
+        traced = trace(model, inputs, others=[others], whole=whole)
+    concerns = traced.concerns or (traced.evaluation.concerns if traced.evaluation is not None else ())
+    if concerns:
+        words, path = concerns[0].words, concerns[0].path
+    else:
+        try:
+            parting = find_parting(traced, [[layer.id for layer in traced.layers]], example)
+        except InputError as failure:
+            raise StageError(f"{failure} ({_ALL_THE_SAME})") from failure
+        if parting is None:
+            return "", None
+        words, path = f"its layers do not compute what the model computes: {parting}", parting.path or ""
+    return words, path if path and path not in whole else None
+
+
+def _model_and_batches(settings: TrainSettings, device: torch.device) -> tuple[nn.Module, list[Any]]:
+    """The model, and two batches of its data of a few samples, as pairs of inputs and target."""
+    with same_random_numbers(settings.seed):
+        contents = build.build_train_data(settings).example_batches((4, 3), settings.seed)
+    model = build.build_model(settings.model, settings.seed).to(device, _dtype(settings))
+    return model, [to_device(content, device, _dtype(settings)) for content in contents]
+
+
+def _dtype(settings: TrainSettings) -> torch.dtype | None:
+    return torch.float64 if settings.precision == "float64" else None
+
+
 def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> tuple[Any, Any, Any]:
     """The model, its inputs as a tuple or dict, and the target, for one batch of training data."""
-    dtype = torch.float64 if settings.precision == "float64" else None
+    dtype = _dtype(settings)
     # A set with fewer samples than a microbatch begins again: what they hold costs no time.
     content = build.build_train_data(settings).first_batch(batch_size, settings.seed)
     inputs, target = to_device(content, device, dtype)
@@ -218,15 +297,18 @@ def profile_together(
     logs: Path,
     repeats: int = 5,
     least_s: float = 0.0,
+    verify: bool = False,
 ) -> tuple[Profile, ...]:
     """The job measured on all of its workers at once, with the links between them and their sums.
 
-    Each of `batch_sizes`, sizes of microbatches, has its own profile. Neighbours share memory and caches, so
+    Each of `batch_sizes`, sizes of microbatches, has its own profile. With `verify` rank 0 first compares the
+    layers with the model, see `verify_layers`. Neighbours share memory and caches, so
     layers take longer beside busy workers than alone; and what is measured where the job will run has its
     threads, its libraries and its processors.
     """
     sizes = list(batch_sizes)
     order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
+    order |= {"verify": verify}
     entry = "plait.runtime.profiling:profile_worker"
     launch = placement.launch(entry, order, logs, preload=("torch._dynamo",))
     results = Supervisor(launch, Unwatched()).run()
@@ -234,14 +316,17 @@ def profile_together(
 
 
 def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
-    """Be one worker of a profile; every rank gets the same answer."""
+    """Be one worker of a profile; the answer of rank 0 counts."""
     settings = decode(TrainSettings, order["settings"], "settings")
     device = build.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     worker.join("gloo")
+    verified = Verification()
+    if order["verify"] and worker.rank == 0:
+        verified = verify_layers(settings, device)
     found = profile_here(worker, settings, order["batch_sizes"], order["repeats"], order["least_s"])
-    return {"profiles": [encode(each) for each in found]}
+    return {"profiles": [encode(verified.noted_in(each)) for each in found]}
 
 
 def profile_here(
@@ -285,7 +370,7 @@ def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, r
         return 0.0
     source = build.build_train_data(settings)
     numbers = itertools.count()
-    dtype = torch.float64 if settings.precision == "float64" else None
+    dtype = _dtype(settings)
     seconds = []
     for _ in range(repeats):
         taken = itertools.islice(numbers, batch_size)

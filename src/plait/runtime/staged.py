@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from plait.profiler.traced import TracedModel
-from plait.runtime.evaluate import evaluation_mode
+from plait.runtime.evaluate import as_arguments, evaluation_mode
 from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.stages.cut import Stage, cut, evaluation_stages
 from plait.stages.quick import quicken
 from plait.stages.routes import Route, find_routes
-from plait.verification import Observation
+from plait.verification import Observation, RandomState, observe_outputs
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class StagedModel:
         self._evaluated, ids_evaluated = evaluation_stages(traced, stages)
         self._routes = find_routes(traced, stages)
         self._evaluated_routes = find_routes(self._evaluated, ids_evaluated)
-        self._states = [_RandomState() for _ in stages]
+        self._states = [_StartingPoint() for _ in stages]
         last = len(stages) - 1
         self._runners = [
             StageRunner(
@@ -91,7 +88,7 @@ class StagedModel:
     def _forward(self, inputs: Any, target: Any) -> list[Flight]:
         for state in self._states:
             state.forget()
-        tensors = _tensors(inputs)
+        tensors = self._traced.order_inputs(as_arguments(inputs))
         self._traced.check_inputs(tensors)
         values: dict[str, Tensor] = dict(zip(self._traced.inputs, tensors, strict=True))
         flights = []
@@ -122,7 +119,7 @@ class StagedModel:
 
     def evaluate(self, inputs: Any) -> Any:
         """What the model returns in evaluation mode."""
-        tensors = _tensors(inputs)
+        tensors = self._evaluated.order_inputs(as_arguments(inputs))
         self._evaluated.check_inputs(tensors)
         values: dict[str, Tensor] = dict(zip(self._evaluated.inputs, tensors, strict=True))
         with contextlib.ExitStack() as modes:
@@ -156,6 +153,11 @@ class StagedModel:
             for name, buffer in module.named_buffers():
                 yield number, name, buffer
 
+    @property
+    def model(self) -> nn.Module:
+        """The model that the stages were cut from, in the state they began with."""
+        return self._traced.model
+
     def drop_gradients(self) -> None:
         for module in self.modules:
             for parameter in module.parameters():
@@ -172,30 +174,36 @@ def observe_staged(
     staged.drop_gradients()
     found: dict[str, Tensor | None] = {}
     if loss is None:
-        output = staged.evaluate(inputs)
-        _note_output(found, output)
+        found |= observe_outputs(staged.evaluate(inputs))
     else:
         output, value = staged.step(inputs, target)
-        _note_output(found, output)
+        found |= observe_outputs(output)
         found["the loss"] = value
         grads = staged.gradients()
         for name, _ in model.named_parameters():
             grad = grads.get(name)
             found[f"the gradient of {name}"] = None if grad is None else grad.detach().clone()
-    known = dict(model.named_buffers())
-    held: dict[str, Tensor] = {}
-    for _, name, buffer in staged.buffers():
-        if name in known and (name not in held or torch.equal(held[name], known[name])):
-            held[name] = buffer
-    for name, buffer in known.items():
-        found[f"the buffer {name}"] = held.get(name, buffer).detach().clone()
+    for name, buffer in _held_buffers(staged, model).items():
+        found[f"the buffer {name}"] = buffer.detach().clone()
     return found
 
 
-def _note_output(found: dict[str, Tensor | None], output: Any) -> None:
-    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
-        if isinstance(leaf, Tensor):
-            found[f"output{pytree.keystr(path)}"] = leaf.detach().clone()
+def _held_buffers(staged: StagedModel, model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of `model`, by their first names, as the stages have them.
+
+    Of a buffer in several stages, a copy that differs from the model's. One that no stage holds is as it was
+    before the first step, since nothing in a pipeline changes it.
+    """
+    first: dict[int, str] = {}
+    names = {n: first.setdefault(id(b), n) for n, b in model.named_buffers(remove_duplicate=False)}
+    known = dict(model.named_buffers())
+    held: dict[str, Tensor] = {}
+    for _, name, buffer in staged.buffers():
+        name = names.get(name, name)
+        if name in known and (name not in held or torch.equal(held[name], known[name])):
+            held[name] = buffer
+    before = dict(staged.model.named_buffers())
+    return {name: own for name in known if (own := held.get(name, before.get(name))) is not None}
 
 
 def copied(
@@ -224,27 +232,17 @@ def _received(
     return found
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-
-
 @dataclass
-class _RandomState:
+class _StartingPoint:
     """Where the random numbers of a stage start: where the stage before has ended, each time it runs."""
 
-    _kept: list[Any] = field(default_factory=list)
+    _state: RandomState | None = None
 
     def forget(self) -> None:
-        self._kept = []
+        self._state = None
 
     def start(self) -> None:
-        on_gpus = torch.cuda.is_available() and torch.cuda.is_initialized()
-        if not self._kept:
-            gpus = torch.cuda.get_rng_state_all() if on_gpus else []
-            self._kept = [random.getstate(), numpy.random.get_state(), torch.get_rng_state(), gpus]
-            return
-        random.setstate(self._kept[0])
-        numpy.random.set_state(self._kept[1])
-        torch.set_rng_state(self._kept[2])
-        if on_gpus:
-            torch.cuda.set_rng_state_all(self._kept[3])
+        if self._state is None:
+            self._state = RandomState.now()
+        else:
+            self._state.restore()

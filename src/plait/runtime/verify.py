@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError
+from plait.planner import Plan
+from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime.evaluate import as_arguments, evaluation_mode
 from plait.runtime.stage_runner import Loss
@@ -34,6 +37,7 @@ from plait.verification import (
     find_differences,
     measure_noise,
     observe_step,
+    perturb,
     same_random_numbers,
 )
 
@@ -110,6 +114,43 @@ def prepare_stages(
         notes.append(f"{words}; so its layers stay in one stage")
         found = better
     raise StageError(f"{words}; cut elsewhere (another number of stages), or train without a plan")
+
+
+def verify_stages(
+    model: nn.Module,
+    batches: Sequence[tuple[Any, Any]],
+    loss: Loss,
+    cuts: Plan | Sequence[str],
+) -> Checked:
+    """The stages of `model`, after it is verified in this process that they compute what it computes.
+
+    `batches` are two pairs of inputs and target, best of different sizes and lengths; inputs are a tensor,
+    or a tuple or dict of the arguments of forward. `loss(output, target)` gives a number to differentiate.
+    `cuts` is a plan, or names the layers with which the second and further stages begin, as a profile names
+    them. `fine` of the answer are the layers of each stage: where a module has to stay whole, other stages
+    than asked for, and `notes` say why. The model is left as it is. Raises StageError where the stages
+    compute something else, with the first module at which they part.
+    """
+    if len(batches) != 2:
+        raise InputError(f"verify_stages: found {len(batches)} batches, expected two, as (inputs, target)")
+    first, second = (as_arguments(inputs) for inputs, _ in batches)
+    traced = trace(model, first, others=[second], evaluation=False)
+    stages = [s.layers for s in cuts.stages] if isinstance(cuts, Plan) else _begun_by(traced, cuts)
+
+    def retrace(whole: frozenset[str]) -> TracedModel:
+        return trace(model, first, others=[second], whole=whole, before=traced)
+
+    return prepare_stages(traced, stages, retrace, Example(batches, loss))
+
+
+def _begun_by(traced: TracedModel, cuts: Sequence[str]) -> Stages:
+    """The stages of which each but the first begins with one of `cuts`, in whichever order these are."""
+    order = [layer.id for layer in traced.layers]
+    traced.select(cuts)  # refuses names that no layer has
+    begins = [0, *sorted(order.index(id) for id in cuts), len(order)]
+    if len(set(begins)) != len(begins):
+        raise InputError(f"verify_stages: found the first layer {order[0]!r} or one twice among cuts {cuts}")
+    return tuple(tuple(order[begin:end]) for begin, end in itertools.pairwise(begins))
 
 
 def _objection(
@@ -209,13 +250,10 @@ class _Perturbed:
         self._example = example
         self._done = 0
         self._model = plain_copy(traced.model, example)
-        generator = torch.Generator().manual_seed(seed)
+        parameters = list(self._model.parameters())
         with torch.no_grad():
-            for parameter in self._model.parameters():
-                if parameter.is_floating_point():
-                    signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-                    signs = signs.to(parameter.device, parameter.dtype)
-                    parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+            for parameter, moved in zip(parameters, perturb(parameters, seed)):
+                parameter.copy_(moved)
 
     def observe(self, number: int) -> Observation:
         """What it does at step `number`, which comes after those asked for before."""
@@ -239,7 +277,7 @@ class _Seen:
 
 
 @contextmanager
-def _watching(modules: Sequence[nn.Module], prefixless: bool = True) -> Iterator[list[_Seen]]:
+def _watching(modules: Sequence[nn.Module]) -> Iterator[list[_Seen]]:
     """Note the calls of all modules below `modules`, by their paths there."""
     seen: list[_Seen] = []
     calls: Counter[str] = Counter()

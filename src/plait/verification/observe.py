@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -16,22 +17,53 @@ from torch.utils import _pytree as pytree
 Observation = Mapping[str, Tensor | None]
 
 
+@dataclass(frozen=True)
+class RandomState:
+    """Where the random numbers of Python, numpy and torch stand; of GPUs where they are in use."""
+
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    gpus: tuple[Tensor, ...]
+
+    @staticmethod
+    def now() -> RandomState:
+        # Asking GPUs that are not in use would start them.
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return RandomState(random.getstate(), numpy.random.get_state(), torch.get_rng_state(), tuple(gpus))
+
+    def restore(self) -> None:
+        """Let all random numbers go on from here."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.gpus:
+            torch.cuda.set_rng_state_all(list(self.gpus))
+        elif torch.cuda.is_available():
+            # They were not in use then, and would have begun with torch's seed.
+            torch.cuda.manual_seed_all(torch.initial_seed())
+
+
 @contextlib.contextmanager
-def same_random_numbers(seed: int) -> Iterator[None]:
-    """Within, torch, numpy and Python draw what follows `seed`; afterwards they go on as before."""
-    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
+def unchanged_random_numbers() -> Iterator[None]:
+    """Afterwards torch, numpy and Python draw what they would have drawn without what happens within."""
+    before = RandomState.now()
     try:
         yield
     finally:
-        random.setstate(before[0])
-        numpy.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-        if on_gpus:
-            torch.cuda.set_rng_state_all(on_gpus)
+        before.restore()
+
+
+@contextlib.contextmanager
+def same_random_numbers(seed: int) -> Iterator[None]:
+    """Within, torch, numpy and Python draw what follows `seed`; afterwards they go on as before."""
+    with unchanged_random_numbers():
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(seed)
+        yield
 
 
 def observe_outputs(outputs: Any) -> dict[str, Tensor]:
