@@ -24,7 +24,7 @@ from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunn
 from plait.stages.cut import Stage, cut, evaluation_stages
 from plait.stages.quick import quicken
 from plait.stages.routes import Route, find_routes
-from plait.verification import Observation
+from plait.verification import Observation, observe_outputs
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,10 @@ def observe_staged(
     staged.drop_gradients()
     found: dict[str, Tensor | None] = {}
     if loss is None:
-        output = staged.evaluate(inputs)
-        _note_output(found, output)
+        found |= observe_outputs(staged.evaluate(inputs))
     else:
         output, value = staged.step(inputs, target)
-        _note_output(found, output)
+        found |= observe_outputs(output)
         found["the loss"] = value
         grads = staged.gradients()
         for name, _ in model.named_parameters():
@@ -190,12 +189,6 @@ def observe_staged(
     for name, buffer in known.items():
         found[f"the buffer {name}"] = held.get(name, buffer).detach().clone()
     return found
-
-
-def _note_output(found: dict[str, Tensor | None], output: Any) -> None:
-    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
-        if isinstance(leaf, Tensor):
-            found[f"output{pytree.keystr(path)}"] = leaf.detach().clone()
 
 
 def copied(
