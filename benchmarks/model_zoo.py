@@ -1,28 +1,33 @@
-"""Models by the dozen, each cut in two: in stages they compute what they compute alone, or are refused.
+"""Models by the dozen, in two stages and as three fused trials: what they compute alone, or refused.
 
-    python benchmarks/model_zoo.py [--only bert --only vit] [--seconds 120] [--write docs/models.md]
+    python benchmarks/model_zoo.py [--only bert --only vit] [--seconds 180] [--write docs/models.md]
 
 Models of the transformers library from tiny configurations, all other settings at their defaults, image
-models in the manner of torchvision, and models written to be trained wrong. Each is trained for three steps
-of two microbatches (flush, in one process, stage after stage) and evaluated, in float64, and compared with
-the plain model: right (all within 1e-9 of the largest value), refused (with what sentence), WRONG, or crash.
-Exit status 1 when there is any of the last two. `VERDICTS` are what is asked of each model; further ones may
-be added.
+models in the manner of torchvision, models as people write them, and models written to be trained wrong. Each
+is trained for three steps of two microbatches and evaluated, in float64: cut in two (flush, stage after stage
+in one process), and fused, three trials with weights and batches of their own. Both are compared with the
+plain model: right (all within 1e-9 of the largest value), refused (with what sentence), WRONG, or crash. Exit
+status 1 when there is any of the last two. Every model has a process of its own, with a deadline.
+
+Fused trials draw random numbers from streams of their own; the plain model draws from the same streams.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
+import dataclasses
+import importlib.util
+import logging
+import multiprocessing
 import re
-import signal
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError
+from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
+from plait.fusion.lone import LoneMode, seeded_for
+from plait.fusion.random import Streams
 from plait.profiler.trace import trace
 from plait.runtime.evaluate import as_arguments, evaluation_mode
 from plait.runtime.staged import Choices, StagedModel
@@ -39,11 +47,15 @@ from plait.verification import same_random_numbers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from support.everyday_models import EVERYDAY
 from support.hard_models import HARD
+from support.transformers_models import ARCHITECTURES, Batch, inputs_of, maker
 from support.vision_models import VISION
 
 TOLERANCE = 1e-9
-Batch = tuple[Any, ...] | dict[str, Any]
+STEPS = 3
+TRIALS = 3
+SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -59,186 +71,68 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
+    """What became of a model: right, refused, WRONG or crash; the sentence says why, or what is not usual."""
+
     word: str
     sentence: str
-    seconds: float
-
-
-# Models of transformers: what becomes of them is asked with these sizes and no other setting.
-
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-IMAGE = {**SIZES, "image_size": 16, "patch_size": 4, "num_channels": 3}
-SPEECH = {
-    **SIZES,
-    "conv_dim": (8, 8),
-    "conv_kernel": (10, 3),
-    "conv_stride": (5, 2),
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "num_feat_extract_layers": 2,
-}
-ENCODER_DECODER = {
-    "vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
-    **TOKENS, "decoder_start_token_id": 2,
-}  # fmt: skip
-T5 = {
-    "vocab_size": 99, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2,
-    "decoder_start_token_id": 0,
-}  # fmt: skip
-FEW_HEADS = {**SIZES, **TOKENS, "num_key_value_heads": 2}
-EXPERTS = {**FEW_HEADS, "num_local_experts": 2, "num_experts": 2, "moe_intermediate_size": 32}
-
-# By type: the head, the sizes, and the kind of input.
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
-    **{
-        kind: ("SequenceClassification", {**SIZES, "pad_token_id": 0}, "text")
-        for kind in (
-            *("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "roformer", "layoutlm"),
-            *("mpnet", "nystromformer", "megatron-bert", "convbert", "deberta", "deberta-v2", "rembert"),
-            "mobilebert",
-        )
-    },
-    "albert": ("SequenceClassification", {**SIZES, "embedding_size": 16, "pad_token_id": 0}, "text"),
-    "distilbert": (
-        "SequenceClassification",
-        {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
-        "text",
-    ),
-    "fnet": ("SequenceClassification", {**SIZES, "pad_token_id": 0}, "ids"),
-    "xlnet": (
-        "SequenceClassification",
-        {"vocab_size": 99, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64},
-        "text",
-    ),
-    "gpt2": ("CausalLM", {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 2, **TOKENS}, "text"),
-    "gptj": (
-        "CausalLM",
-        {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8, **TOKENS},
-        "text",
-    ),
-    "gpt_neo": (
-        "CausalLM",
-        {**SIZES, **TOKENS, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
-        "text",
-    ),
-    "codegen": (
-        "CausalLM",
-        {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, **TOKENS},
-        "text",
-    ),
-    "bloom": ("CausalLM", {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 2, **TOKENS}, "text"),
-    "mpt": ("CausalLM", {"vocab_size": 99, "d_model": 32, "n_layers": 2, "n_heads": 2, **TOKENS}, "text"),
-    "opt": ("CausalLM", {**SIZES, **TOKENS, "ffn_dim": 64, "word_embed_proj_dim": 32}, "text"),
-    **{
-        kind: ("CausalLM", {**SIZES, **TOKENS}, "text")
-        for kind in ("gpt_neox", "biogpt", "falcon", "phi", "openai-gpt", "xglm")
-    },
-    **dict.fromkeys(
-        (
-            *("llama", "mistral", "qwen2", "phi3", "stablelm", "olmo", "starcoder2", "granite"),
-            "cohere",
-        ),
-        ("CausalLM", FEW_HEADS, "text"),
-    ),
-    "qwen3": ("CausalLM", {**FEW_HEADS, "head_dim": 16}, "text"),
-    "gemma": ("CausalLM", {**FEW_HEADS, "head_dim": 16}, "text"),
-    "gemma2": ("CausalLM", {**FEW_HEADS, "head_dim": 16}, "text"),
-    "mixtral": ("CausalLM", EXPERTS, "text"),
-    "mamba": ("CausalLM", {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, **TOKENS}, "ids"),
-    "t5": ("Seq2SeqLM", T5, "pair"),
-    "mt5": ("Seq2SeqLM", T5, "pair"),
-    "bart": ("Seq2SeqLM", ENCODER_DECODER, "pair"),
-    "mbart": ("Seq2SeqLM", ENCODER_DECODER, "pair"),
-    "pegasus": ("Seq2SeqLM", ENCODER_DECODER, "pair"),
-    "marian": ("Seq2SeqLM", ENCODER_DECODER, "pair"),
-    "vit": ("ImageClassification", IMAGE, "image"),
-    "beit": ("ImageClassification", IMAGE, "image"),
-    "dinov2": ("ImageClassification", IMAGE, "image"),
-    "swin": (
-        "ImageClassification",
-        {
-            "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1],
-            "num_heads": [2, 2], "window_size": 4,
-        },
-        "image",
-    ),
-    "convnext": (
-        "ImageClassification",
-        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
-        "image",
-    ),
-    "resnet": (
-        "ImageClassification",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
-        "image",
-    ),
-    "wav2vec2": ("AudioClassification", SPEECH, "speech"),
-    "hubert": ("AudioClassification", SPEECH, "speech"),
-}  # fmt: skip
-
-
-def text(count: int, length: int, mask: bool) -> dict[str, Tensor]:
-    found = {"input_ids": torch.randint(3, 99, (count, length))}
-    if mask:
-        found["attention_mask"] = torch.ones(count, length, dtype=torch.long)
-        found["attention_mask"][0, length - 2 :] = 0
-    return found
-
-
-def inputs_of(kind: str) -> Sequence[Batch]:
-    sizes = ((4, 12), (3, 10))
-    if kind == "image":
-        return [{"pixel_values": torch.randn(count, 3, 16, 16)} for count, _ in sizes]
-    if kind == "speech":
-        return [{"input_values": torch.randn(count, 200)} for count, _ in sizes]
-    if kind == "pair":
-        return [
-            {**text(count, length, True), "decoder_input_ids": torch.randint(3, 99, (count, length - 3))}
-            for count, length in sizes
-        ]
-    return [text(count, length, kind == "text") for count, length in sizes]
-
-
-def from_transformers() -> Iterator[Case]:
-    with contextlib.suppress(ImportError):
-        import transformers
-
-        for kind, (head, sizes, inputs) in ARCHITECTURES.items():
-
-            def make(kind: str = kind, head: str = head, sizes: dict[str, Any] = sizes) -> nn.Module:
-                config = transformers.AutoConfig.for_model(kind, **sizes)
-                model: nn.Module = getattr(transformers, f"AutoModelFor{head}").from_config(config)
-                return model.train()
-
-            yield Case("transformers", kind, make, lambda inputs=inputs: inputs_of(inputs))  # type: ignore[misc]
+    seconds: float = 0.0
 
 
 def cases() -> list[Case]:
-    found = list(from_transformers())
+    found = []
+    if importlib.util.find_spec("transformers") is not None:
+        for kind, (_, _, inputs) in ARCHITECTURES.items():
+            batches: Any = lambda inputs=inputs: inputs_of(inputs)  # noqa: E731
+            found.append(Case("transformers", kind, maker(kind), batches))
     found += [Case("image", name, make, batches) for name, (make, batches) in VISION.items()]
+    found += [Case("everyday", name, make, batches) for name, (make, batches) in EVERYDAY.items()]
     found += [Case("hard", name, make, batches, place) for name, (make, batches, place) in HARD.items()]
     return found
 
 
-# What is asked of each.
-
-
-def loss_of(output: Any, target: Any) -> Tensor:
+def loss_of(output: Any, target: Any = None) -> Tensor:
     """A loss of whatever a model returns: of its logits, or of all its tensors."""
     if isinstance(output, dict) and "logits" in output:
         output = output["logits"]
-    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    tensors = [t for t in leaves_of(output) if isinstance(t, Tensor) and t.is_floating_point()]
     losses = [((t.double() - 0.3) ** 2).mean() for t in tensors]
     return torch.stack(losses).sum()
+
+
+def make_model(case: Case, seed: int) -> nn.Module:
+    """The model in float64; made anew, as not every model can be copied."""
+    torch.manual_seed(seed)
+    return case.make().double()
+
+
+def leaves_of(output: Any) -> list[Any]:
+    """What is in the structure that a model returns, in objects of its own classes too."""
+    leaves = pytree.tree_leaves(output)
+    return [
+        leaf for one in leaves for leaf in (leaves_of(vars(one)) if dataclasses.is_dataclass(one) else [one])
+    ]
+
+
+def run(model: nn.Module, batch: Batch) -> Any:
+    arguments = as_arguments(batch)
+    return model(**arguments) if isinstance(arguments, dict) else model(*arguments)
+
+
+# In two stages.
+
+
+def stages_verdict(case: Case) -> Verdict:
+    """Whether the model in two stages under flush is the model alone."""
+    model, plain = make_model(case, 0), make_model(case, 0)
+    batches = [as_double(batch) for batch in case.batches()]
+    try:
+        checked = prepare(case, model, batches)
+        fresh = lambda: make_model(case, 0)  # noqa: E731
+        staged = StagedModel(checked.traced, checked.stages, loss_of, Choices(), fresh)
+        wrong = compare_stages(plain, staged, batches)
+    except InputError as failure:
+        return Verdict("refused", str(failure))
+    return Verdict("WRONG", wrong) if wrong else Verdict("right", "; ".join(checked.notes))
 
 
 def prepare(case: Case, model: nn.Module, batches: Sequence[Batch]) -> Checked:
@@ -251,67 +145,45 @@ def prepare(case: Case, model: nn.Module, batches: Sequence[Batch]) -> Checked:
         traced,
         (ids[:at], ids[at:]),
         lambda whole: trace(model, first, others=[second], whole=whole, before=traced),
-        Example([(first, None), (second, None)], loss_of),
+        Example([(first, None), (second, None)], loss_of, fresh=lambda: make_model(case, 0)),
     )
 
 
-def pipeline_verdict(case: Case) -> tuple[str, str]:
-    """Whether the model in two stages under flush is the model alone; the word and a sentence."""
-    torch.manual_seed(0)
-    model = case.make().double()
-    batches = [_double(batch) for batch in case.batches()]
-    try:
-        checked = prepare(case, model, batches)
-        staged = StagedModel(checked.traced, checked.stages, loss_of, Choices())
-        return compare(copy.deepcopy(model), staged, batches, checked.notes)
-    except InputError as failure:
-        return "refused", str(failure)
-
-
-def compare(
-    plain: nn.Module, staged: StagedModel, batches: Sequence[Batch], notes: Sequence[str]
-) -> tuple[str, str]:
-    for step in range(3):
+def compare_stages(plain: nn.Module, staged: StagedModel, batches: Sequence[Batch]) -> str:
+    """Train and evaluate both; what is wrong with the stages, if anything."""
+    for step in range(STEPS):
         plain.zero_grad()
         staged.drop_gradients()
         for place, batch in enumerate(batches):
             with same_random_numbers(10 * step + place):
-                arguments = as_arguments(batch)
-                output = plain(**arguments) if isinstance(arguments, dict) else plain(*arguments)
-                loss_of(output, None).backward()
+                output = run(plain, batch)
+                loss_of(output).backward()
             with same_random_numbers(10 * step + place):
                 found, _ = staged.step(batch, None)
-            apart = _apart(_tensors(output), _tensors(found))
-            if apart > TOLERANCE:
-                return "WRONG", f"the output of step {step} is off by {apart:.2g}"
+            if (apart := distance(output, found)) > TOLERANCE:
+                return f"the output of step {step} is off by {apart:.2g}"
         grads = staged.gradients()
         for name, parameter in plain.named_parameters():
-            found_grad, expected = grads.get(name), parameter.grad
-            if (found_grad is None) != (expected is None):
-                return "WRONG", f"the gradient of {name} is {'none' if found_grad is None else 'not none'}"
-            if (
-                found_grad is not None
-                and expected is not None
-                and _apart([expected], [found_grad]) > TOLERANCE
-            ):
-                return "WRONG", f"the gradient of {name} at step {step} is wrong"
-        _update(plain, staged)
+            if (grads.get(name) is None) != (parameter.grad is None):
+                return f"the gradient of {name} is {'none' if grads.get(name) is None else 'not none'}"
+            if distance(parameter.grad, grads.get(name)) > TOLERANCE:
+                return f"the gradient of {name} at step {step} is wrong"
+        update(plain, staged)
     for batch in batches:
-        arguments = as_arguments(batch)
         with same_random_numbers(7), torch.no_grad(), evaluation_mode(plain):
-            output = plain(**arguments) if isinstance(arguments, dict) else plain(*arguments)
+            output = run(plain, batch)
         with same_random_numbers(7):
             found = staged.evaluate(batch)
-        if _apart(_tensors(output), _tensors(found)) > TOLERANCE:
-            return "WRONG", "an evaluation is off"
+        if distance(output, found) > TOLERANCE:
+            return "an evaluation is off"
     held = {name: buffer for _, name, buffer in staged.buffers()}
     for name, buffer in plain.named_buffers():
-        if name in held and _apart([buffer], [held[name]]) > TOLERANCE:
-            return "WRONG", f"buffer {name} is wrong after three steps"
-    return "right", "; ".join(notes)
+        if name in held and distance(buffer, held[name]) > TOLERANCE:
+            return f"buffer {name} is wrong after {STEPS} steps"
+    return ""
 
 
-def _update(plain: nn.Module, staged: StagedModel, rate: float = 0.01) -> None:
+def update(plain: nn.Module, staged: StagedModel, rate: float = 0.01) -> None:
     """One step of gradient descent of both; what several stages hold gets the sum of their gradients."""
     grads = staged.gradients()
     with torch.no_grad():
@@ -327,115 +199,270 @@ def _update(plain: nn.Module, staged: StagedModel, rate: float = 0.01) -> None:
                     parameter.sub_(grad, alpha=rate)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf.detach() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+# As fused trials.
 
 
-def _apart(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    if [t.shape for t in expected] != [t.shape for t in found]:
+def fused_verdict(case: Case) -> Verdict:
+    """Whether three fused trials, each with weights and batches of its own, are the same trials alone."""
+    models = [make_model(case, seed) for seed in range(TRIALS)]
+    batches = [[as_double(batch) for batch in case.batches()] for _ in range(TRIALS)]
+    try:
+        fused = fuse(models, verify=batches[0])
+        alone = [Alone(make_model(case, seed), seed, list(fused.unfused)) for seed in range(TRIALS)]
+        wrong = compare_trials(alone, fused, batches)
+    except FusionError as failure:
+        return Verdict("refused", str(failure))
+    if wrong:
+        return Verdict("WRONG", wrong)
+    parts = ", ".join(part or "the whole model" for part in fused.unfused)
+    return Verdict("right", f"trial by trial: {parts}" if parts else "")
+
+
+class Alone:
+    """One trial's plain model and torch's optimizer; it draws from the stream that the fused trial has."""
+
+    def __init__(self, model: nn.Module, seed: int, unfused: Sequence[str]) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
+        self._seed, self._age = seed, 0
+        self._streams = Streams(torch.tensor([seed]), torch.tensor([0]))
+        self._contexts: list[Any] = []
+        for name in unfused:  # modules that run trial by trial draw from generators of their own
+            part = self.model.get_submodule(name)
+            part.register_forward_pre_hook(lambda *_: self._begin())
+            part.register_forward_hook(lambda *_: self._end())
+
+    def run(self, batch: Batch) -> Any:
+        self._streams = Streams(torch.tensor([self._seed]), torch.tensor([self._age]))
+        self._age += self.model.training
+        with LoneMode(self._streams):
+            return run(self.model, batch)
+
+    def _begin(self) -> None:
+        self._contexts.append(seeded_for(self._streams))
+        self._contexts[-1].__enter__()
+
+    def _end(self) -> None:
+        self._contexts.pop().__exit__(None, None, None)
+
+
+def compare_trials(alone: Sequence[Alone], fused: FusedModule, batches: Sequence[Sequence[Batch]]) -> str:
+    """Train and evaluate both; what is wrong with the fused trials, if anything. `batches` are by trial."""
+    together = FusedOptimizer(fused, "sgd", **SGD)
+    for step in range(STEPS):
+        together.zero_grad()
+        for one in alone:
+            one.optimizer.zero_grad()
+        for own in zip(*batches):
+            found = run_fused(fused, own)
+            torch.stack([loss_of(each) for each in found]).sum().backward()
+            for trial, one in enumerate(alone):
+                output = one.run(own[trial])
+                loss_of(output).backward()
+                if (apart := distance(output, found[trial])) > TOLERANCE:
+                    return f"the output of trial {trial} at step {step} is off by {apart:.2g}"
+        together.step()
+        for one in alone:
+            one.optimizer.step()
+    for trial, model in enumerate(fused.split()):
+        expected = alone[trial].model.state_dict()
+        if model.state_dict().keys() != expected.keys():
+            return (
+                f"trial {trial} has other weights or buffers: {model.state_dict().keys() ^ expected.keys()}"
+            )
+        for name, value in model.state_dict().items():
+            if (apart := distance(expected[name], value)) > TOLERANCE:
+                return f"{name} of trial {trial} is off by {apart:.2g} after {STEPS} steps"
+    fused.eval()
+    for own in zip(*batches):
+        with torch.no_grad():
+            found = run_fused(fused, own)
+            for trial, one in enumerate(alone):
+                one.model.eval()
+                if distance(one.run(own[trial]), found[trial]) > TOLERANCE:
+                    return f"an evaluation of trial {trial} is off"
+    return ""
+
+
+def run_fused(fused: FusedModule, own: Sequence[Batch]) -> list[Any]:
+    """What each trial returns for its own batch."""
+    stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves), own[0], *own[1:])
+    output = run(fused, stacked)
+    return [pytree.tree_map_only(Tensor, lambda x: x[trial], output) for trial in range(len(own))]  # noqa: B023
+
+
+# Comparing.
+
+
+def distance(expected: Any, found: Any) -> float:
+    """How far apart the tensors of two structures are, relative to the largest, which counts 1 at least."""
+    ours, theirs = _tensors(expected), _tensors(found)
+    if [t.shape for t in ours] != [t.shape for t in theirs]:
         return float("inf")
-    worst = 0.0
-    for one, other in zip(expected, found):
-        if one.numel():
-            a, b = one.double(), other.double()
-            finite = a.isfinite() & b.isfinite()
-            if not torch.equal(a[~finite].nan_to_num(1.0), b[~finite].nan_to_num(1.0)):
-                return float("inf")
-            scale = max(1.0, float(a[finite].abs().max()) if finite.any() else 1.0)
-            worst = max(worst, float((a[finite] - b[finite]).abs().max()) / scale if finite.any() else 0.0)
-    return worst
+    return max((_apart(one, other) for one, other in zip(ours, theirs)), default=0.0)
 
 
-def _double(batch: Batch) -> Any:
+def _apart(one: Tensor, other: Tensor) -> float:
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    a, b = one.to(wide), other.to(wide)
+    finite = a.isfinite() & b.isfinite()
+    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    return float((a[finite] - b[finite]).abs().max()) / max(1.0, float(a[finite].abs().max()))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    leaves = leaves_of(tree)
+    return [torch.as_tensor(leaf).detach() for leaf in leaves if isinstance(leaf, (Tensor, int, float))]
+
+
+def as_double(batch: Batch) -> Any:
     def convert(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return pytree.tree_map(convert, batch)
 
 
-VERDICTS: dict[str, Callable[[Case], tuple[str, str]]] = {"pipeline": pipeline_verdict}
+# The table.
+
+VERDICTS: dict[str, Callable[[Case], Verdict]] = {"2 stages": stages_verdict, "3 fused trials": fused_verdict}
 
 
-class _TooLong(BaseException):
-    pass
-
-
-def judge(case: Case, verdict: Callable[[Case], tuple[str, str]], seconds: int) -> Verdict:
-    """The verdict on a case; whatever else leaves the code is a crash."""
-
-    def stop(*_: Any) -> None:
-        raise _TooLong
-
+def judge(case: Case, verdict: Callable[[Case], Verdict], seconds: float) -> Verdict:
+    """The verdict on a case from a process of its own; whatever else ends that process is a crash."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_judge, args=(case, verdict, theirs))
     started = time.perf_counter()
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    process.start()
+    theirs.close()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            word, sentence = verdict(case)
-    except _TooLong:
-        word, sentence = "crash", f"not done after {seconds} s"
-    except Exception as failure:  # anything but a refusal in words
-        word, sentence = "crash", f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
+        if ours.poll(seconds):
+            word, sentence = ours.recv()
+        else:
+            word, sentence = "crash", f"not done after {seconds:g} s"
+    except EOFError:
+        process.join()
+        word, sentence = "crash", f"the process ended with status {process.exitcode}"
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        process.kill()
+        process.join()
     return Verdict(word, sentence, time.perf_counter() - started)
 
 
-def table(rows: Sequence[tuple[Case, dict[str, Verdict]]]) -> str:
-    """The verdicts as Markdown, a column for each that was asked."""
-    asked = list(VERDICTS)
-    lines = [f"| model | {' | '.join(asked)} | |", f"| --- | {' | '.join('---' for _ in asked)} | --- |"]
-    for family, title in (
-        ("transformers", "**transformers, tiny configurations**"),
-        ("image", "**image models**"),
-        ("hard", "**written to be trained wrong**"),
-    ):
-        own = [(case, found) for case, found in rows if case.family == family]
-        if own:
-            lines.append(f"| {title} |{' |' * len(asked)} |")
-        for case, found in own:
-            words = " | ".join(found[name].word for name in asked)
-            sentences = [found[name].sentence for name in asked if found[name].sentence]
-            lines.append(f"| {case.name} | {words} | {_plain('; '.join(sentences))} |")
+def _judge(case: Case, verdict: Callable[[Case], Verdict], answer: Connection) -> None:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = verdict(case)
+    except Exception as failure:  # anything but a refusal in words
+        found = Verdict("crash", f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}")
+    answer.send((found.word, found.sentence))
+
+
+FAMILIES = {
+    "transformers": "transformers, tiny configurations",
+    "image": "image models",
+    "everyday": "as people write them",
+    "hard": "written to be trained wrong",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a model, what became of it, and the sentences that belong to it."""
+
+    family: str
+    name: str
+    words: tuple[str, ...]
+    sentence: str
+
+
+def row_of(case: Case, found: Mapping[str, Verdict]) -> Row:
+    words = tuple(each.word for each in found.values())
+    return Row(case.family, case.name, words, _sentences(found))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown: a column for each verdict, and their sentences."""
+    lines = [f"| model | {' | '.join(VERDICTS)} | in words |", f"| --- |{' --- |' * len(VERDICTS)} --- |"]
+    for family, title in FAMILIES.items():
+        own = [row for row in rows if row.family == family]
+        lines += [f"| **{title}** |{' |' * len(VERDICTS)} |"] if own else []
+        lines += [f"| {row.name} | {' | '.join(row.words)} | {row.sentence} |" for row in own]
     return "\n".join(lines)
 
 
-def _plain(sentence: str) -> str:
-    """A sentence without the folders of this machine."""
-    return re.sub(r"/[^\s`]+/", "", " ".join(sentence.split())).replace("|", "\\|")
+def read_table(text: str) -> list[Row]:
+    """The rows of a table that was written before."""
+    titles = {f"**{title}**": family for family, title in FAMILIES.items()}
+    found, family = [], ""
+    for line in text.splitlines():
+        name, *words = [cell.strip() for cell in line.strip("|").split(" |")][: 1 + len(VERDICTS)]
+        family = titles.get(name, family)
+        if family and name not in titles and len(words) == len(VERDICTS):
+            sentence = line.split("|", 2 + len(VERDICTS))[-1].rpartition("|")[0].strip()
+            found.append(Row(family, name, tuple(words), sentence))
+    return found
 
 
-def main() -> int:
+def merge(before: Sequence[Row], now: Sequence[Row]) -> list[Row]:
+    """The rows of now, and those of before for models that were not asked for; in the cases' order."""
+    every = {(row.family, row.name): row for row in (*before, *now)}
+    return [every[key] for case in cases() if (key := (case.family, case.name)) in every]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many are right, refused, wrong, by family."""
+    lines = []
+    for family, title in FAMILIES.items():
+        own = [row for row in rows if row.family == family]
+        for number, name in enumerate(VERDICTS if own else ()):
+            counts = Counter(row.words[number] for row in own)
+            words = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+            lines.append(f"- {title}, {name}: {words}, of {len(own)}")
+    return "\n".join(lines)
+
+
+def _sentences(found: Mapping[str, Verdict]) -> str:
+    """The sentences without the folders of this machine."""
+    given = {name: re.sub(r"/[^\s`]+/", "", " ".join(each.sentence.split())) for name, each in found.items()}
+    return "; ".join(f"{name}: {text}" for name, text in given.items() if text).replace("|", "\\|")
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", default=[], help="models of these names")
-    parser.add_argument("--family", action="append", default=[], help="transformers, image, hard")
-    parser.add_argument("--seconds", type=int, default=120, help="of one model at most")
-    parser.add_argument("--write", type=Path, help="put the table into this file, below its heading")
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
+    parser.add_argument("--family", action="append", default=[], choices=FAMILIES)
+    parser.add_argument("--seconds", type=float, default=180.0, help="of one model at most")
+    parser.add_argument("--write", type=Path, help="put the rows into this file's table")
+    return parser.parse_args()
+
+
+def main() -> int:
+    asked = parse()
+    with contextlib.suppress(ImportError):
+        from transformers import GenerationMixin, PreTrainedModel  # noqa: F401  (once, not in each process)
     rows = []
     for case in cases():
         if (asked.only and case.name not in asked.only) or (asked.family and case.family not in asked.family):
             continue
         found = {name: judge(case, verdict, asked.seconds) for name, verdict in VERDICTS.items()}
-        rows.append((case, found))
+        rows.append(row_of(case, found))
         for name, each in found.items():
-            print(
-                f"{case.family:13} {case.name:18} {name:9} {each.word:8} {each.seconds:6.1f} s  "
-                f"{each.sentence[:300]}",
-                flush=True,
-            )
-    counts = Counter(each.word for _, found in rows for each in found.values())
-    print(", ".join(f"{count} {word}" for word, count in counts.most_common()))
+            head = f"{case.family:12} {case.name:18} {name:14} {each.word:8} {each.seconds:6.1f} s"
+            print(f"{head}  {each.sentence[:300]}", flush=True)
+    print(summary(rows))
     if asked.write is not None:
-        head = asked.write.read_text().partition("<!-- table -->")[0]
-        asked.write.write_text(f"{head}<!-- table -->\n\n{table(rows)}\n")
-    return 1 if counts["WRONG"] or counts["crash"] else 0
+        head, _, before = asked.write.read_text().partition("<!-- table -->")
+        every = merge(read_table(before), rows)
+        asked.write.write_text(f"{head}<!-- table -->\n\n{summary(every)}\n\n{table(every)}\n")
+    return 1 if {word for row in rows for word in row.words} & {"WRONG", "crash"} else 0
 
 
 if __name__ == "__main__":

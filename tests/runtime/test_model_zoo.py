@@ -1,42 +1,68 @@
-"""A quick selection of the models in docs/models.md: right in stages, or refused in one sentence."""
+"""A quick selection of the models in docs/models.md, and the table that tells what became of each."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+import os
 
 import pytest
 import torch
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "model_zoo.py"
-spec = importlib.util.spec_from_file_location("model_zoo", PATH)
-assert spec is not None
-assert spec.loader is not None
-zoo = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = zoo
-spec.loader.exec_module(zoo)
-CASES = {f"{case.family} {case.name}": case for case in zoo.cases()}
+from support.zoo import CASES, zoo
 
 
 @pytest.mark.parametrize("name", ["image googlenet", "image shufflenet", "hard auxiliary head"])
 def test_a_model_in_two_stages_is_the_model_alone(name: str) -> None:
-    assert zoo.pipeline_verdict(CASES[name]) == ("right", "")
+    assert zoo.stages_verdict(CASES[name]) == zoo.Verdict("right", "")
 
 
-def test_a_transformer_with_its_default_settings_in_two_stages_is_the_model_alone() -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("image googlenet", ""),
+        ("image convnext", "trial by trial: blocks.0.depth, blocks.1.depth, blocks.2.depth"),
+        ("hard counter", ""),
+        ("hard frozen part", ""),
+    ],
+)
+def test_three_fused_trials_are_the_trials_alone(name: str, words: str) -> None:
+    assert zoo.fused_verdict(CASES[name]) == zoo.Verdict("right", words)
+
+
+@pytest.mark.parametrize("verdict", [zoo.stages_verdict, zoo.fused_verdict])
+def test_a_transformer_with_its_default_settings_is_the_model_alone(verdict) -> None:  # type: ignore[no-untyped-def]
     pytest.importorskip("transformers", reason="the transformers library is not installed")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        assert zoo.pipeline_verdict(CASES["transformers gpt2"]) == ("right", "")
+        assert verdict(CASES["transformers gpt2"]) == zoo.Verdict("right", "")
     finally:
         torch.set_default_dtype(before)
 
 
 def test_the_table_says_what_was_found_of_each_model() -> None:
     case = CASES["hard counter"]
-    verdict = zoo.judge(case, zoo.pipeline_verdict, 60)
-    assert verdict.word == "refused"
-    text = zoo.table([(case, {"pipeline": verdict})])
-    assert "| counter | refused | forward of CountsCalls changes self.calls" in text
+    verdicts = {name: zoo.judge(case, verdict, 60) for name, verdict in zoo.VERDICTS.items()}
+    rows = [zoo.row_of(case, verdicts)]
+    text = zoo.table(rows)
+    assert "| counter | refused | right | 2 stages: forward of CountsCalls changes self.calls" in text
+    assert zoo.read_table(text) == rows
+
+
+def test_a_table_keeps_what_was_found_of_models_that_are_not_asked_for_again() -> None:
+    before = [
+        zoo.Row("hard", "counter", ("WRONG", "right"), "a"),
+        zoo.Row("hard", "state", ("right",) * 2, "b"),
+    ]
+    now = [zoo.Row("hard", "counter", ("refused", "right"), "c")]
+    assert zoo.merge(before, now) == [before[1], now[0]]
+    assert "written to be trained wrong, 2 stages: 1 right, 1 refused, of 2" in zoo.summary(
+        zoo.merge(before, now)
+    )
+
+
+def test_a_process_that_dies_and_one_that_does_not_end_are_crashes_in_the_table() -> None:
+    case = CASES["hard counter"]
+    died = zoo.judge(case, lambda case: os._exit(3), 60)
+    assert (died.word, died.sentence) == ("crash", "the process ended with status 3")
+    hung = zoo.judge(case, lambda case: os.read(os.pipe()[0], 1), 0.2)
+    assert (hung.word, hung.sentence) == ("crash", "not done after 0.2 s")

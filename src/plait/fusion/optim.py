@@ -117,7 +117,8 @@ class FusedOptimizer:
         names = self.kind.states(self.numbers, self.common)
         state = {name: torch.zeros_like(parameter, requires_grad=False) for name in names}
         if "initial_accumulator_value" in self.hyperparameters:
-            start = self.hyperparameters["initial_accumulator_value"].to(parameter.dtype)
+            start = self.hyperparameters["initial_accumulator_value"]
+            start = (torch.complex(start, start) if parameter.is_complex() else start).to(parameter.dtype)
             state["sum"] += start.view(-1, *(1,) * (parameter.dim() - 1))
         return state
 
@@ -225,6 +226,7 @@ class FusedOptimizer:
         # learning rates in float32, which is too coarse for float64.
         kinds = {p.dtype for p in self.parameters}
         whole = torch.float64 not in kinds if self.device.type == "cuda" else kinds.issubset(_WHOLE)
+        whole = whole and not any(kind.is_complex for kind in kinds)
         return self.kind.kernel is not None and whole and not any(self.numbers.get("dampening", ()))
 
     def _in_one_pass(self) -> bool:
@@ -281,12 +283,17 @@ class FusedOptimizer:
             if in_one_pass and self.kind.one_pass is not None:
                 self.kind.one_pass(parameter, gradient, state, coefficients, self.common)
                 continue
+            if parameter.is_complex():  # as torch's optimizers: real and imaginary parts on their own
+                parameter, gradient = torch.view_as_real(parameter), torch.view_as_real(gradient)
+                state = {name: torch.view_as_real(value) for name, value in state.items()}
             shape = (-1,) + (1,) * (parameter.dim() - 1)
             own = {name: c.view(shape) for name, c in coefficients.items()}
             self.kind.update(parameter, gradient, state, own, self.common)
 
     def _coefficients(self, clock: Clock, moving: Tensor | None) -> dict[str, Tensor]:
-        kind = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        kind = torch.float32
+        for parameter in self.parameters:
+            kind = torch.promote_types(kind, parameter.dtype.to_real())
         steps = clock.steps if self.kind.counts_steps else clock.pushes
         found = self.kind.coefficients(self.hyperparameters, steps.to(torch.float64))
         return {name: self._hold(name, c, moving).to(kind) for name, c in found.items()}

@@ -76,7 +76,8 @@ class OwnModules:
             for holder, name, key in _slots(module, "_buffers"):
                 if buffers.get(key) is not None:
                     inner = _inner(buffers[key])
-                    holder[name] = kept.setdefault(id(inner), inner.detach()[number])
+                    # By `data` autograd sees one tensor a trial: what one writes is no change of others'.
+                    holder[name] = kept.setdefault(id(inner), inner.detach()[number].data)
 
     def _point_at(self, stacked: nn.Parameter, own: nn.Parameter, number: int) -> None:
         if own.requires_grad != stacked.requires_grad:

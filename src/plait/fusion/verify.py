@@ -57,6 +57,20 @@ _IN_NONE = "\0"
 _GRADIENT, _BUFFER, _ATTRIBUTE = "the gradient of ", "the buffer ", "the attribute "
 
 
+_NOT_TWICE = (
+    "a trial alone does something else when it is run again from the same state with the same random "
+    "numbers: its forward goes by what is outside of the model (a global variable, a file, the time)"
+)
+
+
+class _NotRepeatable(Exception):
+    """A plain model that cannot be compared with anything."""
+
+
+class _NoCopy(Exception):
+    """A plain model of which a copy does not run."""
+
+
 class Rehearsal(Protocol):
     """How trials of a job run on its batches, together and alone; batches are numbered 0 and 1."""
 
@@ -133,6 +147,8 @@ def verify_fused(rehearsal: Rehearsal, unfused: Mapping[str, str] | None = None)
     check = _Check(rehearsal, dict(unfused or {}))
     try:
         refused = check.settle()
+    except (_NotRepeatable, _NoCopy) as failure:
+        refused = str(failure)
     except torch.OutOfMemoryError:
         log.warning("fused trials were not verified: there is not enough memory for a second copy of them")
         refused = None
@@ -258,6 +274,10 @@ class _Check:
     def _beyond_noise(
         self, trial: int, scene: int, expected: Observation, found: Observation
     ) -> Sequence[Difference]:
+        again = self._alone(trial, until=scene)[scene][0]
+        if find_differences(expected, again, Noise({})):
+            # Its noise would hide whatever is wrong.
+            raise _NotRepeatable(_NOT_TWICE)
         noise = measure_noise(expected, lambda seed: self._alone(trial, seed, until=scene)[scene][0])
         return find_differences(expected, found, noise)
 
@@ -272,7 +292,7 @@ class _Check:
         seen: list[tuple[Observation, _Trace | None]] = []
         for scene in range(until + 1):
             training, batch = SCENES[scene]
-            model.train(training)
+            _set_mode(model, training)
             trace = _Trace([model], lambda leaf: leaf) if scene == traced else None
 
             def forward(batch: int = batch, trace: _Trace | None = trace) -> tuple[Any, Tensor]:
@@ -282,9 +302,16 @@ class _Check:
             try:
                 with same_random_numbers(1000 + trial):
                     step = observe_step(model, forward, backward=training)
-            except Exception:  # the user's code can fail in any way
-                if training:
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as failure:  # the user's code can fail in any way
+                if training and isinstance(failure, PlaitError):
                     raise
+                if training:
+                    raise _NoCopy(
+                        f"a copy of the model fails by itself on these batches: {_first_line(failure)} "
+                        f"(hooks and functions kept in attributes may hold the model that was copied)"
+                    ) from failure
                 break  # a model that cannot be evaluated alone, as its forward asks for gradients, say
             seen.append(({**step, **_numbers_in(model)}, trace))
         return seen
@@ -295,7 +322,8 @@ class _Check:
         """What the compared trials do in one scene, fused."""
         training, batch = SCENES[scene]
         for one in fused:
-            one.train(training)
+            if not training or not one.module.training:
+                one.train(training)
             for parameter in one.parameters():
                 parameter.grad = None
         with same_random_numbers(7), torch.set_grad_enabled(training):
@@ -357,6 +385,12 @@ def _set_apart(model: nn.Module, number: int) -> nn.Module:
                 size = parameter.abs().mean().clamp(min=1e-3)
                 parameter.add_(drawn * size, alpha=APART)
     return copied
+
+
+def _set_mode(model: nn.Module, training: bool) -> None:
+    """Evaluation, or training, in which modules kept in evaluation mode on purpose stay in it."""
+    if training != model.training:
+        model.train(training)
 
 
 class _Lone:
@@ -592,8 +626,9 @@ def _perturb_weights(model: nn.Module, seed: int, step: float) -> None:
 class BatchRehearsal:
     """Trials of `fuse` on batches that plain models take: a tensor, a tuple of them, or named ones.
 
-    The first batch is the same for all trials; in the second each trial has one of its own, where they are of
-    one shape. The loss is a weighting of all that a model returns.
+    The first batch is the same for all trials; in the second each trial has one of its own: where the batches
+    are not of one shape, a copy with numbers that are a little smaller. The loss is a weighting of all that a
+    model returns.
     """
 
     in_stages = False
@@ -622,7 +657,12 @@ class BatchRehearsal:
         place = batch % len(self._batches)
         if batch == 1 and self._are_alike:
             place = (trial + 1) % len(self._batches)
-        return pytree.tree_map_only(Tensor, lambda x: x.clone(), self._batches[place])
+        shrunk = 1.0 - 0.01 * trial if batch == 1 and not self._are_alike else 1.0
+
+        def own(x: Tensor) -> Tensor:
+            return x * shrunk if shrunk != 1.0 and x.is_floating_point() else x.clone()
+
+        return pytree.tree_map_only(Tensor, own, self._batches[place])
 
     def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
         """The trials in one module."""
@@ -632,7 +672,7 @@ class BatchRehearsal:
         """What the models return, and its weighting."""
         (whole,) = fused
         each = [self._batch(trial, batch) for trial in range(whole.trials)]
-        if batch == 1 and self._are_alike:
+        if batch == 1:
             flat = [pytree.tree_flatten(one) for one in each]
             leaves = [
                 torch.stack(x) if isinstance(x[0], Tensor) else x[0] for x in zip(*(f for f, _ in flat))
@@ -666,4 +706,13 @@ def _total(outputs: Any) -> Tensor:
         (x * torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype, device=x.device).view(x.shape)).sum()
         for x in tensors
     ]
-    return torch.stack([part.to(parts[0]) for part in parts]).sum() if parts else torch.zeros(())
+    if not parts:
+        raise FusionError(
+            f"verify: the model returns {_kind(outputs)}, in which no tensors of numbers are seen; return a "
+            f"tensor, a tuple, a dict or a named tuple of tensors"
+        )
+    return torch.stack([part.to(parts[0]) for part in parts]).sum()
+
+
+def _kind(outputs: Any) -> str:
+    return "nothing" if outputs is None else f"a {type(outputs).__name__}"

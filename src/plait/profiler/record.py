@@ -133,6 +133,8 @@ class Recorder(TorchFunctionMode):
         self._kept: list[object] = []  # an object that lives keeps its id for itself
         # Of each storage written into: when, by which node, and the value it was written through.
         self._written: dict[int, tuple[int, fx.Node, fx.Node | None]] = {}
+        # Tensors that the call which is being written down gives a gradient, by writing into them.
+        self._gaining: set[int] = set()
         self._modules = [_Call(model, "", 1)]
         self._calls: Counter[str] = Counter()
         self._group = 0
@@ -168,7 +170,8 @@ class Recorder(TorchFunctionMode):
         """The node that made `tensor`; a parameter, buffer or constant gets a node of its own."""
         node = self._values.get(id(tensor))
         if node is not None:
-            _refuse_lost_gradient(node, tensor)
+            if id(tensor) not in self._gaining:
+                _refuse_lost_gradient(node, tensor)
             return self._current(node, tensor)
         name = self._attributes.get(id(tensor))
         if name is None:
@@ -358,13 +361,17 @@ class Recorder(TorchFunctionMode):
         """Run a call and write it down when it made a tensor or changed one."""
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
+        without = [tensor for tensor in tensors if not tensor.requires_grad]
         with self._in_silence():
             result = run()
         changed = [t for t, version in zip(tensors, versions) if t._version != version]
         makes = any(isinstance(leaf, Tensor) for leaf in leaves(result))
         if not makes and not changed and not _writes(target):
             return result
+        # `out = zeros_like(x); out[i] = y`: this call is what gives the tensor a gradient.
+        self._gaining = {id(t) for t in without if t.requires_grad and any(t is one for one in changed)}
         node = self._record(target, args, kwargs)
+        self._gaining = set()
         when = len(self._kept)
         for tensor in changed:
             self._note_change(when, node, tensor, returned=tensor is result)

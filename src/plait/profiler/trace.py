@@ -187,6 +187,7 @@ def _run(
                 sizes.silent = 1
                 leaves, spec = pytree.tree_flatten(result)
                 found = [_output_leaf(recorder, leaf) for leaf in leaves]
+                _require_tensors(result, found)
             concerns = _python_draws(random_before)
             if not concerns and (kept := _kept(recorder, before)):
                 concerns = _carried_over(model, args, kwargs, mode, recorder, kept)
@@ -296,6 +297,16 @@ def _output_leaf(recorder: Recorder, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return recorder.node_of(leaf)
     return leaf if isinstance(leaf, PLAIN) else None
+
+
+def _require_tensors(result: Any, leaves: Sequence[Any]) -> None:
+    if not any(isinstance(leaf, fx.Node) for leaf in leaves):
+        raise refusal(
+            f"forward returns a {type(result).__name__}, in which no tensors are seen",
+            "return a tensor, a tuple, a dict or a named tuple of tensors, or register the class with "
+            "torch.utils._pytree",
+            None,
+        )
 
 
 @contextlib.contextmanager

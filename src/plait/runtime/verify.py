@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.core.errors import InputError
+from plait.core.errors import InputError, PlaitError
 from plait.planner import Plan
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
@@ -43,6 +43,12 @@ from plait.verification import (
 
 # What is done in turn: with which of the batches, and whether in training mode.
 _STEPS = ((0, True), (0, True), (1, True), (0, False), (1, False))
+# The seed of a plain model whose weights are not perturbed.
+_AS_IT_IS = -1
+_NOT_TWICE = (
+    "because the plain model itself does something else when it is run again from the same state with the "
+    "same random numbers: its forward goes by what is outside of it (a global variable, a file, the time)"
+)
 # So often the cut is changed before the run is refused.
 _ATTEMPTS = 4
 
@@ -192,14 +198,28 @@ def find_parting(traced: TracedModel, stages: Sequence[Sequence[str]], example: 
         if not training and traced.no_evaluation is not None:
             break
         expected = _observe_plain(plain, example, number, batch, training)
-        found = _observe_stages(staged, plain, example, number, batch, training)
+        try:
+            found = _observe_stages(staged, plain, example, number, batch, training)
+        except (PlaitError, torch.OutOfMemoryError):
+            raise
+        except Exception as failure:  # the traced code can fail in any way where the model's own does not
+            return _failed(traced, failure, training)
         differences = find_differences(expected, found, Noise({}))
+        if differences and find_differences(expected, again(number, _AS_IT_IS), Noise({})):
+            # Beside such a model nothing can be compared: its noise would hide whatever is wrong.
+            return Parting(differences[0], training, _NOT_TWICE, None)
         if differences:
             noise = measure_noise(expected, functools.partial(again, number))
             differences = find_differences(expected, found, noise)
         if differences:
             return _locate(traced, stages, example, number, differences)
     return None
+
+
+def _failed(traced: TracedModel, failure: Exception, training: bool) -> Parting:
+    line = str(failure).strip().partition("\n")[0]
+    why = f"the stages fail where the plain model does not: {type(failure).__name__}: {line}"
+    return Parting(Difference("the forward", torch.inf, 0.0, why), training, "there", _innermost(traced))
 
 
 def plain_copy(model: nn.Module, example: Example) -> nn.Module:
@@ -244,12 +264,17 @@ def _own(batch: Any) -> Any:
 
 
 class _Perturbed:
-    """The plain model with its weights rounded otherwise, step by step: how far rounding takes it."""
+    """The plain model with its weights rounded otherwise, step by step: how far rounding takes it.
+
+    With the seed `_AS_IT_IS` it is the plain model once more.
+    """
 
     def __init__(self, traced: TracedModel, example: Example, seed: int) -> None:
         self._example = example
         self._done = 0
         self._model = plain_copy(traced.model, example)
+        if seed == _AS_IT_IS:
+            return
         parameters = list(self._model.parameters())
         with torch.no_grad():
             for parameter, moved in zip(parameters, perturb(parameters, seed)):

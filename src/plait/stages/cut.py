@@ -53,7 +53,15 @@ def cut(traced: TracedModel, layer_ids: Iterable[str]) -> Stage:
     evaluated = (
         _values(other, other.boundary(traced.evaluated_with(ids))) if other is not None else (inputs, outputs)
     )
-    names = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+    held = dict(module.named_parameters(remove_duplicate=False))
+    for name, parameter in held.items():
+        if id(parameter) not in first:
+            raise StageError(
+                f"forward uses a parameter of shape {tuple(parameter.shape)} ({name}) that the model does "
+                f"not have: its module is not registered (kept in a list, a dict or __dict__); make it an "
+                f"attribute of a module, an nn.ModuleList or an nn.ModuleDict, frozen if it is not trained"
+            )
+    names = {name: first[id(parameter)] for name, parameter in held.items()}
     return Stage(tuple(ids), module, inputs, outputs, names, *evaluated)
 
 

@@ -1,0 +1,107 @@
+"""Models as people write them, in two stages and as three fused trials: right, or refused in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.fusion import FusedOptimizer, fuse
+from support.zoo import CASES, zoo
+
+
+@pytest.fixture(autouse=True)
+def _in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", ["graph network", "Fourier layer", "numbers returned"])
+def test_in_two_stages_the_model_is_what_it_is_alone(name: str) -> None:
+    assert zoo.stages_verdict(CASES[f"everyday {name}"]) == zoo.Verdict("right", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own class returned", "forward returns a Output, in which no tensors are seen"),
+        ("global variable", "the plain model itself does something else when it is run again"),
+        ("gradient inside", "the stages fail where the plain model does not"),
+        ("hidden teacher", "that the model does not have: its module is not registered"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_in_words(name: str, words: str) -> None:
+    found = zoo.stages_verdict(CASES[f"everyday {name}"])
+    assert found.word == "refused"
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Fourier layer", ""),
+        ("noisy weights", "trial by trial: a, b"),
+        ("history", "trial by trial: the whole model"),
+        ("frozen norm", ""),
+    ],
+)
+def test_as_fused_trials_the_model_is_what_it_is_alone(name: str, words: str) -> None:
+    assert zoo.fused_verdict(CASES[f"everyday {name}"]) == zoo.Verdict("right", words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own class returned", "the model returns a Output, in which no tensors of numbers are seen"),
+        ("global variable", "a trial alone does something else when it is run again"),
+        ("hook on itself", "a copy of the model fails by itself on these batches: KeyError: 'a'"),
+    ],
+)
+def test_what_cannot_be_fused_is_refused_in_words(name: str, words: str) -> None:
+    found = zoo.fused_verdict(CASES[f"everyday {name}"])
+    assert found.word == "refused"
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("sgd", {"lr": 0.1, "momentum": 0.9}),
+        ("adam", {"lr": 0.1}),
+        ("rmsprop", {"lr": 0.1}),
+        ("adagrad", {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    ],
+)
+def test_complex_weights_of_fused_trials_are_updated_as_torch_updates_them(
+    kind: str, options: dict[str, Any]
+) -> None:
+    class Rotates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+            self.scale = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.turn).abs() * self.scale
+
+    models = [Rotates() for _ in range(2)]
+    x = torch.randn(4, 3)
+    fused = fuse(models)
+    together = FusedOptimizer(fused, kind, **options)
+    classes = {"sgd": "SGD", "adam": "Adam", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
+    alone = [getattr(torch.optim, classes[kind])(model.parameters(), **options) for model in models]
+    for _ in range(3):
+        for optimizer, model in zip(alone, models):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        together.zero_grad()
+        fused(torch.stack([x, x])).square().mean((1, 2)).sum().backward()
+        together.step()
+    for model, found in zip(models, fused.split()):
+        torch.testing.assert_close(found.state_dict(), model.state_dict(), rtol=1e-12, atol=1e-12)
