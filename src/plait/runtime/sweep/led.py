@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
 from plait.runtime.sweep.lone import LoneArray
-from plait.runtime.sweep.pipelined import PipelinedArray
 from plait.runtime.sweep.team import Team
 
-SharedArray = FusedArray | LoneArray | PipelinedArray
+if TYPE_CHECKING:
+    from plait.runtime.sweep.pipelined import PipelinedArray
+
+SharedArray: TypeAlias = "FusedArray | LoneArray | PipelinedArray"
 
 
 def make_array(
@@ -33,6 +36,10 @@ def make_array(
     `verdict` says how trials can be fused rightly.
     """
     if team is not None and team.pipeline is not None:
+        from plait.runtime.sweep.pipelined import (
+            PipelinedArray,
+        )  # slow to import, with all that tracing needs
+
         return PipelinedArray(entries, team, team.pipeline)
     return FusedArray(entries, team, verdict=verdict) if fused else LoneArray(entries, team)
 
