@@ -21,7 +21,7 @@ from plait.fusion.space import MOST_VALUES, Dimension, combinations, count_combi
 from plait.planner.depth import Schedule
 from plait.report.sweep import write_sweep
 from plait.runtime.folder import RunFolder, choose_folder, find_run
-from plait.runtime.launch import Display, Placement, Silent, launch_entry
+from plait.runtime.launch import Display, Placement, Silent, launch_entry, tracing_modules
 from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SEARCHES, SearchSettings, SweepSettings
@@ -86,6 +86,7 @@ def sweep(
         display or Silent(),
         resume is not None,
         {} if resume is not None else files,
+        preload=tracing_modules(settings.train),
     )
     write_sweep(folder.path, result)
     return {**result, "run": str(folder.path)}

@@ -21,6 +21,14 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.settings import TrainSettings
 
 STATUS_S = 0.5
+# What workers import once they trace a model and cut it into stages.
+TRACING = (
+    "torch._dynamo",
+    "torch.export._trace",
+    "sympy.tensor.tensor",
+    "plait.runtime.pipeline_trainer",
+    "plait.runtime.column_trainer",
+)
 
 
 @dataclass(frozen=True)
@@ -159,8 +167,25 @@ def launch(
         return (_earlier_result(folder, result) if resume else None) or result
 
     return launch_entry(
-        "plait.runtime.worker", "train", settings, placement, folder, display, resume, files, finish
+        "plait.runtime.worker",
+        "train",
+        settings,
+        placement,
+        folder,
+        display,
+        resume,
+        files,
+        finish,
+        preload=tracing_modules(settings),
     )
+
+
+def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
+    """The modules that tracing a model imports, where the run has stages to trace it for.
+
+    They take longer to import than most of torch, and a worker that runs the model whole needs none of them.
+    """
+    return TRACING if settings.pipeline is not None else ()
 
 
 def launch_entry(
@@ -173,11 +198,13 @@ def launch_entry(
     resume: bool,
     files: Mapping[Path, str],
     finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: result,
+    preload: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Run a module's `entry` on all workers in a run folder, once its `check_order` accepts the order.
 
     `files` say what the run is. A new run has them before any worker starts, a resumed one once the workers
-    have taken it up: until then they may refuse. `finish` may change what rank 0 returned.
+    have taken it up: until then they may refuse. `finish` may change what rank 0 returned. `preload` names
+    modules that are imported once a host, before its workers are forked.
     """
     _check_alone()
     with folder.lock():
@@ -187,8 +214,7 @@ def launch_entry(
                 {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume},
                 folder.logs.absolute(),
                 check=f"{module}:check_order",
-                # Torch's optimizers load it, and it takes longer than torch itself.
-                preload=("torch._dynamo",),
+                preload=preload,
             ),
             finish,
         )

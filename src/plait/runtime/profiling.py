@@ -27,7 +27,7 @@ from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import build
 from plait.runtime.evaluate import as_arguments, telling_of_types
-from plait.runtime.launch import Placement
+from plait.runtime.launch import TRACING, Placement
 from plait.runtime.loading import to_device
 from plait.runtime.optim import build_optimizer
 from plait.runtime.overhead import measure_overhead
@@ -310,7 +310,7 @@ def profile_together(
     order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
     order |= {"verify": verify}
     entry = "plait.runtime.profiling:profile_worker"
-    launch = placement.launch(entry, order, logs, preload=("torch._dynamo",))
+    launch = placement.launch(entry, order, logs, preload=TRACING)
     results = Supervisor(launch, Unwatched()).run()
     return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
 

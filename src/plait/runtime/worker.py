@@ -16,13 +16,10 @@ from plait.core.errors import PlaitError
 from plait.core.logs import show_logs
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.auto_sync import choose_sync
 from plait.runtime.build import Parts
-from plait.runtime.column_trainer import FollowerTrainer, HeadTrainer
-from plait.runtime.columns import columns_of
+from plait.runtime.eager_optimizers import use_eager_optimizers
 from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
-from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
 from plait.runtime.settings import SyncSettings, TrainSettings
 from plait.runtime.trainer import Trainer
 from plait.sync.options import TOLERANT
@@ -30,12 +27,14 @@ from plait.sync.options import TOLERANT
 
 def check_order(order: dict[str, Any]) -> None:
     """Refuse settings that cannot run, before any worker starts; each host's agent calls it."""
+    use_eager_optimizers()
     build.check(decode(TrainSettings, order["settings"], "settings"))
 
 
 def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     """Be one worker of a training run; rank 0's answer is the run's result."""
     show_logs()
+    use_eager_optimizers()
     settings = decode(TrainSettings, order["settings"], "settings")
     device = build.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
@@ -72,6 +71,18 @@ def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: 
     hosts = worker.hosts
     if settings.pipeline is None:
         return _with_sync(worker, settings, parts, folder, hosts)
+    return _with_stages(worker, settings, parts, folder, hosts)
+
+
+def _with_stages(
+    worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder, hosts: Sequence[str]
+) -> Trainer:
+    """A trainer for workers that hold stages of the model."""
+    # Slow to import, with all that tracing needs.
+    from plait.runtime.column_trainer import FollowerTrainer, HeadTrainer
+    from plait.runtime.columns import columns_of
+    from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
+
     if settings.sync.kind == "all-reduce":
         return PipelineTrainer(worker, settings, parts, folder, hosts)
     arrangement = check_pipeline(settings, worker.world_size)
@@ -86,6 +97,8 @@ def _with_sync(
     """A trainer for workers that may be unlike, with the sync that the job names or measurements choose."""
     if settings.sync.kind != "auto":
         return OwnPaceTrainer(worker, settings, parts, folder, hosts)
+    from plait.runtime.auto_sync import choose_sync  # imports the profiler
+
     chosen = choose_sync(worker, settings, parts)
     settings = replace(settings, sync=SyncSettings(chosen.sync))
     trainer = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
 from plait.runtime.sweep.lone import LoneArray
-from plait.runtime.sweep.pipelined import PipelinedArray
 from plait.runtime.sweep.team import Team
-from plait.runtime.sweep.verified_stages import StagesOfTrials, prepare_trials
 
-SharedArray = FusedArray | LoneArray | PipelinedArray
+if TYPE_CHECKING:
+    from plait.runtime.sweep.pipelined import PipelinedArray
+    from plait.runtime.sweep.verified_stages import StagesOfTrials
+
+SharedArray: TypeAlias = "FusedArray | LoneArray | PipelinedArray"
 
 
 def make_array(
@@ -39,6 +42,9 @@ def make_array(
     `verdict` says how trials can be fused rightly, `stages` how they are cut where that is known.
     """
     if team is not None and team.pipeline is not None:
+        # Slow to import, with all that tracing needs.
+        from plait.runtime.sweep.pipelined import PipelinedArray
+
         return PipelinedArray(entries, team, team.pipeline, stages, verdict)
     return FusedArray(entries, team, verdict=verdict) if fused else LoneArray(entries, team)
 
@@ -153,6 +159,8 @@ class Follower:
         stages = None
         if order.stages and self._team.pipeline is not None:
             planned = replace(self._team.pipeline.arrangement, stages=order.stages)
+            from plait.runtime.sweep.verified_stages import prepare_trials
+
             stages = prepare_trials(entries, planned, verify=False)
         self._array = make_array(entries, order.fused, self._team, order.verdict, stages)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,10 @@ from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.team import Team, share_of
 from plait.runtime.sweep.trials import with_values
 from plait.runtime.sweep.verified import verify_entries
-from plait.runtime.sweep.verified_stages import StagesOfTrials, prepare_trials, verify_stages
 from plait.runtime.sweep.width import choose_width, try_two
+
+if TYPE_CHECKING:
+    from plait.runtime.sweep.verified_stages import StagesOfTrials
 
 # How long a worker that could take more waits before it asks again.
 POLL_S = 0.1
@@ -272,6 +274,8 @@ class SweepLoop:
 
         Where they are not, raises NotFusedError for several trials, and for one that stages cannot train it.
         """
+        from plait.runtime.sweep.verified_stages import prepare_trials, verify_stages
+
         known = self._verdicts.get(self._group)
         is_due = self._is_verification_due(known)
         planned = replace(arrangement, stages=self._stages.get(self._group, arrangement.stages))

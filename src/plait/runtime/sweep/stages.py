@@ -18,7 +18,6 @@ from plait.planner.operations import Layout
 from plait.planner.plan import Plan
 from plait.planner.schedules import operations
 from plait.runtime.arrangement import Arrangement, arrange, with_choices
-from plait.runtime.open_pipeline import link
 from plait.runtime.settings import PipelineSettings, TrainSettings
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.trials import is_fusable, with_values
@@ -38,6 +37,8 @@ class TeamPipeline:
 
 def link_stages(worker: Worker, settings: TrainSettings, first: int, device: torch.device) -> TeamPipeline:
     """This worker's links to its team, whose first has rank `first`; all workers call it together."""
+    from plait.runtime.open_pipeline import link  # slow to import, with all that tracing needs
+
     assert settings.pipeline is not None
     arrangement = _from_rank(first, _arranged(settings.pipeline))
     channels = link(worker, arrangement, device)

@@ -16,6 +16,7 @@ from plait.core.errors import InputError
 from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
 from plait.runtime import build
+from plait.runtime.eager_optimizers import use_eager_optimizers
 from plait.runtime.folder import RunFolder
 from plait.runtime.sweep.data import DataSets, check_data
 from plait.runtime.sweep.desk import Clerk, FarDesk, OwnDesk
@@ -33,6 +34,7 @@ WAIT_S = 0.05
 
 def check_order(order: dict[str, Any]) -> None:
     """Refuse a sweep that cannot run, before any worker starts; each host's agent calls it."""
+    use_eager_optimizers()
     settings = decode(SweepSettings, order["settings"], "settings")
     Search(settings)
     choose_metric(settings)
@@ -47,6 +49,7 @@ def check_order(order: dict[str, Any]) -> None:
 def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     """Be one worker of a sweep; rank 0's answer is its result."""
     show_logs()
+    use_eager_optimizers()
     settings = decode(SweepSettings, order["settings"], "settings")
     folder = RunFolder(Path(order["folder"]))
     device = build.choose_device(settings.train.device, worker.local_rank)
