@@ -1,6 +1,7 @@
 """Models by the dozen, in two stages and as three fused trials: what they compute alone, or refused.
 
     python benchmarks/model_zoo.py [--only bert --only vit] [--seconds 180] [--write docs/models.md]
+    python benchmarks/model_zoo.py --runs [--write docs/models.md]
 
 Models of the transformers library from tiny configurations, all other settings at their defaults, image
 models in the manner of torchvision, models as people write them, and models written to be trained wrong. Each
@@ -8,6 +9,8 @@ is trained for three steps of two microbatches and evaluated, in float64: cut in
 in one process), and fused, three trials with weights and batches of their own. Both are compared with the
 plain model: right (all within 1e-9 of the largest value), refused (with what sentence), WRONG, or crash. Exit
 status 1 when there is any of the last two. Every model has a process of its own, with a deadline.
+
+With `--runs`, a few of them are launched: as two workers, and as a sweep of three trials.
 
 Fused trials draw random numbers from streams of their own; the plain model draws from the same streams.
 """
@@ -22,6 +25,7 @@ import logging
 import multiprocessing
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -35,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.core.errors import InputError
+from plait.core.errors import InputError, PlaitError
 from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
 from plait.fusion.lone import LoneMode, seeded_for
 from plait.fusion.random import Streams
@@ -47,6 +51,7 @@ from plait.verification import same_random_numbers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from support import zoo_runs
 from support.everyday_models import EVERYDAY
 from support.hard_models import HARD
 from support.transformers_models import ARCHITECTURES, Batch, inputs_of, maker
@@ -433,6 +438,31 @@ def _sentences(found: Mapping[str, Verdict]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in given.items() if text).replace("|", "\\|")
 
 
+# Real runs.
+
+RUNS: dict[str, Callable[[str, Path], float]] = {
+    "2 workers, flush": lambda name, folder: zoo_runs.launched_in_stages(name, folder, "flush"),
+    "2 workers, stash": lambda name, folder: zoo_runs.launched_in_stages(name, folder, "stash"),
+    "sweep of 3": zoo_runs.launched_sweep,
+}
+
+
+def runs_table() -> str:
+    """How far launched runs end from one process: weights of pipelines, test losses of fused trials."""
+    lines = [f"| model | {' | '.join(RUNS)} |", f"| --- |{' --- |' * len(RUNS)}"]
+    for name in zoo_runs.JOBS:
+        cells = []
+        for run in RUNS.values():
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    cells.append(f"{run(name, Path(folder)):.1g}")
+                except PlaitError as failure:
+                    cells.append(f"refused: {' '.join(str(failure).split())}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -440,12 +470,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], help="models of these names")
     parser.add_argument("--family", action="append", default=[], choices=FAMILIES)
     parser.add_argument("--seconds", type=float, default=180.0, help="of one model at most")
+    parser.add_argument("--runs", action="store_true", help="launch real runs of a few of them instead")
     parser.add_argument("--write", type=Path, help="put the rows into this file's table")
     return parser.parse_args()
 
 
 def main() -> int:
     asked = parse()
+    if asked.runs:
+        launched = runs_table()
+        if asked.write is not None:
+            head, _, rest = asked.write.read_text().partition("<!-- runs -->")
+            _, table_mark, rest = rest.partition("<!-- table -->")
+            asked.write.write_text(f"{head}<!-- runs -->\n\n{launched}\n\n{table_mark}{rest}")
+        return 0
     with contextlib.suppress(ImportError):
         from transformers import GenerationMixin, PreTrainedModel  # noqa: F401  (once, not in each process)
     rows = []

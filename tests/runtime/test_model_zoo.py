@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from support import zoo_runs
 from support.zoo import CASES, zoo
 
 
@@ -66,3 +68,12 @@ def test_a_process_that_dies_and_one_that_does_not_end_are_crashes_in_the_table(
     assert (died.word, died.sentence) == ("crash", "the process ended with status 3")
     hung = zoo.judge(case, lambda case: os.read(os.pipe()[0], 1), 0.2)
     assert (hung.word, hung.sentence) == ("crash", "not done after 0.2 s")
+
+
+def test_a_model_with_state_in_one_block_trains_on_two_workers_as_in_one_process(tmp_path: Path) -> None:
+    assert zoo_runs.run_in_stages("divided block", tmp_path) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["divided block", "counter"])
+def test_a_sweep_of_three_trials_comes_to_what_each_comes_to_alone(name: str, tmp_path: Path) -> None:
+    assert zoo_runs.sweep_apart(name, tmp_path) < 1e-9
