@@ -309,7 +309,11 @@ def test_equal_attributes_of_many_kinds_do_not_keep_models_apart():
         model.layer.register_forward_hook(lambda m, i, o: o * 2)
         return model
 
-    fuse([make(), make()])
+    models = [make().double(), make().double()]
+    x = batches(count=1, trials=2)[0]
+    expected = torch.stack([model(own) for model, own in zip(models, x)])
+    assert torch.equal(fuse(models)(x), expected)
+    assert [len(group) for group in group_by_shape(models, lambda model: model)] == [2]
 
 
 def test_an_int_in_the_place_of_a_float_is_a_hyperparameter():

@@ -63,7 +63,7 @@ def linked(port: int, size: int, make: Callable[[Peers, list[Any]], Gossip]) -> 
 
 def update_until(gossips: Sequence[Gossip], done: Callable[[], bool]) -> None:
     """Have the workers update until `done`; a wait that has no end fails."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not done():
         assert time.monotonic() < end, "the workers do not average"
         for gossip in gossips:
@@ -97,6 +97,8 @@ def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost
         left = gossips[::2]
         before = [gossip._exchange._averages for gossip in left]
         update_until(left, lambda: all(g._exchange._averages > b + 2 for g, b in zip(left, before)))
+        with ThreadPoolExecutor(len(left)) as pool:
+            assert list(pool.map(lambda gossip: gossip.settle(), left)) == [(0, 2)] * 2
         for gossip in left:
             gossip.close()
 
@@ -105,7 +107,7 @@ def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost
 def test_a_killed_worker_leaves_the_rest_averaging(sync: str, victim: int):
     living = tuple(rank for rank in range(4) if rank != victim)
     with job_store() as port:
-        found = run_ranks(4, die_or_gossip, port, 4, sync, victim, may_die=(victim,), deadline_s=20)
+        found = run_ranks(4, die_or_gossip, port, 4, sync, victim, may_die=(victim,))
     for rank in living:
         assert found[rank]["members"] == living
     assert len({found[rank]["value"] for rank in living}) == 1
