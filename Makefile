@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint types unit format bench clean
+.PHONY: setup demo test lint types unit quick format bench clean
 
 setup: .venv/ready
 
@@ -29,6 +29,10 @@ types: setup
 # Three at a time on two cores: many tests wait for processes.
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
+
+# What starts no workers and no commands: for a look between two edits.
+quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not processes'
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from support.hosts import Hosts, missing_for_hosts
+from support.processes import starts_processes
 
 # The same examples on every machine; PLAIT_EXPLORE=1 looks for new ones.
 explores = bool(os.environ.get("PLAIT_EXPLORE"))
@@ -28,10 +29,22 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Nothing that is imported for the tests is garbage, and looking for some took a seventh of the time.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Spare garbage collections what was imported: torch and all tests, which stay."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes; `make quick` leaves them out."""
+    for item in items:
+        if isinstance(item, pytest.Function) and starts_processes(item):
+            item.add_marker("processes")
 
 
 @pytest.fixture

@@ -9,17 +9,26 @@ import torch
 
 from support.traced_models import as_double, staged_step, tokens, whole_step
 
-transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
+
+@pytest.fixture(autouse=True)
+def _library() -> None:
+    """Imported by the tests alone: it takes a second, which every process that collects tests would pay."""
+    pytest.importorskip("transformers", reason="the transformers library is not installed")
+
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
 
 
 def bert(head: str) -> Any:
+    import transformers
+
     config = transformers.BertConfig(vocab_size=99, max_position_embeddings=32, **SMALL)
     return getattr(transformers, head)(config)
 
 
 def gpt2() -> Any:
+    import transformers
+
     config = transformers.GPT2Config(
         vocab_size=99, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
@@ -27,11 +36,15 @@ def gpt2() -> Any:
 
 
 def vit() -> Any:
+    import transformers
+
     config = transformers.ViTConfig(image_size=16, patch_size=8, **SMALL)
     return transformers.ViTForImageClassification(config)
 
 
 def t5() -> Any:
+    import transformers
+
     config = transformers.T5Config(vocab_size=99, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
     return transformers.T5ForConditionalGeneration(config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,22 +112,27 @@ def on_one(settings: SweepSettings) -> SweepSettings:
     return replace(settings, train=replace(settings.train, pipeline=None, accumulate=MICROBATCHES))
 
 
-SWEEPS = {
-    "flush": in_stages(
-        "data.batch_size=2,64", "clip_norm=null,0.3", "seed=0,1", optimizer=ADAM, model=HALVES
-    ),
-    "gpipe": in_stages("data.batch_size=2,64", "optimizer.lr=0.01,0.1", schedule=Schedule.GPIPE, model=NORM),
-    "tied": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("support.sweeping:Tied")),
-    "pbt": in_stages("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
-    "dropout": in_stages("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
-}
+@functools.cache
+def sweeps() -> dict[str, SweepSettings]:
+    """Sweeps that one world runs one after another. Made when they are needed: they trace their models."""
+    return {
+        "flush": in_stages(
+            "data.batch_size=2,64", "clip_norm=null,0.3", "seed=0,1", optimizer=ADAM, model=HALVES
+        ),
+        "gpipe": in_stages(
+            "data.batch_size=2,64", "optimizer.lr=0.01,0.1", schedule=Schedule.GPIPE, model=NORM
+        ),
+        "tied": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("support.sweeping:Tied")),
+        "pbt": in_stages("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
+        "dropout": in_stages("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
+    }
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of the sweeps above, and what they came to on two workers."""
     folder = tmp_path_factory.mktemp("pair")
-    return folder, run_ranks(2, sweeps_rank, SWEEPS, folder)[0]
+    return folder, run_ranks(2, sweeps_rank, sweeps(), folder)[0]
 
 
 @pytest.mark.parametrize("name", ["flush", "gpipe", "tied", "pbt"])
@@ -134,7 +140,7 @@ def test_a_trial_in_two_stages_equals_that_on_one_worker(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
     folder, found = pair
-    one = on_one(SWEEPS[name])
+    one = on_one(sweeps()[name])
     assert same_table(sweep_here(one, tmp_path / "one"), found[name], tolerance=1e-10)
     if name != "pbt":
         _, weights = trial_alone(one, found[name]["best"]["values"], tmp_path / "alone")
@@ -145,8 +151,8 @@ def test_a_trial_in_two_stages_equals_that_on_one_worker(
 def test_a_killed_pipeline_goes_on_with_nothing_lost_and_the_same_dropout(
     pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
-    folder = killed_sweep(2, SWEEPS["dropout"], tmp_path, 0)
-    again = run_ranks(2, sweep_rank, SWEEPS["dropout"], folder, resume=True)[0]
+    folder = killed_sweep(2, sweeps()["dropout"], tmp_path, 0)
+    again = run_ranks(2, sweep_rank, sweeps()["dropout"], folder, resume=True)[0]
     assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
 
 

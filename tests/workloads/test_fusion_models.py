@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 
 from plait.core.errors import InputError
 from plait.workloads import bert, dcgan, pointnet
@@ -60,6 +59,7 @@ def test_the_tiny_discriminator_takes_what_the_tiny_generator_makes():
 
 
 def test_bert_medium_has_as_many_parameters_as_transformers_has():
+    transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         hidden_size=512, num_hidden_layers=8, num_attention_heads=8, intermediate_size=2048
     )
