@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,9 +89,11 @@ def recurrent_in(module: nn.Module) -> list[nn.RNNBase]:
 
 
 def refresh_recurrent(parts: list[nn.RNNBase]) -> None:
-    """LSTM and its kind keep a second list of their weights."""
+    """LSTM and its kind keep a second list of their weights, and lay them out anew on a GPU if they changed."""
     for part in parts:
-        part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+        weights = [getattr(part, name, None) for name in part._flat_weights_names]
+        part._flat_weights = weights
+        part._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
 def shared_names(module: nn.Module) -> dict[str, int]:
