@@ -89,7 +89,7 @@ def recurrent_in(module: nn.Module) -> list[nn.RNNBase]:
 
 
 def refresh_recurrent(parts: list[nn.RNNBase]) -> None:
-    """LSTM and its kind keep a second list of their weights, and lay them out anew on a GPU if they changed."""
+    """LSTM and its kind keep a second list of their weights; on a GPU they lay out anew what has changed."""
     for part in parts:
         weights = [getattr(part, name, None) for name in part._flat_weights_names]
         part._flat_weights = weights
