@@ -22,8 +22,8 @@ _ROOMS: dict[str, tuple[str, str]] = {
     "plan": ("plait.planner", "make_plan"),
     "profile": ("plait.profiler.profile", "profile_model"),
     "read_job": ("plait.config", "read_job"),
-    "sweep": ("plait.sweeping", "sweep"),
-    "train": ("plait.training", "train"),
+    "sweep": ("plait.jobs.sweep", "sweep"),
+    "train": ("plait.jobs.train", "train"),
     "verify_stages": ("plait.runtime.verify", "verify_stages"),
 }
 

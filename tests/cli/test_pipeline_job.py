@@ -15,12 +15,12 @@ from plait.cluster.hosts import LOCAL, Host
 from plait.config import make_job
 from plait.core.codec import encode
 from plait.core.errors import JobError
+from plait.jobs.train import train
 from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
 from plait.runtime import planned
 from plait.runtime.folder import RunFolder
 from plait.runtime.launch import Placement, Silent
 from plait.runtime.settings import TrainSettings
-from plait.training import train
 from support.graphs import chain
 
 JOB: dict[str, Any] = {
@@ -76,7 +76,7 @@ def test_a_run_tells_of_the_plan_that_was_made_for_it(
         return data_parallel_plan(chain([0.25]), machines(1, 1e9), Settings(microbatches=3))
 
     monkeypatch.setattr(planned, "_make", make)
-    monkeypatch.setattr("plait.training.launch", lambda *_, **__: {"reason": "stopped"})
+    monkeypatch.setattr("plait.jobs.train.launch", lambda *_, **__: {"reason": "stopped"})
     Path(tmp_path / "job.yaml").write_text(json.dumps({**JOB, "run_dir": str(tmp_path)}))
     told = CliRunner().invoke(app, ["train", str(tmp_path / "job.yaml"), "--plan", "auto"]).stderr
     assert "1 stage on 1 device, schedule stash, 3 microbatches a step: 1.5 s predicted" in told
@@ -97,7 +97,7 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
         return {"reason": "stopped"}
 
     monkeypatch.setattr(planned, "_make", lambda *_: made.pop())
-    monkeypatch.setattr("plait.training.launch", launch)
+    monkeypatch.setattr("plait.jobs.train.launch", launch)
     job = {**JOB, "run_dir": str(tmp_path), "parallel": {"workers": 4, "plan": "auto"}}
     told = Told()
     train(job, display=told)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from plait.config import make_job
 from plait.core.errors import JobError
 from plait.core.events import read
+from plait.jobs.train import train
 from plait.runtime import build, events
 from plait.runtime.auto_sync import choose
 from plait.runtime.checkpoint import list_checkpoints
@@ -29,7 +30,6 @@ from plait.runtime.settings import (
     TrainSettings,
 )
 from plait.runtime.worker import make_trainer
-from plait.training import train
 from support.averaging import job_store, open_store
 from support.syncs import StoreWorker, run_sync, settings_of, train_at_own_pace
 from support.training import largest_difference

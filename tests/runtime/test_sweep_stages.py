@@ -17,6 +17,7 @@ from plait.core.codec import decode
 from plait.core.errors import InputError, JobError, PlaitError
 from plait.fusion.errors import FusionError
 from plait.fusion.space import combinations
+from plait.jobs.sweep import make_sweep
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
 from plait.runtime import checkpoint as checkpoints
@@ -38,7 +39,6 @@ from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.stages import TeamPipeline
 from plait.runtime.sweep.team import Team, check_teams
 from plait.runtime.sweep.trials import with_values
-from plait.sweeping import make_sweep
 from support.meeting import rendezvous_of
 from support.plans import planned
 from support.sweeping import (

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import make_job
+from plait.jobs.sweep import sweep
+from plait.jobs.train import train
 from plait.planner.depth import Schedule
 from plait.runtime.settings import TrainSettings
-from plait.sweeping import sweep
-from plait.training import train
 from support.hard_models import CountsCalls, Divided
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of, trial_alone

@@ -77,7 +77,7 @@ def sweep(
     if resume is not None and over:
         raise InputError("--over and --resume: found both; a sweep goes on with what it was asked to try")
     from plait.config import read_job
-    from plait.sweeping import sweep as run_sweep
+    from plait.jobs.sweep import sweep as run_sweep
 
     where = [*placed(workers, hosts, nic), *_on_devices(devices, workers, hosts)]
     chosen = [("parallel.plan", plan)] if plan is not None else []

@@ -105,7 +105,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Run the job with its progress shown."""
     from plait.cli.show import RunDisplay
-    from plait.training import train as train_job
+    from plait.jobs.train import train as train_job
 
     with RunDisplay(quiet) as display:
         return train_job(asked, resume=resume, run_folder=run, display=display)

@@ -1,0 +1,1 @@
+"""A job file in, a result out: the functions behind `plait train` and `plait sweep`."""
