@@ -25,6 +25,7 @@ from plait.cli.runs import status
 from plait.cli.train import _slowed, placed
 from plait.config import Job, make_job, parse, read_job
 from plait.core import events as event_files
+from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import CheckpointError, InputError
 from plait.fusion.space import parse_dimension
@@ -36,7 +37,6 @@ from plait.profiler.links import Link, Sum
 from plait.profiler.profile import LayerSpread, Profile, load_profile, save_profile
 from plait.profiler.timing import Timed
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import events
 from plait.runtime.folder import RunFolder
 from plait.runtime.measure import measure_run
 from plait.runtime.pipeline_trainer import check_pipeline
@@ -564,9 +564,9 @@ def settings_file(source: random.Random, folder: Path, number: int) -> tuple[str
 
 def _lines() -> list[str]:
     told = [
-        events.Step(3, 0, 0.5, 0.1, 64, 0.1),
-        events.Evaluated(3, {"loss": 0.5, "accuracy": None}, 360, 0.1),
-        events.CheckpointSaved(3, 0.1, True),
+        run_events.Step(3, 0, 0.5, 0.1, 64, 0.1),
+        run_events.Evaluated(3, {"loss": 0.5, "accuracy": None}, 360, 0.1),
+        run_events.CheckpointSaved(3, 0.1, True),
     ]
     return [json.dumps({"t": 1.7e9, "rank": 0, "kind": each.kind(), **encode(each)}) for each in told]
 

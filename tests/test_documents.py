@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from plait.config import Job, OpenSection, Section, make_job, parse
+from plait.core import run_events
 from plait.core.events import Event
-from plait.runtime import events
 
 ROOT = Path(__file__).parent.parent
 
@@ -107,7 +107,7 @@ def test_every_key_of_a_job_is_described(key: str):
 
 def test_every_event_and_field_is_described():
     ours = [kind for kind in Event.kinds.values() if kind.__module__.startswith("plait.")]
-    assert events.Step in ours
+    assert run_events.Step in ours
     sections = dict(
         re.findall(r"^## `([\w-]+)`\n(.*?)(?=^## |\Z)", text("docs/events.md"), flags=re.M | re.S)
     )

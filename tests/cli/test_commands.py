@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.config import read_job
 from plait.core import events as core_events
+from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import InputError
-from plait.runtime import build, events
+from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.trainer import Trainer
@@ -107,9 +108,9 @@ def test_a_job_with_a_model_of_ones_own_trains_evaluates_and_leaves_its_record(f
     assert "wrote runs/t-001; next: plait evaluate runs/t-001" in done.stdout
     run = folder / "runs/t-001"
     kinds = [type(r.event) for r in core_events.read(run / "events/rank0.jsonl")]
-    assert kinds[0] is events.RunStarted
-    assert kinds[-1] is events.RunEnded
-    assert events.Evaluated in kinds
+    assert kinds[0] is run_events.RunStarted
+    assert kinds[-1] is run_events.RunEnded
+    assert run_events.Evaluated in kinds
     assert list((run / "tensorboard").glob("events.out.*"))
     assert (run / "logs/rank1.err").exists()
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from plait.core import events as core_events
+from plait.core import run_events
 from plait.core.errors import CheckpointError
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import events
 from plait.runtime.checkpoint import Checkpoint
 from plait.runtime.settings import (
     CheckpointSettings,
@@ -206,10 +206,10 @@ def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Pat
     _, weights = train_here(JOB, tmp_path / "run", resume=True)
     assert largest_difference(weights, expected) == 0.0
     log = [r.event for r in core_events.read(tmp_path / "run" / "events" / "rank0.jsonl")]
-    refused = [e for e in log if isinstance(e, events.CheckpointRefused)]
+    refused = [e for e in log if isinstance(e, run_events.CheckpointRefused)]
     assert len(refused) == 1
     assert "truncated" in refused[0].reason
-    started = [e.step for e in log if isinstance(e, events.RunStarted)]
+    started = [e.step for e in log if isinstance(e, run_events.RunStarted)]
     assert started == [0, int(before.name[5:])]
 
 
@@ -260,7 +260,7 @@ def test_the_batch_size_may_change_on_resume_and_epochs_still_end_where_they_end
     newest = checkpoints.load(checkpoints.list_checkpoints(tmp_path / "run" / "checkpoints")[0])
     assert newest.progress["position"] == {"epoch": 3, "sample": 0, "stream": None}
     log = [r.event for r in core_events.read(tmp_path / "run" / "events" / "rank0.jsonl")]
-    assert sum(e.samples for e in log if isinstance(e, events.Step)) == 3 * 1442
+    assert sum(e.samples for e in log if isinstance(e, run_events.Step)) == 3 * 1442
 
 
 def test_workers_without_a_shared_folder_take_up_the_first_ones_checkpoint(tmp_path: Path):
@@ -307,4 +307,4 @@ def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path):
     never = dataclasses.replace(job, optimizer=OptimizerSettings("sgd", {"lr": 1e308}))
     assert train_here(never, tmp_path / "never")[0]["best"] is None
     log = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
-    assert next(e.metrics["loss"] for e in log if isinstance(e, events.Evaluated)) is None
+    assert next(e.metrics["loss"] for e in log if isinstance(e, run_events.Evaluated)) is None

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from plait.core import run_events
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError, PeerError
 from plait.core.events import read
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
-from plait.runtime import build, checkpoint, events
+from plait.runtime import build, checkpoint
 from plait.runtime.column import Column
 from plait.runtime.columns import columns_of
 from plait.runtime.folder import RunFolder
@@ -76,15 +77,15 @@ def test_where_all_average_after_every_update_two_pipelines_equal_one_process(tm
     assert 0.0 < result["train_loss"] < 2.3
     _, resumed = train_here(digits_job(steps=20, optimizer=PLAIN), tmp_path / "pipelines", resume=True)
     assert largest_difference(resumed, weights) < 1e-10
-    started, _ = recorded(tmp_path / "pipelines", 0, events.RunStarted)
+    started, _ = recorded(tmp_path / "pipelines", 0, run_events.RunStarted)
     assert started.parameters == sum(value.numel() for value in weights.values())
     # Each stage settled by itself, with the workers that hold it.
-    assert [e.members for e in recorded(tmp_path / "pipelines", 0, events.Settled)] == [(0, 1), (0, 1)]
-    assert [e.members for e in recorded(tmp_path / "pipelines", 3, events.Settled)] == [(2, 3), (2, 3)]
+    assert [e.members for e in recorded(tmp_path / "pipelines", 0, run_events.Settled)] == [(0, 1), (0, 1)]
+    assert [e.members for e in recorded(tmp_path / "pipelines", 3, run_events.Settled)] == [(2, 3), (2, 3)]
 
 
 def samples_of(folder: Path, rank: int) -> int:
-    return sum(e.samples for e in recorded(folder, rank, events.Pace))
+    return sum(e.samples for e in recorded(folder, rank, run_events.Pace))
 
 
 def test_a_slow_worker_holds_up_its_own_pipeline_only(tmp_path: Path):
@@ -130,7 +131,7 @@ def test_a_pipeline_that_loses_a_worker_ends_and_the_other_goes_on(
     assert f"worker {victim} is gone" in found[mate]
     assert (found[whole]["reason"], found[whole]["step"]) == ("finished", 20)
     assert found[whole]["test"]["accuracy"] > 0.4
-    assert [e.worker for e in recorded(tmp_path, whole, events.WorkerLost)] == list(broken)
+    assert [e.worker for e in recorded(tmp_path, whole, run_events.WorkerLost)] == list(broken)
     assert len(checkpoint.list_checkpoints(tmp_path / "checkpoints")) == 1
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from plait.core import events as core_events
+from plait.core import run_events
 from plait.core.errors import DataError
-from plait.runtime import build, events
+from plait.runtime import build
 from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.loading import to_device
 from plait.runtime.sampling import Position, batches
@@ -120,7 +121,7 @@ def test_modules_kept_in_evaluation_mode_stay_there():
 def test_steps_that_no_event_told_of_are_written_down_at_the_end(tmp_path: Path):
     result, _ = train_here(digits_job(steps=7, log_every_steps=5), tmp_path)
     steps = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
-    assert [e.step for e in steps if isinstance(e, events.Step)] == [5, 7]
+    assert [e.step for e in steps if isinstance(e, run_events.Step)] == [5, 7]
     assert result["samples_per_s"] > 0
 
 

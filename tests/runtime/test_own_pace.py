@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from plait.config import make_job
+from plait.core import run_events
 from plait.core.errors import JobError
 from plait.core.events import read
 from plait.jobs.train import train
-from plait.runtime import build, events
+from plait.runtime import build
 from plait.runtime.auto_sync import choose
 from plait.runtime.checkpoint import list_checkpoints
 from plait.runtime.data_parallel import DataParallel
@@ -96,12 +97,12 @@ def test_a_run_learns_uses_every_sample_once_and_records_each_workers_pace(tmp_p
     assert result["test"]["accuracy"] > 0.8
     assert largest_difference(found[0][1], found[2][1]) == 0
     recorded = all_events(tmp_path)
-    paces = [[e for e in recorded[rank] if isinstance(e, events.Pace)] for rank in range(3)]
+    paces = [[e for e in recorded[rank] if isinstance(e, run_events.Pace)] for rank in range(3)]
     assert sum(p.samples for own in paces for p in own) == 2 * 1442
-    settled = [e for e in recorded[1] if isinstance(e, events.Settled)]
+    settled = [e for e in recorded[1] if isinstance(e, run_events.Settled)]
     assert [e.step for e in settled] == [15, 30, 45, 60, 62]
     assert {e.members for e in settled} == {(0, 1, 2)}
-    assert sum(e.samples for e in recorded[0] if isinstance(e, events.Step)) == 2 * 1442
+    assert sum(e.samples for e in recorded[0] if isinstance(e, run_events.Step)) == 2 * 1442
 
 
 def train_with_loaders(rank: int, port: int, settings: TrainSettings, folder: Path) -> Any:
@@ -116,7 +117,9 @@ def test_loaders_read_ahead_and_every_sample_is_used_once(tmp_path: Path):
     with job_store() as port:
         found = run_ranks(2, train_with_loaders, port, settings, tmp_path)
     assert largest_difference(found[0][1], found[1][1]) == 0
-    paces = [[e.samples for e in own if isinstance(e, events.Pace)] for own in all_events(tmp_path).values()]
+    paces = [
+        [e.samples for e in own if isinstance(e, run_events.Pace)] for own in all_events(tmp_path).values()
+    ]
     assert sum(map(sum, paces)) == 1442
     # What the loaders of the slow one had read, the other took over.
     assert sum(paces[0]) > 2 * sum(paces[1])
@@ -130,7 +133,7 @@ def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path)
     assert (result["reason"], result["step"]) == ("finished", 30)
     assert result["test"]["accuracy"] > 0.5
     assert any(f"worker {rank} on localhost is lost (ended by SIGKILL)" in line for line in watch.lines)
-    lost = [e for e in all_events(Path(result["run"]))[1] if isinstance(e, events.WorkerLost)]
+    lost = [e for e in all_events(Path(result["run"]))[1] if isinstance(e, run_events.WorkerLost)]
     assert [e.worker for e in lost] == [rank]
     assert len(list_checkpoints(RunFolder(Path(result["run"])).checkpoints)) == 1
 
@@ -143,7 +146,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
     (tmp_path / "stop").unlink()
     second = run_sync(3, settings, tmp_path, resume=True)[0][0]
     assert (second["reason"], second["step"]) == ("finished", 30)
-    paces = [e for own in all_events(tmp_path).values() for e in own if isinstance(e, events.Pace)]
+    paces = [e for own in all_events(tmp_path).values() for e in own if isinstance(e, run_events.Pace)]
     assert sum(e.samples for e in paces) == 30 * 48
 
 
@@ -214,5 +217,5 @@ def test_auto_measures_the_workers_and_leaves_the_model_as_it_was(
     settings = settings_of("auto", model=ModelSettings("support.training:norm_net"))
     with job_store() as port:
         assert run_ranks(2, choose_in_a_world, port, settings, tmp_path, step_s) == [trainer] * 2
-    (chosen,) = [e for e in all_events(tmp_path)[0] if isinstance(e, events.SyncChosen)]
+    (chosen,) = [e for e in all_events(tmp_path)[0] if isinstance(e, run_events.SyncChosen)]
     assert chosen.sync == sync

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from plait.core.errors import JobError
 from plait.core.events import read
+from plait.core.run_events import Operations
+from plait.core.run_events import Step as StepEvent
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout, Update
 from plait.planner.schedules import operations
 from plait.runtime import build, checkpoint
 from plait.runtime.arrangement import stream
-from plait.runtime.events import Operations
-from plait.runtime.events import Step as StepEvent
 from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
 from plait.runtime.sampling import GlobalBatch, Position

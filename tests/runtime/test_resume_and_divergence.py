@@ -11,10 +11,10 @@ import torch
 
 from plait.core.errors import CheckpointError, JobError
 from plait.core.events import read
+from plait.core.run_events import Step
 from plait.planner.depth import Schedule
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.events import Step
 from plait.runtime.folder import RunFolder
 from plait.runtime.record import Recorder
 from plait.runtime.settings import (

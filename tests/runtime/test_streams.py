@@ -17,9 +17,10 @@ from torch.utils.data import IterableDataset
 
 from plait.cli.show import describe
 from plait.core import events as core_events
+from plait.core import run_events as events
 from plait.core.errors import DataError, JobError
 from plait.planner.depth import Schedule
-from plait.runtime import build, events
+from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.profiling import profile_job

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from plait.core import events as core_events
+from plait.core import run_events
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import events
 from plait.runtime.folder import RunFolder
 from plait.runtime.measure import measure_run
 from plait.runtime.settings import (
@@ -148,7 +148,7 @@ def test_a_narrow_array_is_refilled_and_events_tell_who_sat_together(tmp_path: P
     arrays = [
         recorded.event.trials
         for recorded in core_events.read(RunFolder(tmp_path).events())
-        if isinstance(recorded.event, events.ArrayChanged)
+        if isinstance(recorded.event, run_events.ArrayChanged)
     ]
     assert max(len(array) for array in arrays) == 2
     assert {trial for array in arrays for trial in array} == set(range(6))

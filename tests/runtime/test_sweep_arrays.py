@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.core import events as core_events
-from plait.runtime import events
+from plait.core import run_events
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import (
     CheckpointSettings,
@@ -27,9 +27,9 @@ def job_of(model: str, steps: int = 8, **changes: Any) -> Any:
     return digits_job(steps=steps, model=ModelSettings(f"support.sweeping:{model}"), **changes)
 
 
-def arrays_in(folder: Path) -> list[events.ArrayChanged]:
+def arrays_in(folder: Path) -> list[run_events.ArrayChanged]:
     found = [recorded.event for recorded in core_events.read(RunFolder(folder).events())]
-    return [event for event in found if isinstance(event, events.ArrayChanged) and event.trials]
+    return [event for event in found if isinstance(event, run_events.ArrayChanged) and event.trials]
 
 
 def together(found: dict[str, Any]) -> list[tuple[list[int], bool]]:

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction as Function
 
 from plait.core import events as core_events
+from plait.core import run_events
 from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.fusion import seams, verify
@@ -18,7 +19,6 @@ from plait.fusion.space import combinations
 from plait.fusion.verify import Verdict
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
-from plait.runtime import events
 from plait.runtime.arrangement import arrange
 from plait.runtime.settings import ModelSettings, OptimizerSettings
 from plait.runtime.sweep.data import DataSets
@@ -64,9 +64,9 @@ def wrong_sweep_rank(rank: int, settings: SweepSettings, folder: Path) -> dict[s
     return sweep_rank(rank, settings, folder)
 
 
-def verified(folder: Path) -> list[events.ArrayVerified]:
+def verified(folder: Path) -> list[run_events.ArrayVerified]:
     found = core_events.read(folder / "events" / "rank0.jsonl")
-    return [one.event for one in found if isinstance(one.event, events.ArrayVerified)]
+    return [one.event for one in found if isinstance(one.event, run_events.ArrayVerified)]
 
 
 @pytest.mark.parametrize("over", ["model_args.dropout=0.1,0.2,0.3", "data.batch_size=4,8,16", "seed=0,1,2"])

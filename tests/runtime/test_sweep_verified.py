@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.core import events as core_events
-from plait.runtime import events
+from plait.core import run_events
 from plait.runtime.settings import ModelSettings, OptimizerSettings
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job
@@ -30,7 +30,7 @@ def assert_as_alone(settings, folder: Path):
     for row in found["trials"]:
         alone, _ = trial_alone(settings, row["values"], folder / f"alone-{row['trial']}")
         assert row["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=1e-9), row["values"]
-    return recorded(folder / "sweep", events.ArrayVerified)
+    return recorded(folder / "sweep", run_events.ArrayVerified)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_trials_that_nothing_can_fuse_train_one_by_one_and_the_events_say_so(tmp
     settings = sweep_of("optimizer.lr=0.01,0.02,0.05,0.1,0.2", job=job("Net"), width=3)
     (event,) = assert_as_alone(settings, tmp_path)
     assert event.refused == "trial 1 parts from the trial alone"
-    assert not any(array.fused for array in recorded(tmp_path / "sweep", events.ArrayChanged))
+    assert not any(array.fused for array in recorded(tmp_path / "sweep", run_events.ArrayChanged))
 
 
 @pytest.mark.parametrize(("mode", "times"), [("off", 0), ("first", 1), ("every_run", 2)])
@@ -86,8 +86,8 @@ def test_verification_can_be_left_out_or_asked_for_at_every_array(mode, times, t
         "optimizer.lr=0.01,0.02,0.05,0.1", job=replace(digits_job(steps=2), verify=mode), width=2
     )
     sweep_here(settings, tmp_path)
-    arrays = recorded(tmp_path, events.ArrayChanged)
+    arrays = recorded(tmp_path, run_events.ArrayChanged)
     made = sum(
         1 for before, after in zip([None, *arrays], arrays) if after.trials and not (before and before.trials)
     )
-    assert len(recorded(tmp_path, events.ArrayVerified)) == min(times, made)
+    assert len(recorded(tmp_path, run_events.ArrayVerified)) == min(times, made)

@@ -17,9 +17,9 @@ from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.core.codec import encode
 from plait.core.events import read
+from plait.core.run_events import Operations
 from plait.experiments.bench import Claim, Row
 from plait.planner import Plan
-from plait.runtime.events import Operations
 from plait.runtime.folder import RunFolder
 from plait.runtime.launch import Placement
 from plait.runtime.planned import PlanWish, planned

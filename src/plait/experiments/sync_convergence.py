@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from plait.cluster.groups import join_world
 from plait.cluster.rendezvous import Rendezvous
 from plait.cluster.worker import Worker
+from plait.core import run_events
 from plait.core.events import read
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
-from plait.runtime import build, events
+from plait.runtime import build
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import (
     CheckpointSettings,
@@ -198,9 +199,9 @@ def seconds_to(path: Path, target: float) -> tuple[float | None, float]:
     """Seconds from a run's start until its test loss was `target`, and the loss of the last evaluation."""
     started, evaluating, before = 0.0, 0.0, (0.0, float("nan"))
     for recorded in read(path):
-        if isinstance(recorded.event, events.RunStarted):
+        if isinstance(recorded.event, run_events.RunStarted):
             started = recorded.t
-        elif isinstance(recorded.event, events.Evaluated):
+        elif isinstance(recorded.event, run_events.Evaluated):
             evaluating += recorded.event.seconds
             found = recorded.event.metrics["loss"]
             now = (recorded.t - started - evaluating, float("nan") if found is None else found)

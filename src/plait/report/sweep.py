@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from plait.core import events as core_events
+from plait.core import run_events
 from plait.core.files import write_atomic
 from plait.core.units import count_of, show_rate
-from plait.runtime import events
 
 # Curves that stand out by colour; the rest is grey.
 COLOURED = 8
@@ -33,9 +33,9 @@ def read_curves(path: Path) -> dict[int, Curve]:
     curves: dict[int, Curve] = {}
     for recorded in core_events.read(path):
         event = recorded.event
-        if isinstance(event, events.TrialStep):
+        if isinstance(event, run_events.TrialStep):
             curves.setdefault(event.trial, Curve()).losses[event.step] = event.loss
-        elif isinstance(event, events.TrialEvaluated):
+        elif isinstance(event, run_events.TrialEvaluated):
             own = curves.setdefault(event.trial, Curve()).metrics
             for name, value in event.metrics.items():
                 own.setdefault(name, {})[event.step] = value

@@ -9,10 +9,10 @@ import torch
 
 from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
+from plait.core.run_events import SyncChosen
 from plait.runtime import loading
 from plait.runtime.build import Parts
 from plait.runtime.data_parallel import DataParallel
-from plait.runtime.events import SyncChosen
 from plait.runtime.sampling import GlobalBatch, Position, epoch_order
 from plait.runtime.settings import TrainSettings
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from plait.cluster.worker import Worker
+from plait.core import run_events
 from plait.core.events import EventLog
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import events, loading
+from plait.runtime import loading
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts
 from plait.runtime.column import Column
@@ -181,5 +182,5 @@ class FollowerTrainer(Trainer):
         tally = column.averaging.tally
         self._events.record(self._pace.event(tally))
         peers = tuple(column.peers[place] for place in members)
-        self._events.record(events.Settled(step, peers, tally.distances[-1]))
+        self._events.record(run_events.Settled(step, peers, tally.distances[-1]))
         self._events.flush()

@@ -16,6 +16,7 @@ from plait.cluster.collectives import broadcast_value
 from plait.cluster.worker import Worker
 from plait.core.errors import InputError, JobError
 from plait.core.files import write_atomic
+from plait.core.run_events import Verified
 from plait.planner.depth import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
@@ -25,7 +26,6 @@ from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts, build_model
 from plait.runtime.checkpoint import Checkpoint
 from plait.runtime.evaluate import as_arguments, telling_of_types
-from plait.runtime.events import Verified
 from plait.runtime.folder import RunFolder
 from plait.runtime.loss_scale import LossScale
 from plait.runtime.optim import build_optimizer

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.worker import Worker
+from plait.core import run_events
 from plait.core.errors import LostPeer, PeerError
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import events, loading
+from plait.runtime import loading
 from plait.runtime.averagings import PREFIX as SYNC_PREFIX
 from plait.runtime.averagings import averages_gradients, make_averaging, sources_of
 from plait.runtime.build import Parts
@@ -316,9 +317,9 @@ class OwnPaceTrainer(StretchTrainer):
                 f"{sum(len(self._workers_at(m)) for m in members)} of {self.worker.world_size} workers go on"
             )
             for worker in lost:
-                self._note(events.WorkerLost(worker, self.step))
+                self._note(run_events.WorkerLost(worker, self.step))
         distance = self._averaging.tally.distances[-1] if self._averaging.tally.distances else 0.0
-        self._note(events.Settled(self.step, tuple(self._workers_at(m)[0] for m in members), distance))
+        self._note(run_events.Settled(self.step, tuple(self._workers_at(m)[0] for m in members), distance))
 
     def _note_pace(self, force: bool = False) -> None:
         if force or self._pace.is_due():

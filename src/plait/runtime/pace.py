@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from plait.runtime import events
+from plait.core import run_events
 from plait.sync.averaging import Tally
 
 PACE_S = 1.0
@@ -27,12 +27,12 @@ class Pace:
     def is_due(self) -> bool:
         return time.monotonic() - self._since >= PACE_S
 
-    def event(self, tally: Tally) -> events.Pace:
+    def event(self, tally: Tally) -> run_events.Pace:
         """What was counted since the event before, here and by the averaging."""
         now = time.monotonic()
         seconds, before = now - self._since, self._before
         groups = tally.groups - before.groups
-        event = events.Pace(
+        event = run_events.Pace(
             step=self._step,
             updates=self._updates,
             samples=self._samples,

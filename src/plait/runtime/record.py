@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from plait.cluster.worker import Worker
+from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event, EventLog
-from plait.runtime import events
 from plait.runtime.build import Parts
 from plait.runtime.folder import RunFolder
 from plait.runtime.settings import TrainSettings
@@ -63,7 +63,7 @@ class Recorder:
         self._total = steps
         settings, parts = self._settings, self._parts
         self._record(
-            events.RunStarted(
+            run_events.RunStarted(
                 name=settings.name,
                 model=settings.model.factory,
                 parameters=sum(p.numel() for p in parts.model.parameters()),
@@ -116,7 +116,7 @@ class Recorder:
 
     def _log_steps(self, step: int, epoch: int, lr: float, now: float) -> None:
         seconds, loss = now - self._mark, float(self._loss) / self._steps
-        self._record(events.Step(step, epoch, finite(loss), lr, self._samples, round(seconds, 6)))
+        self._record(run_events.Step(step, epoch, finite(loss), lr, self._samples, round(seconds, 6)))
         self._judge_loss(step, loss)
         if self._board is not None:
             self._board.add_scalar("train/loss", loss, step)
@@ -160,7 +160,7 @@ class Recorder:
 
     def evaluated(self, step: int, metrics: dict[str, float], samples: int, seconds: float) -> None:
         numbers = {name: finite(value) for name, value in metrics.items()}
-        self._record(events.Evaluated(step, numbers, samples, round(seconds, 6)))
+        self._record(run_events.Evaluated(step, numbers, samples, round(seconds, 6)))
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(f"test/{name}", value, step)
@@ -169,7 +169,7 @@ class Recorder:
         self._leave_out(seconds)
 
     def saved(self, step: int, seconds: float, best: bool) -> None:
-        self._record(events.CheckpointSaved(step, round(seconds, 6), best))
+        self._record(run_events.CheckpointSaved(step, round(seconds, 6), best))
         self._leave_out(seconds)
 
     def _leave_out(self, seconds: float) -> None:
@@ -180,7 +180,7 @@ class Recorder:
             self._last = step, epoch, lr, ended + seconds
 
     def refused(self, path: Path, reason: str) -> None:
-        self._record(events.CheckpointRefused(str(path), reason))
+        self._record(run_events.CheckpointRefused(str(path), reason))
         self.warn(f"checkpoint refused, trying the one before it: {reason}")
 
     def warn(self, words: str) -> None:
@@ -194,7 +194,7 @@ class Recorder:
         """Close the record; what the run came to, as the result file and the command line show it."""
         seconds = time.perf_counter() - self._started
         rate = self._all_samples / self._training_s if self._training_s else 0.0
-        self._record(events.RunEnded(step, reason, round(seconds, 3), round(rate, 1)))
+        self._record(run_events.RunEnded(step, reason, round(seconds, 3), round(rate, 1)))
         if self._log is not None:
             self._log.close()
         if self._board is not None:
@@ -218,7 +218,7 @@ class Recorder:
         self._active, self._log = True, log_
         self._mark = time.perf_counter()
 
-    def verified(self, event: events.Verified) -> None:
+    def verified(self, event: run_events.Verified) -> None:
         """Note that what was built computes what the plain model computes; the run's result tells of it."""
         self._verified_s = event.seconds
         self._record(event)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plait.core.run_events import Operations
 from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
-from plait.runtime.events import Operations
 
 
 @dataclass(frozen=True)

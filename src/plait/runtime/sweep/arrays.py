@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from plait.core import run_events
 from plait.core.events import Event
-from plait.runtime import events
 
 
 @dataclass
@@ -29,13 +29,13 @@ class Arrays:
         self._records: list[ArrayRecord] = []
         self._open: dict[int, ArrayRecord] = {}
         for event in past:
-            if isinstance(event, events.ArrayChanged):
+            if isinstance(event, run_events.ArrayChanged):
                 self.changed(event)
-            elif isinstance(event, events.SweepStarted):
+            elif isinstance(event, run_events.SweepStarted):
                 self._open.clear()
         self._open.clear()
 
-    def changed(self, event: events.ArrayChanged) -> None:
+    def changed(self, event: run_events.ArrayChanged) -> None:
         """Take up a change; an array without trials is gone."""
         if not event.trials:
             self._open.pop(event.worker, None)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event
 from plait.fusion.search import exploit, goes_on, survivors
-from plait.runtime import events
 from plait.runtime.sampling import mix
 from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.search import Past, Search
@@ -237,7 +237,7 @@ class Book:
         past = [Past(t.values, t.result if t.reached else None, t.step, t.state) for t in self.trials]
         values = self.search.values(number, past if self.search.learns else ())
         trial = self._add(values)
-        self._record(events.TrialDrawn(number, dict(values), trial.steps, trial.group))
+        self._record(run_events.TrialDrawn(number, dict(values), trial.steps, trial.group))
 
     def _add(self, values: Mapping[str, Any]) -> Trial:
         settings = with_values(self.settings.train, values)
@@ -260,7 +260,7 @@ class Book:
         place = _place(trial, step)
         if place in trial.reached:
             return
-        self._record(events.TrialReached(trial.number, step, finite(result), dict(metrics), train_loss))
+        self._record(run_events.TrialReached(trial.number, step, finite(result), dict(metrics), train_loss))
         self._arrive(trial, place, result)
 
     def _arrive(self, trial: Trial, place: int, result: float) -> None:
@@ -277,7 +277,7 @@ class Book:
     def _end(self, trial: Trial, state: str) -> int:
         trial.state = state
         self._record(
-            events.TrialEnded(trial.number, trial.step, state, dict(trial.metrics), trial.train_loss)
+            run_events.TrialEnded(trial.number, trial.step, state, dict(trial.metrics), trial.train_loss)
         )
         return 0
 
@@ -321,7 +321,7 @@ class Book:
             }
             self._copy(copy.winner, copy.loser)
             self._change(loser, values, place)
-            self._record(events.TrialCopied(loser.number, winner.number, loser.step, values))
+            self._record(run_events.TrialCopied(loser.number, winner.number, loser.step, values))
 
     def _change(self, trial: Trial, values: Mapping[str, Any], place: int) -> None:
         trial.values, trial.settings = values, with_values(self.settings.train, values)
@@ -329,9 +329,9 @@ class Book:
 
     def _replay(self, event: Event) -> None:
         match event:
-            case events.TrialDrawn():
+            case run_events.TrialDrawn():
                 self._add(event.values)
-            case events.TrialReached():
+            case run_events.TrialReached():
                 trial = self.trials[event.trial]
                 trial.step, trial.metrics, trial.train_loss = (
                     event.step,
@@ -343,11 +343,11 @@ class Book:
                     self._arrive(trial, place, math.nan if event.result is None else event.result)
                 is_last = place == len(trial.goals) - 1
                 trial.state = "held" if self.search.waits and not is_last else "waiting"
-            case events.TrialEnded():
+            case run_events.TrialEnded():
                 trial = self.trials[event.trial]
                 trial.state, trial.step = event.state, event.step
                 trial.metrics, trial.train_loss = dict(event.metrics), event.train_loss
-            case events.TrialCopied():
+            case run_events.TrialCopied():
                 trial = self.trials[event.trial]
                 self._change(trial, event.values, _place(trial, event.step))
             case _:

@@ -12,10 +12,11 @@ import torch
 
 from plait.cluster.worker import Worker
 from plait.core import events as core_events
+from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.errors import InputError
 from plait.core.events import Event, EventLog
-from plait.runtime import build, events
+from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.evaluate import find_metric
 from plait.runtime.folder import RunFolder
@@ -60,7 +61,7 @@ class Office:
 
     def _begun(self) -> Event:
         settings, book = self._settings, self.book
-        return events.SweepStarted(
+        return run_events.SweepStarted(
             name=settings.train.name,
             model=settings.train.model.factory,
             search=settings.search.kind,
@@ -111,7 +112,7 @@ class Office:
 
     def _on_array(self, worker: int, trials: list[int], fused: bool, why: str) -> Answer:
         words = why or self._why_alone(trials)
-        event = events.ArrayChanged(worker, tuple(trials), fused, words)
+        event = run_events.ArrayChanged(worker, tuple(trials), fused, words)
         self._log.record(event)
         self.arrays.changed(event)
         return {}
@@ -135,7 +136,7 @@ class Office:
     def _on_verified(
         self, worker: int, trials: int, seconds: float, unfused: dict[str, str], refused: str | None
     ) -> Answer:
-        self._log.record(events.ArrayVerified(worker, trials, seconds, unfused, refused))
+        self._log.record(run_events.ArrayVerified(worker, trials, seconds, unfused, refused))
         return {}
 
     def _on_note(self, losses: list[Any], metrics: list[Any]) -> Answer:
@@ -144,9 +145,9 @@ class Office:
             before = self._latest.get(trial, (self.book.trials[trial].step, None))[0]
             self._trial_steps += max(0, step - before)
             self._latest[trial] = (step, loss)
-            self._log.record(events.TrialStep(trial, step, loss))
+            self._log.record(run_events.TrialStep(trial, step, loss))
         for trial, step, found in metrics:
-            self._log.record(events.TrialEvaluated(trial, step, found))
+            self._log.record(run_events.TrialEvaluated(trial, step, found))
         return {}
 
     def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:
@@ -230,7 +231,7 @@ class Office:
         seconds = time.perf_counter() - self._started
         rate = round(self._trial_steps / seconds, 1)
         number = None if best is None else best.number
-        self._keep(events.SweepEnded(reason, self.book.ended, number, round(seconds, 3), rate))
+        self._keep(run_events.SweepEnded(reason, self.book.ended, number, round(seconds, 3), rate))
         self._log.close()
         self._worker.report(self.progress())
         return {
