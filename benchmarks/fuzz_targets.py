@@ -23,7 +23,6 @@ from fuzz_values import LONG, ODD, TOKENS, changed_text, changed_tree, words
 from plait.cli import app
 from plait.cli.runs import status
 from plait.cli.train import _slowed, placed
-from plait.config import Job, make_job, parse, read_job
 from plait.core import events as event_files
 from plait.core import run_events
 from plait.core.codec import encode
@@ -41,7 +40,8 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.measure import measure_run
 from plait.runtime.pipeline_trainer import check_pipeline
 from plait.runtime.planned import PlanWish, planned
-from plait.sync.wish import AUTO, find_topology, read_wish
+from plait.schema.job import Job, make_job, parse, read_job
+from plait.schema.topology_spec import AUTO, find_topology, read_wish
 
 Use = Callable[[], Any]
 Target = Callable[[random.Random, Path, int], tuple[str, Use]]

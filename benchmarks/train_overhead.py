@@ -26,14 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plait.runtime import build
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import (
+from plait.runtime.trainer import Trainer
+from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
     ModelSettings,
     OptimizerSettings,
     TrainSettings,
 )
-from plait.runtime.trainer import Trainer
 
 GOALS = {1: 1.03, 2: 1.05}
 JOBS = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.config import Job, OpenSection, Section, make_job, parse
 from plait.core import run_events
 from plait.core.events import Event
+from plait.schema.job import Job, OpenSection, Section, make_job, parse
 
 ROOT = Path(__file__).parent.parent
 

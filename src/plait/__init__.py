@@ -12,16 +12,16 @@ __version__ = "0.1.0"
 
 # What a user needs: the name here, and the room and name it has there.
 _ROOMS: dict[str, tuple[str, str]] = {
-    "Job": ("plait.config", "Job"),
+    "Job": ("plait.schema.job", "Job"),
     "Machines": ("plait.planner", "Machines"),
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),
     "fuse": ("plait.fusion", "fuse"),
     "machines": ("plait.planner", "machines"),
-    "make_job": ("plait.config", "make_job"),
+    "make_job": ("plait.schema.job", "make_job"),
     "plan": ("plait.planner", "make_plan"),
     "profile": ("plait.profiler.profile", "profile_model"),
-    "read_job": ("plait.config", "read_job"),
+    "read_job": ("plait.schema.job", "read_job"),
     "sweep": ("plait.jobs.sweep", "sweep"),
     "train": ("plait.jobs.train", "train"),
     "verify_stages": ("plait.runtime.verify", "verify_stages"),

@@ -19,7 +19,6 @@ import torch
 from typer.testing import CliRunner
 
 from plait.cli import app
-from plait.config import read_job
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import encode
@@ -29,6 +28,7 @@ from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.trainer import Trainer
 from plait.runtime.worker import check_order
+from plait.schema.job import read_job
 from support.hosts import Hosts
 from support.training import TestWorker
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plait.cluster.hosts import LOCAL, Host
-from plait.config import as_job, make_job, parse, read_job
 from plait.core.errors import InputError, JobError
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.job import as_job, make_job, parse, read_job
 
 GOOD: dict[str, Any] = {
     "name": "t",

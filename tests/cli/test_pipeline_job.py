@@ -11,8 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli import app
-from plait.cluster.hosts import LOCAL, Host
-from plait.config import make_job
 from plait.core.codec import encode
 from plait.core.errors import JobError
 from plait.jobs.train import train
@@ -20,7 +18,9 @@ from plait.planner import Plan, Settings, data_parallel_plan, machines, make_pla
 from plait.runtime import planned
 from plait.runtime.folder import RunFolder
 from plait.runtime.launch import Placement, Silent
-from plait.runtime.settings import TrainSettings
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.job import make_job
+from plait.schema.settings import TrainSettings
 from support.graphs import chain
 
 JOB: dict[str, Any] = {

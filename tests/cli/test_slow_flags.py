@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from plait.cli.train import _slowed
-from plait.config import make_job
 from plait.core.errors import JobError
-from plait.runtime.settings import SlowSettings
 from plait.runtime.slow import SlowDown
+from plait.schema.job import make_job
+from plait.schema.settings import SlowSettings
 
 JOB = {"name": "t", "model": "m:m", "data": {"kind": "digits", "batch_size": 8}, "steps": 1}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plait.cluster.hosts import Host, parse_hosts
 from plait.core.errors import InputError
+from plait.schema.hosts import Host, parse_hosts
 
 
 def test_names_addresses_and_users_are_hosts():

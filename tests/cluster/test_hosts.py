@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.hosts import Host
 from plait.core.errors import LaunchError
+from plait.schema.hosts import Host
 from support.hosts import Hosts
 from support.launching import Memory, launch_entry
 

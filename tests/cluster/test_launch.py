@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plait.cluster.hosts import Host, address_of, parse_hosts
 from plait.cluster.supervisor import WorkerError
 from plait.core.errors import InputError, LaunchError
+from plait.schema.hosts import Host, address_of, parse_hosts
 from support.launching import Memory, launch_entry, left_behind
 
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from plait.cluster import supervisor
-from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Interrupted, WorkerError
 from plait.core.errors import LaunchError
+from plait.schema.hosts import LOCAL, Host
 from support.hosts import Hosts
 from support.launching import Memory, launch_entry, left_behind
 

@@ -18,7 +18,7 @@ from torch import nn
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.fusion import FusedOptimizer, fuse
-from plait.runtime.settings import ModelSettings, OptimizerSettings
+from plait.schema.settings import ModelSettings, OptimizerSettings
 from plait.verification import perturb
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job

@@ -16,7 +16,7 @@ from plait.core import run_events
 from plait.core.errors import CheckpointError
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.checkpoint import Checkpoint
-from plait.runtime.settings import (
+from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
     EarlyStopSettings,

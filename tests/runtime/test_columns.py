@@ -23,14 +23,14 @@ from plait.runtime.column import Column
 from plait.runtime.columns import columns_of
 from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import check_pipeline
-from plait.runtime.settings import (
+from plait.runtime.worker import make_trainer
+from plait.schema.settings import (
     EvaluateSettings,
     OptimizerSettings,
     SlowSettings,
     SyncSettings,
     TrainSettings,
 )
-from plait.runtime.worker import make_trainer
 from support.averaging import job_store
 from support.plans import planned
 from support.syncs import StoreWorker

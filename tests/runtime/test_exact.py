@@ -15,7 +15,7 @@ from plait.runtime import build
 from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.loading import to_device
 from plait.runtime.sampling import Position, batches
-from plait.runtime.settings import (
+from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluateSettings,

@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.core.errors import JobError
 from plait.planner.depth import Schedule
-from plait.runtime.settings import ModelSettings
+from plait.schema.settings import ModelSettings
 from support.plans import planned
 from support.training import digits_job, largest_difference, pipeline_rank, saved_weights, train_here
 from support.world import run_ranks

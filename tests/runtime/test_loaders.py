@@ -21,7 +21,7 @@ from plait.runtime import build
 from plait.runtime.evaluate import evaluate_parts, in_order
 from plait.runtime.loading import load
 from plait.runtime.sampling import GlobalBatch, Position
-from plait.runtime.settings import DataSettings, ModelSettings
+from plait.schema.settings import DataSettings, ModelSettings
 from support.training import digits_job
 from support.world import run_ranks
 

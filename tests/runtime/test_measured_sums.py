@@ -11,7 +11,7 @@ from torch import nn
 from plait.profiler.links import Sum
 from plait.runtime.overhead import measure_overhead
 from plait.runtime.sums import groups_of, measure_sums
-from plait.sync.wish import TopologyWish
+from plait.schema.topology_spec import TopologyWish
 from support.meeting import rendezvous_of
 from support.world import run_ranks
 

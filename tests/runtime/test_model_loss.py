@@ -15,7 +15,7 @@ from plait.core.errors import DataError, JobError
 from plait.planner.depth import Schedule
 from plait.runtime import build
 from plait.runtime.sampling import Position, batches
-from plait.runtime.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.workloads.losses import model_loss
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of, trial_alone

@@ -18,8 +18,8 @@ from plait.runtime.optim import (
     check_lr_schedule,
     optimizer_kinds,
 )
-from plait.runtime.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.runtime.sweep.trials import is_fusable
+from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
 from support.plans import planned
 from support.training import (
     digits_job,

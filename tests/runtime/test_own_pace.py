@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.config import make_job
 from plait.core import run_events
 from plait.core.errors import JobError
 from plait.core.events import read
@@ -23,14 +22,15 @@ from plait.runtime.auto_sync import choose
 from plait.runtime.checkpoint import list_checkpoints
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import (
+from plait.runtime.worker import make_trainer
+from plait.schema.job import make_job
+from plait.schema.settings import (
     DataSettings,
     EvaluateSettings,
     ModelSettings,
     SlowSettings,
     TrainSettings,
 )
-from plait.runtime.worker import make_trainer
 from support.averaging import job_store, open_store
 from support.syncs import StoreWorker, run_sync, settings_of, train_at_own_pace
 from support.training import largest_difference

@@ -20,7 +20,7 @@ from plait.runtime.checkpoint import list_checkpoints, load
 from plait.runtime.folder import RunFolder
 from plait.runtime.pieces import NotInPiecesError, Pieces
 from plait.runtime.pipeline_trainer import PipelineTrainer
-from plait.runtime.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
 from support.pieces import LAYERS, WIDE, Mixed, MostBytes
 from support.plans import in_stages, planned
 from support.training import TestWorker, digits_job, largest_difference, pipeline_rank, saved_weights

@@ -24,9 +24,9 @@ from plait.runtime.arrangement import stream
 from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
 from plait.runtime.sampling import GlobalBatch, Position
-from plait.runtime.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.runtime.stretch import Microbatch, StretchWork, cut_step
-from plait.sync.wish import TopologyWish
+from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
+from plait.schema.topology_spec import TopologyWish
 from support.plans import placed, planned
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.training import train_rank as train_plainly

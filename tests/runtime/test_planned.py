@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.cluster.hosts import LOCAL, Host
 from plait.core.codec import decode, encode
 from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
 from plait.profiler.links import Link, Sum
@@ -25,7 +24,8 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.launch import Placement
 from plait.runtime.planned import PlanWish, planned
 from plait.runtime.profiling import profile_job
-from plait.runtime.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
 from support.graphs import chain
 from support.plans import planned as cut_evenly
 from support.training import TestWorker, digits_job, train_here

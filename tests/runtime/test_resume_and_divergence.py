@@ -17,7 +17,7 @@ from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.record import Recorder
-from plait.runtime.settings import (
+from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluateSettings,

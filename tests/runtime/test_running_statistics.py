@@ -13,8 +13,8 @@ from plait.planner.depth import Schedule
 from plait.runtime import build
 from plait.runtime.loading import to_device
 from plait.runtime.sampling import Position, batches
-from plait.runtime.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.runtime.stretch import cut_step
+from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from support.plans import planned
 from support.training import digits_job, largest_difference, pipeline_rank, saved_weights, train_each
 from support.world import run_ranks

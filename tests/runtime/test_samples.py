@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset, random_split
 
-from plait.config import make_job
 from plait.core.errors import DataError, JobError
 from plait.planner.depth import Schedule
 from plait.runtime import build
@@ -24,7 +23,8 @@ from plait.runtime.open_pipeline import trace_parts
 from plait.runtime.profiling import profile_job
 from plait.runtime.samples import DataSource
 from plait.runtime.sampling import Position, batches
-from plait.runtime.settings import (
+from plait.schema.job import make_job
+from plait.schema.settings import (
     DataSettings,
     EvaluateSettings,
     ModelSettings,

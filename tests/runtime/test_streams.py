@@ -24,7 +24,7 @@ from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.profiling import profile_job
-from plait.runtime.settings import (
+from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluateSettings,

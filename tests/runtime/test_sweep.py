@@ -13,7 +13,7 @@ from plait.core import run_events
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.measure import measure_run
-from plait.runtime.settings import (
+from plait.schema.settings import (
     DataSettings,
     EarlyStopSettings,
     EvaluateSettings,

@@ -10,15 +10,15 @@ import pytest
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import (
+from plait.runtime.sweep import loop
+from plait.runtime.sweep.settings import SweepSettings
+from plait.schema.settings import (
     CheckpointSettings,
     EarlyStopSettings,
     EvaluateSettings,
     ModelSettings,
     OptimizerSettings,
 )
-from plait.runtime.sweep import loop
-from plait.runtime.sweep.settings import SweepSettings
 from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
 from support.training import digits_job
 

@@ -15,13 +15,6 @@ from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.loading import Batch
 from plait.runtime.sampling import Position
-from plait.runtime.settings import (
-    CheckpointSettings,
-    DataSettings,
-    EvaluateSettings,
-    ModelSettings,
-    OptimizerSettings,
-)
 from plait.runtime.sweep.array import FusedArray
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry
@@ -30,6 +23,13 @@ from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.team import Team, check_teams
 from plait.runtime.sweep.trials import with_values
+from plait.schema.settings import (
+    CheckpointSettings,
+    DataSettings,
+    EvaluateSettings,
+    ModelSettings,
+    OptimizerSettings,
+)
 from support.sweeping import (
     killed_sweep,
     same_table,

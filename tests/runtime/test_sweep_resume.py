@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.runtime.settings import CheckpointSettings, EvaluateSettings, ModelSettings
+from plait.schema.settings import CheckpointSettings, EvaluateSettings, ModelSettings
 from support.sweeping import killed_sweep, same_table, sweep_here, sweep_of
 from support.training import digits_job
 

@@ -13,10 +13,10 @@ import plait
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.fusion.search import goes_on
-from plait.runtime.settings import EvaluateSettings, TrainSettings
 from plait.runtime.sweep.book import Book
 from plait.runtime.sweep.search import Past, Search
 from plait.runtime.sweep.trials import array_key, with_values
+from plait.schema.settings import EvaluateSettings, TrainSettings
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.config import make_job
 from plait.core.codec import decode
 from plait.core.errors import InputError, JobError, PlaitError
 from plait.fusion.errors import FusionError
@@ -24,13 +23,6 @@ from plait.runtime import checkpoint as checkpoints
 from plait.runtime.arrangement import arrange
 from plait.runtime.folder import RunFolder
 from plait.runtime.planned import PlanWish
-from plait.runtime.settings import (
-    CheckpointSettings,
-    EvaluateSettings,
-    ModelSettings,
-    OptimizerSettings,
-    PipelineSettings,
-)
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry
 from plait.runtime.sweep.pipelined import PipelinedArray
@@ -39,6 +31,14 @@ from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.stages import TeamPipeline
 from plait.runtime.sweep.team import Team, check_teams
 from plait.runtime.sweep.trials import with_values
+from plait.schema.job import make_job
+from plait.schema.settings import (
+    CheckpointSettings,
+    EvaluateSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PipelineSettings,
+)
 from support.meeting import rendezvous_of
 from support.plans import planned
 from support.sweeping import (

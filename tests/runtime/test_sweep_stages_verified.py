@@ -20,12 +20,12 @@ from plait.fusion.verify import Verdict
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
 from plait.runtime.arrangement import arrange
-from plait.runtime.settings import ModelSettings, OptimizerSettings
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.trials import with_values
 from plait.runtime.sweep.verified_stages import prepare_trials, verify_stages
+from plait.schema.settings import ModelSettings, OptimizerSettings
 from support.plans import planned
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank
 from support.world import run_ranks

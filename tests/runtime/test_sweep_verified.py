@@ -9,7 +9,7 @@ import pytest
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.runtime.settings import ModelSettings, OptimizerSettings
+from plait.schema.settings import ModelSettings, OptimizerSettings
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.runtime import build, checkpoint
 from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
-from plait.runtime.settings import (
+from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluateSettings,

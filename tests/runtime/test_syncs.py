@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.runtime.settings import OptimizerSettings, TrainSettings
+from plait.schema.settings import OptimizerSettings, TrainSettings
 from support.syncs import run_sync, settings_of
 from support.training import digits_job, largest_difference, train_here
 

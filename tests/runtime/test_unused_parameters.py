@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from plait.planner.depth import Schedule
-from plait.runtime.settings import DataSettings, ModelSettings
+from plait.schema.settings import DataSettings, ModelSettings
 from support.plans import planned
 from support.training import (
     digits_job,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.runtime.checkpoint import Checkpoint, load, load_optimizer_state, optimizer_state, save
 from plait.runtime.optim import build_optimizer
-from plait.runtime.settings import OptimizerSettings
+from plait.schema.settings import OptimizerSettings
 from plait.stages.versions import WeightVersions
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -22,9 +22,9 @@ from plait.profiler.trace import trace
 from plait.runtime import build, checkpoint, module_memory, verify
 from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer
-from plait.runtime.settings import ModelSettings, TrainSettings
 from plait.runtime.staged import Choices
 from plait.runtime.verify import Example
+from plait.schema.settings import ModelSettings, TrainSettings
 from plait.stages.cut import StageError, cut_all
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Launch, Supervisor, WorkerState
+from plait.schema.hosts import LOCAL, Host
 
 # Tells the processes of this test run's launches from those of another.
 MARK = "PLAIT_TEST_LAUNCHED_BY"

@@ -11,7 +11,7 @@ from plait.planner.machines import machines
 from plait.planner.operations import Layout, straight_layout
 from plait.planner.plan import Plan, Speedups, Stage
 from plait.runtime.profiling import trace_job
-from plait.runtime.settings import PipelineSettings, TrainSettings
+from plait.schema.settings import PipelineSettings, TrainSettings
 from support.training import digits_job
 
 

@@ -15,10 +15,10 @@ from plait.cluster.collectives import broadcast_value
 from plait.cluster.store import StoreServer
 from plait.core.codec import encode
 from plait.fusion.space import Dimension, parse_dimension
-from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep import worker as sweep_worker
 from plait.runtime.sweep.settings import SearchSettings, SweepSettings
 from plait.runtime.sweep.trials import with_values
+from plait.schema.settings import TrainSettings
 from support.averaging import open_store
 from support.meeting import SECRET
 from support.training import TestWorker, digits_job, train_here

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from plait.runtime import build
 from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
-from plait.runtime.settings import DataSettings, SyncSettings, TrainSettings
+from plait.schema.settings import DataSettings, SyncSettings, TrainSettings
 from support.averaging import job_store, open_store
 from support.training import TestWorker, digits_job
 from support.world import run_ranks

@@ -17,14 +17,14 @@ from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer
-from plait.runtime.settings import (
+from plait.runtime.trainer import Trainer
+from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
     ModelSettings,
     OptimizerSettings,
     TrainSettings,
 )
-from plait.runtime.trainer import Trainer
 from plait.workloads import data
 from support.meeting import rendezvous_of
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.config import make_job
 from plait.jobs.sweep import sweep
 from plait.jobs.train import train
 from plait.planner.depth import Schedule
-from plait.runtime.settings import TrainSettings
+from plait.schema.job import make_job
+from plait.schema.settings import TrainSettings
 from support.hard_models import CountsCalls, Divided
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of, trial_alone

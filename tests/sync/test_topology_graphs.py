@@ -8,10 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.sync.choice import settle
-from plait.sync.pieces import cut_buffer
-from plait.sync.reducer import whole_world
-from plait.sync.topology import (
+from plait.schema.topology import (
     ROOTED,
     TOPOLOGIES,
     Route,
@@ -19,7 +16,10 @@ from plait.sync.topology import (
     from_graphs,
     make_topology,
 )
-from plait.sync.wish import TopologyWish, check_wish, find_topology, read_wish
+from plait.schema.topology_spec import TopologyWish, check_wish, find_topology, read_wish
+from plait.sync.choice import settle
+from plait.sync.pieces import cut_buffer
+from plait.sync.reducer import whole_world
 from support.meeting import rendezvous_of
 
 hosts_of_ranks = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.core.errors import PeerError, PlaitError
+from plait.schema.topology import TOPOLOGIES, from_graphs, make_topology
 from plait.sync.all_reduce import AllReduce
 from plait.sync.over_topology import OverTopology
 from plait.sync.reducer import Members, Spec, whole_world
-from plait.sync.topology import TOPOLOGIES, from_graphs, make_topology
 from support.meeting import rendezvous_of
 from support.world import run_ranks
 

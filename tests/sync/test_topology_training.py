@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from plait.config import make_job
 from plait.core import events as core_events
 from plait.core.errors import InputError
 from plait.runtime import build
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import OptimizerSettings, TrainSettings
 from plait.runtime.trainer import Trainer
+from plait.schema.job import make_job
+from plait.schema.settings import OptimizerSettings, TrainSettings
+from plait.schema.topology import TOPOLOGIES
+from plait.schema.topology_spec import read_wish
 from plait.sync.choice import TopologyChosen, candidates
-from plait.sync.topology import TOPOLOGIES
-from plait.sync.wish import read_wish
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 

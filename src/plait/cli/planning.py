@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from plait.planner import Device, Machines, Plan, Schedule
     from plait.profiler.profile import Profile
     from plait.runtime.launch import Placement
-    from plait.runtime.settings import TrainSettings
+    from plait.schema.settings import TrainSettings
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the job (repeatable).")]
@@ -52,7 +52,7 @@ def profile(
 
     Example: plait profile examples/digits.yaml --batch 16
     """
-    from plait.config import read_job
+    from plait.schema.job import read_job
 
     asked = read_job(job, set_ or [])
     placement = replace(asked.placement(), threads=threads)
@@ -345,8 +345,8 @@ def _extras(
             draw_plan(made, timeline)
         wrote.append(str(timeline))
     if to_code is not None and job is not None:
-        from plait.config import read_job
         from plait.runtime.profiling import trace_job, verify_job
+        from plait.schema.job import read_job
         from plait.stages.code import write_code
 
         settings = read_job(job).settings()

@@ -9,11 +9,11 @@ from typing import Any
 
 import psutil
 
-from plait.cluster.hosts import LOCAL
 from plait.core.artefact import read_json
 from plait.core.errors import ArtefactError
 from plait.core.shown import shortened, shown
 from plait.runtime.folder import RunFolder
+from plait.schema.hosts import LOCAL
 
 # How the messages begin with which runs fail; what follows is a log's place, or what an agent printed.
 _WORKER_FAILED = re.compile(r"worker \d+ on \S+ failed: ")

@@ -76,8 +76,8 @@ def sweep(
         raise InputError("--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16")
     if resume is not None and over:
         raise InputError("--over and --resume: found both; a sweep goes on with what it was asked to try")
-    from plait.config import read_job
     from plait.jobs.sweep import sweep as run_sweep
+    from plait.schema.job import read_job
 
     where = [*placed(workers, hosts, nic), *_on_devices(devices, workers, hosts)]
     chosen = [("parallel.plan", plan)] if plan is not None else []

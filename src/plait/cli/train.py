@@ -15,7 +15,7 @@ from plait.core.shown import shown
 from plait.runtime.folder import RunFolder
 
 if TYPE_CHECKING:
-    from plait.config import Job
+    from plait.schema.job import Job
 
 STOPPED = 130
 
@@ -48,7 +48,7 @@ def train(
 
     Example: plait train examples/digits.yaml -np 2 --set optimizer.lr=0.05
     """
-    from plait.config import read_job
+    from plait.schema.job import read_job
 
     chosen = [("parallel.plan", plan)] if plan is not None else []
     slowed = _slowed(slow or [], jitter)

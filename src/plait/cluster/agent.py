@@ -28,11 +28,11 @@ from typing import Any
 
 from plait.cluster.fork_server import ForkServer, ServerGoneError
 from plait.cluster.host_links import watch_hosts
-from plait.cluster.hosts import address_of, interface_of
 from plait.cluster.lines import LineBuffer
 from plait.cluster.store import StoreServer
 from plait.cluster.verdict import describe_status
 from plait.core.errors import InputError
+from plait.schema.hosts import address_of, interface_of
 
 BEAT_S = 5.0
 TICK_S = 0.5

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plait.cluster.handshake import new_secret
-from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
 from plait.core.errors import InputError, LaunchError
+from plait.schema.hosts import LOCAL, Host
 
 START_S = 120.0
 # For reports that name a better cause than the first that a worker lost another one.

@@ -53,8 +53,8 @@ from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
 from plait.runtime.optim import build_optimizer
 from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_here
-from plait.runtime.settings import TrainSettings
 from plait.runtime.tied import make_tied
+from plait.schema.settings import TrainSettings
 from plait.sync.all_reduce import AllReduce
 from plait.sync.choice import settle
 from plait.sync.reducer import whole_world

@@ -14,7 +14,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from plait.cluster.hosts import LOCAL, Host
 from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.experiments.bench import Claim, Row
@@ -22,7 +21,8 @@ from plait.planner import Schedule
 from plait.runtime.folder import RunFolder
 from plait.runtime.launch import Placement, Silent, launch
 from plait.runtime.planned import PlanWish, planned
-from plait.runtime.settings import (
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.settings import (
     DataSettings,
     LrScheduleSettings,
     ModelSettings,

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.cluster.channels import Channels, connect
-from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.cluster.worker import Worker
 from plait.core.codec import decode, encode
@@ -56,7 +55,8 @@ from plait.runtime.loading import to_device
 from plait.runtime.optim import build_optimizer
 from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_together
-from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.workloads.losses import build_loss
 
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED, Schedule.FLUSH, Schedule.GPIPE)

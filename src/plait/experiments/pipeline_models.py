@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from plait.runtime.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.workloads.initial import he_normal
 
 _BLOCKS = ((16, 16), (32, 32), (64, 64, 64), (128, 128, 128), (128, 128, 128))

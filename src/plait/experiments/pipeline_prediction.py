@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.core.codec import encode
 from plait.core.events import read
@@ -23,7 +22,8 @@ from plait.planner import Plan
 from plait.runtime.folder import RunFolder
 from plait.runtime.launch import Placement
 from plait.runtime.planned import PlanWish, planned
-from plait.runtime.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 
 TWO = Placement((Host(LOCAL, 2),), threads=1)
 _SGD = OptimizerSettings("sgd", {"lr": 0.01, "momentum": 0.9})

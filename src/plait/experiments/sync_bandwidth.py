@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Launch, Supervisor, Unwatched
 from plait.cluster.worker import Worker
 from plait.core.names import resolve
 from plait.experiments.bench import Claim, Row
 from plait.experiments.shaped_hosts import NIC, hosts_on_a_bridge, missing_for_shaping
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.topology import NATIVE, TOPOLOGIES, Route, Topology, make_topology
 from plait.sync.all_reduce import AllReduce, make_buckets
 from plait.sync.over_topology import OverTopology
 from plait.sync.reducer import Members, Native, Reducer, Spec, whole_world
-from plait.sync.topology import NATIVE, TOPOLOGIES, Route, Topology, make_topology
 
 MODELS = {
     "resnet50": "plait.workloads.resnet:resnet50",

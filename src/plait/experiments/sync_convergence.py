@@ -28,7 +28,8 @@ from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.runtime import build
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import (
+from plait.runtime.worker import make_trainer
+from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluateSettings,
@@ -38,8 +39,7 @@ from plait.runtime.settings import (
     SyncSettings,
     TrainSettings,
 )
-from plait.runtime.worker import make_trainer
-from plait.sync.wish import TopologyWish
+from plait.schema.topology_spec import TopologyWish
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.mlp import mlp_tiny
 

@@ -27,7 +27,7 @@ from plait.runtime import build
 from plait.runtime.arrangement import Arrangement, one_batch
 from plait.runtime.column import Column, ColumnWork
 from plait.runtime.open_pipeline import open_pipeline, prepare_pipeline
-from plait.runtime.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings
+from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings
 
 STAGES = 2
 MICROBATCHES = 4

@@ -21,10 +21,10 @@ from plait.cluster.worker import Worker
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.runtime.averagings import make_averaging
+from plait.schema.sync_options import EQUAL_STEPS, read_options
+from plait.schema.topology import make_topology
 from plait.sync.all_reduce import AllReduce
-from plait.sync.options import EQUAL_STEPS, read_options
 from plait.sync.reducer import whole_world
-from plait.sync.topology import make_topology
 
 STEP_S = 0.1
 GOAL = 0.88

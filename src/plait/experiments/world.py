@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Launch, Supervisor, Unwatched
+from plait.schema.hosts import LOCAL, Host
 
 
 def in_world(workers: int, entry: str, settings: dict[str, Any], preload: tuple[str, ...] = ()) -> Any:

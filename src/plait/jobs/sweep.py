@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.hosts import LOCAL, Host
-from plait.config import Job, as_job, make_job
 from plait.core.artefact import load
 from plait.core.codec import encode
 from plait.core.errors import InputError, JobError
@@ -22,12 +20,14 @@ from plait.planner.depth import Schedule
 from plait.report.sweep import write_sweep
 from plait.runtime.folder import RunFolder, choose_folder, find_run
 from plait.runtime.launch import Display, Placement, Silent, launch_entry, tracing_modules
-from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SEARCHES, SearchSettings, SweepSettings
 from plait.runtime.sweep.stages import check_in_stages, check_schedule
 from plait.runtime.sweep.team import check_teams
 from plait.runtime.sweep.trials import check_key
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.job import Job, as_job, make_job
+from plait.schema.settings import TrainSettings
 
 KIND, VERSION = "sweep", 1
 # Combinations that are checked one by one before anything starts; of more, each value is, and of more

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.hosts import LOCAL, Host
-from plait.config import Job, as_job, check_slow
 from plait.core.codec import encode
 from plait.runtime.folder import RunFolder, choose_folder
 from plait.runtime.launch import Display, Placement, Silent, launch
-from plait.runtime.settings import TrainSettings
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.job import Job, as_job, check_slow
+from plait.schema.settings import TrainSettings
 
 
 def train(

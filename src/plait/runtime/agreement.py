@@ -15,10 +15,10 @@ from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
 from plait.profiler.traced import TracedModel
 from plait.runtime.arrangement import Arrangement
+from plait.schema.topology_spec import TopologyWish
 from plait.sync.all_reduce import AllReduce
 from plait.sync.choice import settle
 from plait.sync.reducer import Members
-from plait.sync.wish import TopologyWish
 
 Holders = dict[str, tuple[int, ...]]
 

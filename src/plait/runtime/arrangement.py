@@ -15,7 +15,7 @@ from plait.planner.operations import Backward, Forward, Layout, Op, Operations, 
 from plait.planner.plan import Plan
 from plait.planner.play import Lane, play
 from plait.planner.schedules import batch_of_two_buffers, operations
-from plait.runtime.settings import PipelineSettings
+from plait.schema.settings import PipelineSettings
 
 
 @dataclass(frozen=True)

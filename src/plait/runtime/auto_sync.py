@@ -14,7 +14,7 @@ from plait.runtime import loading
 from plait.runtime.build import Parts
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.sampling import GlobalBatch, Position, epoch_order
-from plait.runtime.settings import TrainSettings
+from plait.schema.settings import TrainSettings
 
 STEPS = 10
 # All-reduce is exact; others have to be this much faster to be worth it.

@@ -13,11 +13,7 @@ from plait.cluster.mail import open_mail
 from plait.cluster.presence import Presence
 from plait.cluster.worker import Worker
 from plait.runtime.build import Parts
-from plait.sync.averaging import AtSettle, Averaging
-from plait.sync.collective import LocalSgd, Sma
-from plait.sync.gossip import ad_psgd, pair_averaging
-from plait.sync.hetpipe import HetPipe
-from plait.sync.options import (
+from plait.schema.sync_options import (
     AdPsgdOptions,
     HetPipeOptions,
     LocalSgdOptions,
@@ -27,6 +23,10 @@ from plait.sync.options import (
     PartialReduceOptions,
     SmaOptions,
 )
+from plait.sync.averaging import AtSettle, Averaging
+from plait.sync.collective import LocalSgd, Sma
+from plait.sync.gossip import ad_psgd, pair_averaging
+from plait.sync.hetpipe import HetPipe
 from plait.sync.pair_sync import PairSync
 from plait.sync.partial_reduce import PartialReduce
 from plait.sync.peers import Peers

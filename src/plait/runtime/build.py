@@ -26,7 +26,7 @@ from plait.runtime.optim import build_optimizer, check_groups, check_lr_schedule
 from plait.runtime.pieces import NotInPiecesError, Pieces
 from plait.runtime.samples import Collate, DataSource
 from plait.runtime.sampling import Position, mix, steps_per_epoch
-from plait.runtime.settings import DataSettings, ModelSettings, TrainSettings
+from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
 

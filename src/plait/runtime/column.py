@@ -22,11 +22,11 @@ from plait.runtime.evaluate import sums_of
 from plait.runtime.folder import RunFolder
 from plait.runtime.open_pipeline import State, open_pipeline, prepare_together
 from plait.runtime.sampling import mix
-from plait.runtime.settings import TrainSettings
 from plait.runtime.stretch import pieces_of
 from plait.runtime.whole_state import rest_of_state
+from plait.schema.settings import TrainSettings
+from plait.schema.sync_options import read_options
 from plait.sync.averaging import Averaging
-from plait.sync.options import read_options
 
 # Far from the numbers of the routes between stages.
 ORDERS, ANSWERS = 1 << 16, (1 << 16) + 1

@@ -23,10 +23,10 @@ from plait.runtime.open_pipeline import State, further_names, tell_of_verificati
 from plait.runtime.own_pace import OwnPaceTrainer, leave_world
 from plait.runtime.pace import Pace
 from plait.runtime.sampling import share
-from plait.runtime.settings import TrainSettings
 from plait.runtime.spans import operations_event
 from plait.runtime.stretch_trainer import StretchTrainer
 from plait.runtime.trainer import Trainer, keep_what_was_built
+from plait.schema.settings import TrainSettings
 from plait.sync.averaging import Averaging
 
 

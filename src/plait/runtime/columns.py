@@ -14,8 +14,8 @@ from plait.planner.operations import Layout
 from plait.profiler.traced import TracedModel
 from plait.runtime.agreement import find_holders
 from plait.runtime.arrangement import Arrangement
-from plait.runtime.settings import TrainSettings
-from plait.sync.options import TOLERANT, read_options
+from plait.schema.settings import TrainSettings
+from plait.schema.sync_options import TOLERANT, read_options
 
 
 def columns_of(arrangement: Arrangement) -> tuple[Arrangement, ...]:

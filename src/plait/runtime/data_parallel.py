@@ -19,13 +19,13 @@ from plait.runtime.build import Parts
 from plait.runtime.evaluate import forward
 from plait.runtime.frozen import FrozenAtStart
 from plait.runtime.loading import Batch, cut, to_device
-from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
+from plait.schema.settings import TrainSettings
+from plait.schema.topology_spec import read_wish
 from plait.sync.all_reduce import AllReduce
 from plait.sync.buffers import average
 from plait.sync.choice import TopologyChosen, settle
 from plait.sync.reducer import whole_world
-from plait.sync.wish import read_wish
 
 
 class DataParallel:

@@ -15,8 +15,8 @@ from plait.core.errors import DataError, JobError
 from plait.core.names import did_you_mean, resolve
 from plait.runtime.loading import Batch, load, to_device
 from plait.runtime.sampling import GlobalBatch, Position
-from plait.runtime.settings import TrainSettings
 from plait.runtime.streams import StreamOrder, stream_batches
+from plait.schema.settings import TrainSettings
 from plait.workloads.metrics import accuracy
 
 if TYPE_CHECKING:

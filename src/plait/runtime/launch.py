@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.cluster.hosts import LOCAL, Host
 from plait.cluster.supervisor import Launch, Supervisor, WorkerState
 from plait.core.codec import encode
 from plait.core.errors import DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import TrainSettings
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.settings import TrainSettings
 
 STATUS_S = 0.5
 # What workers import once they trace a model and cut it into stages.

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from plait.runtime import loading
 from plait.runtime.build import Parts
 from plait.runtime.evaluate import evaluation_mode, forward
-from plait.runtime.settings import TrainSettings
+from plait.schema.settings import TrainSettings
 from plait.verification import same_random_numbers
 
 # So many samples are looked at, as a whole and so many at a time: small parts are unlike each other.

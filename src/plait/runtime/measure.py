@@ -12,7 +12,7 @@ from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.evaluate import evaluate_parts
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import TrainSettings
+from plait.schema.settings import TrainSettings
 
 log = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.loss_scale import LossScale
 from plait.runtime.optim import build_optimizer
 from plait.runtime.record import Recorder
-from plait.runtime.settings import TrainSettings
 from plait.runtime.slow import SlowDown
 from plait.runtime.staged import Choices
 from plait.runtime.tracing import check_target
 from plait.runtime.verify import Checked, Example, prepare_stages
+from plait.schema.settings import TrainSettings
 from plait.verification import same_random_numbers
 
 # The model's and the optimizer's state, by name.

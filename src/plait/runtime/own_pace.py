@@ -31,12 +31,12 @@ from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.folder import RunFolder
 from plait.runtime.pace import Pace
 from plait.runtime.sampling import GlobalBatch, mix
-from plait.runtime.settings import TrainSettings
 from plait.runtime.stretch_trainer import StretchTrainer
 from plait.runtime.whole_state import rest_of_state
+from plait.schema.settings import TrainSettings
+from plait.schema.sync_options import EQUAL_STEPS, HetPipeOptions, Options, read_options
 from plait.sync.averaging import Averaging
 from plait.sync.hetpipe import serving
-from plait.sync.options import EQUAL_STEPS, HetPipeOptions, Options, read_options
 from plait.sync.peers import Stopwatch
 
 LOOK_S = 0.01

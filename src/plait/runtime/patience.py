@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.runtime.settings import EarlyStopSettings
+from plait.schema.settings import EarlyStopSettings
 
 
 @dataclass

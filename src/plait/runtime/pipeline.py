@@ -33,12 +33,12 @@ from plait.runtime.spans import Span
 from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.runtime.tied import make_tied
 from plait.runtime.updates import Updates, summed_beside_backward
+from plait.schema.topology_spec import TopologyWish
 from plait.stages.cut import Stage, check_buffers, check_stages, cut, evaluation_stages
 from plait.stages.linear import laid_out_as
 from plait.stages.quick import plain_forwards, quicken
 from plait.stages.routes import Route, find_routes
 from plait.sync.buffers import average
-from plait.sync.wish import TopologyWish
 
 _SPANS_AT_ONCE = 1024
 

@@ -41,10 +41,10 @@ from plait.runtime.open_pipeline import (
 )
 from plait.runtime.own_pieces import arranged_names, fill_pieces, unused_names
 from plait.runtime.sampling import GlobalBatch, Position
-from plait.runtime.settings import TrainSettings
 from plait.runtime.spans import operations_event
 from plait.runtime.stretch import Microbatch, StretchWork, cut_step, loaded_by
 from plait.runtime.stretch_trainer import StretchTrainer
+from plait.schema.settings import TrainSettings
 
 
 def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:

@@ -37,7 +37,7 @@ from plait.runtime import build
 from plait.runtime.arrangement import arrange, microbatches_per_update
 from plait.runtime.launch import Placement
 from plait.runtime.profiling import profile_together
-from plait.runtime.settings import OptimizerSettings, PipelineSettings, TrainSettings
+from plait.schema.settings import OptimizerSettings, PipelineSettings, TrainSettings
 
 # Microbatches a worker has of each step where nothing else is asked for.
 _PER_WORKER = 4

@@ -31,11 +31,11 @@ from plait.runtime.launch import TRACING, Placement
 from plait.runtime.loading import to_device
 from plait.runtime.optim import build_optimizer
 from plait.runtime.overhead import measure_overhead
-from plait.runtime.settings import OptimizerSettings, TrainSettings
 from plait.runtime.staged import Choices
 from plait.runtime.sums import measure_sums
 from plait.runtime.tracing import trace_inputs
 from plait.runtime.verify import Example, find_parting
+from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.stages.cut import StageError
 from plait.stages.quick import plain_forwards, quicken
 from plait.stages.versions import WeightVersions

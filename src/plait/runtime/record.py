@@ -16,7 +16,7 @@ from plait.core.codec import finite
 from plait.core.events import Event, EventLog
 from plait.runtime.build import Parts
 from plait.runtime.folder import RunFolder
-from plait.runtime.settings import TrainSettings
+from plait.schema.settings import TrainSettings
 
 LOG_S = 0.1
 REPORT_S = 0.2

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from plait.runtime.settings import SlowSettings
+from plait.schema.settings import SlowSettings
 
 
 class SlowDown:

@@ -11,8 +11,8 @@ from plait.core.events import Event, EventLog
 from plait.runtime.build import Parts
 from plait.runtime.folder import RunFolder
 from plait.runtime.sampling import GlobalBatch
-from plait.runtime.settings import TrainSettings
 from plait.runtime.trainer import Trainer
+from plait.schema.settings import TrainSettings
 
 
 class StretchTrainer(Trainer, ABC):

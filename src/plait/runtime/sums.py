@@ -14,10 +14,10 @@ from torch.nn import Parameter
 from plait.cluster.groups import new_group
 from plait.cluster.rendezvous import Rendezvous
 from plait.profiler.links import Sum, sum_of_times
+from plait.schema.topology_spec import TopologyWish
 from plait.sync.all_reduce import AllReduce
 from plait.sync.choice import settle
 from plait.sync.reducer import Members
-from plait.sync.wish import TopologyWish
 
 FEW_BYTES, LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20, 16 << 20
 BEYOND_CACHES_BYTES = 16 << 20

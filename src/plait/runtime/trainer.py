@@ -29,8 +29,8 @@ from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience, gain
 from plait.runtime.record import Recorder
 from plait.runtime.sampling import ENDLESS, GlobalBatch, Position, batches, mix
-from plait.runtime.settings import TrainSettings
 from plait.runtime.streams import StreamOrder, check_same_stream, has_state, stream_batches
+from plait.schema.settings import TrainSettings
 
 
 def keep_what_was_built() -> None:

@@ -20,9 +20,9 @@ from plait.runtime.build import Parts
 from plait.runtime.eager_optimizers import use_eager_optimizers
 from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
-from plait.runtime.settings import SyncSettings, TrainSettings
 from plait.runtime.trainer import Trainer
-from plait.sync.options import TOLERANT
+from plait.schema.settings import SyncSettings, TrainSettings
+from plait.schema.sync_options import TOLERANT
 
 
 def check_order(order: dict[str, Any]) -> None:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from plait.core.events import Event
 from plait.core.units import show_bytes, show_seconds
+from plait.schema.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
+from plait.schema.topology_spec import AUTO, DEFAULT, TopologyWish, find_topology
 from plait.sync.over_topology import OverTopology
 from plait.sync.reducer import Members, Native, Spec
-from plait.sync.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
-from plait.sync.wish import AUTO, DEFAULT, TopologyWish, find_topology
 
 FIRST_PROBE_BYTES = 256 << 10
 LAST_PROBE_BYTES = 16 << 20

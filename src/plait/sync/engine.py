@@ -21,10 +21,10 @@ from torch import Tensor
 
 from plait.cluster.regions import Ear, NearPeer
 from plait.core.errors import LostPeer, PeerError, PlaitError
+from plait.schema.topology import Route, Topology
 from plait.sync.far import FarStream, tag_of
 from plait.sync.pieces import LEAST_BYTES, MOST_BYTES, cut_buffer
 from plait.sync.reducer import Members
-from plait.sync.topology import Route, Topology
 
 REDUCE, BROADCAST = 0, 1
 # The topic of the word that a near peer has read all results of a job.

@@ -14,10 +14,10 @@ from plait.cluster.collectives import all_gather_values
 from plait.cluster.regions import NearPeer, Region
 from plait.core.codec import encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
+from plait.schema.topology import Topology
 from plait.sync.engine import Engine, Job, layout
 from plait.sync.pieces import LEAST_BYTES, MOST_BYTES, MOST_FAR_BYTES
 from plait.sync.reducer import Members, Pending, Spec
-from plait.sync.topology import Topology
 
 
 @dataclass(frozen=True)

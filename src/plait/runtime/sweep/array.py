@@ -39,10 +39,10 @@ from plait.runtime.evaluate import (
 )
 from plait.runtime.loading import Batch, to_device
 from plait.runtime.sampling import mix
-from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.graph import StepGraph
 from plait.runtime.sweep.rounds import Piece, Round, most_rounds, rounds_of
 from plait.runtime.sweep.team import Team, TeamSum, share_of
+from plait.schema.settings import TrainSettings
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
 

@@ -16,10 +16,10 @@ from plait.core.codec import finite
 from plait.core.events import Event
 from plait.fusion.search import exploit, goes_on, survivors
 from plait.runtime.sampling import mix
-from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.search import Past, Search
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.trials import array_key, is_fusable, with_values
+from plait.schema.settings import TrainSettings
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10

@@ -8,7 +8,7 @@ from plait.core.codec import encode
 from plait.core.errors import JobError
 from plait.runtime import build
 from plait.runtime.build import DataPair
-from plait.runtime.settings import DataSettings, TrainSettings
+from plait.schema.settings import DataSettings, TrainSettings
 from plait.workloads.losses import MODEL_LOSS
 
 

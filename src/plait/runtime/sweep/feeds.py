@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from plait.runtime.loading import Batch, load
 from plait.runtime.sampling import GlobalBatch, Position, batches
-from plait.runtime.settings import TrainSettings
+from plait.schema.settings import TrainSettings
 
 T = TypeVar("T")
 

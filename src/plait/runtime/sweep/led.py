@@ -15,13 +15,13 @@ from plait.runtime import checkpoint as checkpoints
 from plait.runtime.checkpoint import Checkpoint
 from plait.runtime.loading import Batch
 from plait.runtime.sampling import Position
-from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep import orders
 from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
 from plait.runtime.sweep.lone import LoneArray
 from plait.runtime.sweep.team import Team
+from plait.schema.settings import TrainSettings
 
 if TYPE_CHECKING:
     from plait.runtime.sweep.pipelined import PipelinedArray

@@ -23,7 +23,6 @@ from plait.runtime.build import DataPair
 from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience
-from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.array import Array, Entry
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.desk import Desk
@@ -36,6 +35,7 @@ from plait.runtime.sweep.team import Team, share_of
 from plait.runtime.sweep.trials import with_values
 from plait.runtime.sweep.verified import verify_entries
 from plait.runtime.sweep.width import choose_width, try_two
+from plait.schema.settings import TrainSettings
 
 if TYPE_CHECKING:
     from plait.runtime.sweep.verified_stages import StagesOfTrials

@@ -21,13 +21,13 @@ from plait.runtime import checkpoint as checkpoints
 from plait.runtime.evaluate import find_metric
 from plait.runtime.folder import RunFolder
 from plait.runtime.sampling import Position
-from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.arrays import Arrays
 from plait.runtime.sweep.book import Book, Trial
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.desk import Answer, Question
 from plait.runtime.sweep.seat import newest, save_state, trial_folder
 from plait.runtime.sweep.settings import SweepSettings
+from plait.schema.settings import TrainSettings
 
 REPORT_S = 0.2
 ROWS = 12

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from plait.core.codec import decode, encode
 from plait.fusion.verify import Verdict
 from plait.runtime.checkpoint import Checkpoint, Tensors
-from plait.runtime.settings import TrainSettings
+from plait.schema.settings import TrainSettings
 
 
 @dataclass(frozen=True)

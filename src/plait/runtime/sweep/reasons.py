@@ -12,7 +12,7 @@ from plait.core.errors import PlaitError
 from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
 from plait.fusion.updates import KINDS
-from plait.runtime.settings import TrainSettings
+from plait.schema.settings import TrainSettings
 
 # A sentence in a table or on a terminal.
 LONGEST = 500

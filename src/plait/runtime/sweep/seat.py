@@ -16,9 +16,9 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.optim import LrFactor
 from plait.runtime.patience import Patience
 from plait.runtime.sampling import Position
-from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.array import TrialTensors
 from plait.runtime.sweep.feeds import Feed
+from plait.schema.settings import TrainSettings
 
 NOTES = 200
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from plait.fusion.space import Dimension
-from plait.runtime.settings import TrainSettings
+from plait.schema.settings import TrainSettings
 
 SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
 SEARCHES: tuple[SearchKind, ...] = ("grid", "random", "halving", "asha", "pbt")

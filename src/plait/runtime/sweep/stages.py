@@ -18,9 +18,9 @@ from plait.planner.operations import Layout
 from plait.planner.plan import Plan
 from plait.planner.schedules import operations
 from plait.runtime.arrangement import Arrangement, arrange, with_choices
-from plait.runtime.settings import PipelineSettings, TrainSettings
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.trials import is_fusable, with_values
+from plait.schema.settings import PipelineSettings, TrainSettings
 
 SCHEDULES = (Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE)
 

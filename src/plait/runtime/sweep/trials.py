@@ -15,14 +15,14 @@ from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.fusion.check import shape_key
 from plait.runtime import build
-from plait.runtime.settings import (
+from plait.runtime.sweep.reasons import why_optimizer
+from plait.schema.settings import (
     DataSettings,
     LrScheduleSettings,
     ModelSettings,
     OptimizerSettings,
     TrainSettings,
 )
-from plait.runtime.sweep.reasons import why_optimizer
 from plait.workloads.losses import find_loss
 
 # Sections of the job whose further keys are options, and the fields that are not.

@@ -18,9 +18,9 @@ from plait.fusion.width import Need, measure_need, saturated_width
 from plait.runtime import build
 from plait.runtime.loading import Batch
 from plait.runtime.sampling import Position
-from plait.runtime.settings import TrainSettings
 from plait.runtime.sweep.array import Entry, FusedArray
 from plait.runtime.sweep.feeds import Feed
+from plait.schema.settings import TrainSettings
 
 # What a process beside the tensors of its models takes on a CPU.
 CPU_OVERHEAD_BYTES = 400 * 10**6

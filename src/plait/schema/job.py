@@ -14,18 +14,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from plait.cluster.hosts import LOCAL, MOST_SLOTS, Host, parse_hosts
 from plait.core.errors import JobError
 from plait.core.files import read_text
 from plait.core.names import did_you_mean
 from plait.core.plain_values import plain_copy
 from plait.core.shown import shortened, shown
 from plait.core.yaml_text import MOST_LEVELS, YamlError, dump_yaml, load_yaml
-from plait.job_errors import explain
-from plait.runtime import settings as run
 from plait.runtime.launch import Placement
-from plait.sync.options import TOLERANT, read_options
-from plait.sync.wish import DEFAULT, check_wish, read_wish
+from plait.schema import settings as run
+from plait.schema.hosts import LOCAL, MOST_SLOTS, Host, parse_hosts
+from plait.schema.messages import explain
+from plait.schema.sync_options import TOLERANT, read_options
+from plait.schema.topology_spec import DEFAULT, check_wish, read_wish
 
 # A job file is a page or two of text.
 MOST_BYTES = 1_000_000

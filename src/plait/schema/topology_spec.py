@@ -12,7 +12,7 @@ from plait.core.files import read_text
 from plait.core.names import did_you_mean, in_words, resolve
 from plait.core.shown import shown
 from plait.core.yaml_text import YamlError, load_yaml
-from plait.sync.topology import (
+from plait.schema.topology import (
     NATIVE,
     TOPOLOGIES,
     Hosts,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from plait.sync.wish import TopologyWish
+from plait.schema.topology_spec import TopologyWish
 
 Precision = Literal["float32", "float64", "bf16", "fp16"]
 # Whether what a run built is compared with the plain model first: never, once, or at every start.
@@ -109,7 +109,7 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How workers that hold the same model agree: a kind of plait.sync.options or `auto`, and its options."""
+    """How workers that hold the same model agree: a kind of plait.schema.sync_options or `auto`, and its options."""
 
     kind: str = "all-reduce"
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""What a job may say: its settings as plain values, each default once, and the YAML file at the edge."""
