@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.data.sampler import GlobalBatch, Position
 from plait.runtime.claims import WINDOW, Claim, Claims, Speed, leaves_the_rest
-from plait.runtime.sampling import GlobalBatch, Position
 from support.simulated import DictStore, SimulatedWorker, Simulation
 
 ORDERS = st.integers(2, 6).flatmap(

@@ -11,10 +11,10 @@ import torch
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.errors import DataError
+from plait.data.loader import to_device
+from plait.data.sampler import Position, batches
 from plait.runtime import build
 from plait.runtime.evaluate import evaluate_parts
-from plait.runtime.loading import to_device
-from plait.runtime.sampling import Position, batches
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

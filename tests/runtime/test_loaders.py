@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from plait.core.errors import DataError
+from plait.data.loader import load
+from plait.data.sampler import GlobalBatch, Position
 from plait.runtime import build
 from plait.runtime.evaluate import evaluate_parts, in_order
-from plait.runtime.loading import load
-from plait.runtime.sampling import GlobalBatch, Position
 from plait.schema.settings import DataSettings, ModelSettings
 from support.training import digits_job
 from support.world import run_ranks

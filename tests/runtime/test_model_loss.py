@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from plait.core.errors import DataError, JobError
+from plait.data.sampler import Position, batches
 from plait.planner.depth import Schedule
 from plait.runtime import build
-from plait.runtime.sampling import Position, batches
 from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.workloads.losses import model_loss
 from support.plans import cut_in_two

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from plait.data.loader import to_device
+from plait.data.sampler import Position, batches
 from plait.planner.depth import Schedule
 from plait.runtime import build
-from plait.runtime.loading import to_device
-from plait.runtime.sampling import Position, batches
 from plait.runtime.stretch import cut_step
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from support.plans import planned

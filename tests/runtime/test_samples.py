@@ -15,14 +15,14 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, random_split
 
 from plait.core.errors import DataError, JobError
+from plait.data.batches import DataSource
+from plait.data.loader import cut, load
+from plait.data.sampler import Position, batches
 from plait.planner.depth import Schedule
 from plait.runtime import build
 from plait.runtime.evaluate import in_order
-from plait.runtime.loading import cut, load
 from plait.runtime.open_pipeline import trace_parts
 from plait.runtime.profiling import profile_job
-from plait.runtime.samples import DataSource
-from plait.runtime.sampling import Position, batches
 from plait.schema.job import make_job
 from plait.schema.settings import (
     DataSettings,

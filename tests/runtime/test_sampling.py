@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.runtime.loading import load
-from plait.runtime.sampling import Position, batches, epoch_order, mix, share, steps_per_epoch
+from plait.data.loader import load
+from plait.data.sampler import Position, batches, epoch_order, mix, share, steps_per_epoch
 
 sizes = st.integers(1, 60)
 

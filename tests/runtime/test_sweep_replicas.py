@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from plait.core.errors import InputError
+from plait.data.loader import Batch
+from plait.data.sampler import Position
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
-from plait.runtime.loading import Batch
-from plait.runtime.sampling import Position
 from plait.runtime.sweep.array import FusedArray
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from plait.core.errors import DataError
-from plait.runtime.trees import put_together, take_apart
+from plait.data.trees import put_together, take_apart
 
 Point = namedtuple("Point", "x y")
 

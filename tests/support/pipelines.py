@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.cluster.channels import connect
+from plait.data.sampler import mix
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout, Update
 from plait.profiler.trace import TracedModel, trace
 from plait.runtime.arrangement import Arrangement, microbatches_per_update, one_batch, stream
 from plait.runtime.pipeline import Parts, Pipeline
-from plait.runtime.sampling import mix
 from plait.runtime.update_kernels import use_fused_kernels
 from plait.stages.cut import cut_all
 from plait.workloads.lstm import lstm_tiny

@@ -10,10 +10,10 @@ import torch
 from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
 from plait.core.run_events import SyncChosen
-from plait.runtime import loading
+from plait.data import loader
+from plait.data.sampler import GlobalBatch, Position, epoch_order
 from plait.runtime.build import Parts
 from plait.runtime.data_parallel import DataParallel
-from plait.runtime.sampling import GlobalBatch, Position, epoch_order
 from plait.schema.settings import TrainSettings
 
 STEPS = 10
@@ -50,11 +50,11 @@ def choose_sync(worker: Worker, settings: TrainSettings, parts: Parts) -> SyncCh
     return choose(all_gather_values(own))
 
 
-def _first_share(worker: Worker, settings: TrainSettings, parts: Parts) -> loading.Batch:
+def _first_share(worker: Worker, settings: TrainSettings, parts: Parts) -> loader.Batch:
     """This worker's share of the first batch."""
     data = settings.data
     order = epoch_order(settings.seed, 0, len(parts.train_set), data.shuffle)
-    batches = loading.load(
+    batches = loader.load(
         parts.train_set,
         iter([GlobalBatch(0, tuple(order[: data.batch_size]), Position())]),
         seed=settings.seed,

@@ -21,11 +21,11 @@ from torch.utils.data import IterableDataset
 from plait.cluster.worker import Worker
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
+from plait.data.batches import Collate, DataSource
+from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.runtime.evaluate import Metric, find_metric
 from plait.runtime.optim import build_optimizer, check_groups, check_lr_schedule
 from plait.runtime.pieces import NotInPiecesError, Pieces
-from plait.runtime.samples import Collate, DataSource
-from plait.runtime.sampling import Position, mix, steps_per_epoch
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss

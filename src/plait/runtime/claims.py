@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from plait.runtime.sampling import GlobalBatch, Position, share
+from plait.data.sampler import GlobalBatch, Position, share
 
 # Added to the count to say that no more batches are begun.
 STOPPED = 1 << 40

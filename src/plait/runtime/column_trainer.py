@@ -11,8 +11,9 @@ from torch import Tensor
 from plait.cluster.worker import Worker
 from plait.core import run_events
 from plait.core.events import EventLog
+from plait.data import loader
+from plait.data.sampler import share
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import loading
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts
 from plait.runtime.column import Column
@@ -22,7 +23,6 @@ from plait.runtime.folder import RunFolder
 from plait.runtime.open_pipeline import State, further_names, tell_of_verification, with_gathered
 from plait.runtime.own_pace import OwnPaceTrainer, leave_world
 from plait.runtime.pace import Pace
-from plait.runtime.sampling import share
 from plait.runtime.spans import operations_event
 from plait.runtime.stretch_trainer import StretchTrainer
 from plait.runtime.trainer import Trainer, keep_what_was_built
@@ -78,16 +78,16 @@ class HeadTrainer(OwnPaceTrainer):
         self._column.tell("end")
         self._column.close()
 
-    def _update(self, step: int, share: int, batch: loading.Batch, factor: float) -> Tensor:
+    def _update(self, step: int, share: int, batch: loader.Batch, factor: float) -> Tensor:
         if not batch.count:
             return torch.zeros((), dtype=torch.float64)
         self._column.tell("update", step=step, share=share, count=batch.count, lr=factor)
-        pieces = loading.cut(batch.content, batch.count, self._column.pieces_of(batch.count))
+        pieces = loader.cut(batch.content, batch.count, self._column.pieces_of(batch.count))
         loss = self._column.update(step, share, batch.count, factor, self._on_device(c for c, _ in pieces))
         return torch.tensor(loss, dtype=torch.float64)
 
     def _on_device(self, contents: Iterator[Any]) -> Iterator[Any]:
-        return (loading.to_device(content, self.parts.device, self.parts.dtype) for content in contents)
+        return (loader.to_device(content, self.parts.device, self.parts.dtype) for content in contents)
 
     def _settle(self) -> tuple[int, ...]:
         self._column.tell("settle", step=self.step)
@@ -101,7 +101,7 @@ class HeadTrainer(OwnPaceTrainer):
         size = settings.evaluate.batch_size or settings.data.batch_size
         batches = [b for b in in_order(tests.count(settings.seed), size) if share(b.samples, share_, shares)]
         counts = [len(share(batch.samples, share_, shares)) for batch in batches]
-        found = loading.load(
+        found = loader.load(
             tests,
             iter(batches),
             seed=settings.seed,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from plait.cluster.worker import Worker
+from plait.data.loader import Batch, cut, to_device
 from plait.runtime.build import Parts
 from plait.runtime.evaluate import forward
 from plait.runtime.frozen import FrozenAtStart
-from plait.runtime.loading import Batch, cut, to_device
 from plait.runtime.slow import SlowDown
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_wish

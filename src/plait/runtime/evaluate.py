@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from plait.core.errors import DataError, JobError
 from plait.core.names import did_you_mean, resolve
-from plait.runtime.loading import Batch, load, to_device
-from plait.runtime.sampling import GlobalBatch, Position
-from plait.runtime.streams import StreamOrder, stream_batches
+from plait.data.loader import Batch, load, to_device
+from plait.data.sampler import GlobalBatch, Position
+from plait.data.streams import StreamOrder, stream_batches
 from plait.schema.settings import TrainSettings
 from plait.workloads.metrics import accuracy
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plait.runtime import loading
+from plait.data import loader
 from plait.runtime.build import Parts
 from plait.runtime.evaluate import evaluation_mode, forward
 from plait.schema.settings import TrainSettings
@@ -56,7 +56,7 @@ def _whole_and_in_parts(settings: TrainSettings, parts: Parts, count: int) -> tu
     """The loss of `count` samples, and the mean of that of their parts; None where they are alike anyway."""
     with same_random_numbers(settings.seed), torch.no_grad():
         (content,) = parts.train_set.example_batches((count,), settings.seed)
-        inputs, target = loading.to_device(content, parts.device, parts.dtype)
+        inputs, target = loader.to_device(content, parts.device, parts.dtype)
         plain = settings.loss == "cross-entropy" and not settings.loss_args.get("weight")
         if plain and not bool((target == _IGNORED).any()):
             return None

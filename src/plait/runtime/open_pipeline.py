@@ -17,10 +17,10 @@ from plait.cluster.worker import Worker
 from plait.core.errors import InputError, JobError
 from plait.core.files import write_atomic
 from plait.core.run_events import Verified
+from plait.data import loader
 from plait.planner.depth import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime import loading
 from plait.runtime import pipeline as pipelines
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts, build_model
@@ -70,7 +70,7 @@ def _examples(settings: TrainSettings, parts: Parts, few: int) -> list[tuple[Any
     """Two batches of the training split that differ in their samples and, if there are several, in size."""
     few = max(1, min(few, parts.train_set.length or few))
     contents = parts.train_set.example_batches((few, max(1, few - 1)), settings.seed)
-    return [loading.to_device(content, parts.device, parts.dtype) for content in contents]
+    return [loader.to_device(content, parts.device, parts.dtype) for content in contents]
 
 
 def prepare_pipeline(

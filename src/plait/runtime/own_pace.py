@@ -20,8 +20,9 @@ import torch.distributed as dist
 from plait.cluster.worker import Worker
 from plait.core import run_events
 from plait.core.errors import LostPeer, PeerError
+from plait.data import loader
+from plait.data.sampler import GlobalBatch, mix
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import loading
 from plait.runtime.averagings import PREFIX as SYNC_PREFIX
 from plait.runtime.averagings import averages_gradients, make_averaging, sources_of
 from plait.runtime.build import Parts
@@ -30,7 +31,6 @@ from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.folder import RunFolder
 from plait.runtime.pace import Pace
-from plait.runtime.sampling import GlobalBatch, mix
 from plait.runtime.stretch_trainer import StretchTrainer
 from plait.runtime.whole_state import rest_of_state
 from plait.schema.settings import TrainSettings
@@ -164,11 +164,11 @@ class OwnPaceTrainer(StretchTrainer):
             if self.worker.stop_requested():
                 claims.stop()
 
-    def _update(self, step: int, share: int, batch: loading.Batch, factor: float) -> torch.Tensor:
+    def _update(self, step: int, share: int, batch: loader.Batch, factor: float) -> torch.Tensor:
         """Update on a share of a step's batch and average with others; the share's loss."""
         assert self.engine is not None
         # Random numbers depend on the seed, the step and the share alone, whoever takes it.
-        loading.seed_all(mix(self.settings.seed, step, share))
+        loader.seed_all(mix(self.settings.seed, step, share))
         loss = torch.zeros((), dtype=torch.float64)
         if batch.count:
             loss, _ = self.engine.step(batch, factor)
@@ -195,7 +195,7 @@ class OwnPaceTrainer(StretchTrainer):
             self.worker.store.delete_key(key)
         self._stale = []
 
-    def _load(self, claims: Claims) -> Iterator[tuple[Claim, loading.Batch]]:
+    def _load(self, claims: Claims) -> Iterator[tuple[Claim, loader.Batch]]:
         """The claims that this worker begins, with their samples; loader processes read ahead of the work."""
         for claim, batch in self._fetch(claims.take(), self.settings.data.loaders):
             if claims.leaves():
@@ -204,7 +204,7 @@ class OwnPaceTrainer(StretchTrainer):
                 yield claim, batch
         yield from self._fetch(claims.take_over(), loaders=0)
 
-    def _fetch(self, claims: Iterator[Claim], loaders: int) -> Iterator[tuple[Claim, loading.Batch]]:
+    def _fetch(self, claims: Iterator[Claim], loaders: int) -> Iterator[tuple[Claim, loader.Batch]]:
         taken: deque[Claim] = deque()
 
         def order() -> Iterator[GlobalBatch]:
@@ -212,7 +212,7 @@ class OwnPaceTrainer(StretchTrainer):
                 taken.append(claim)
                 yield claim.batch
 
-        found = loading.load(
+        found = loader.load(
             self.parts.train_set,
             order(),
             seed=self.settings.seed,

@@ -19,12 +19,13 @@ from plait.cluster.collectives import broadcast_value, gather_in_turn
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import JobError
+from plait.data import loader
+from plait.data.sampler import GlobalBatch, Position
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
 from plait.planner.schedules import operations
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import loading
 from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream, with_choices
 from plait.runtime.build import Parts
 from plait.runtime.columns import check_columns
@@ -40,7 +41,6 @@ from plait.runtime.open_pipeline import (
     with_gathered,
 )
 from plait.runtime.own_pieces import arranged_names, fill_pieces, unused_names
-from plait.runtime.sampling import GlobalBatch, Position
 from plait.runtime.spans import operations_event
 from plait.runtime.stretch import Microbatch, StretchWork, cut_step, loaded_by
 from plait.runtime.stretch_trainer import StretchTrainer
@@ -236,7 +236,7 @@ class PipelineTrainer(StretchTrainer):
 
     def _load(self, dataset: Any, microbatches: list[Microbatch]) -> Iterator[Any]:
         parts, data = self.parts, self.settings.data
-        found = loading.load(
+        found = loader.load(
             dataset,
             (GlobalBatch(m.epoch, tuple(m.samples), Position()) for m in microbatches),
             seed=self.settings.seed,
@@ -245,7 +245,7 @@ class PipelineTrainer(StretchTrainer):
             loaders=data.loaders if microbatches else 0,
             pin=parts.device.type == "cuda",
         )
-        return (loading.to_device(batch.content, parts.device, parts.dtype) for batch in found)
+        return (loader.to_device(batch.content, parts.device, parts.dtype) for batch in found)
 
     def _set_lr(self, step: int) -> None:
         factor = self._lr_factor(step)

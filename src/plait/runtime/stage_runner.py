@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.cluster.messages import Message
+from plait.data.loader import seed_all
 from plait.profiler.traced import TracedModel, Value
 from plait.runtime.evaluate import telling_of_types
-from plait.runtime.loading import seed_all
 from plait.runtime.loss_scale import LossScale
 from plait.runtime.module_memory import ModuleMemory, Remembered
 from plait.stages.cut import Stage

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from plait.data.sampler import GlobalBatch, mix, share
 from plait.planner.depth import Schedule
 from plait.planner.operations import Update
 from plait.runtime.arrangement import Arrangement, microbatches_per_update
-from plait.runtime.sampling import GlobalBatch, mix, share
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from plait.cluster.worker import Worker
 from plait.core.events import Event, EventLog
+from plait.data.sampler import GlobalBatch
 from plait.runtime.build import Parts
 from plait.runtime.folder import RunFolder
-from plait.runtime.sampling import GlobalBatch
 from plait.runtime.trainer import Trainer
 from plait.schema.settings import TrainSettings
 

@@ -18,8 +18,10 @@ from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
+from plait.data import loader
+from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches, mix
+from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import loading
 from plait.runtime.build import UNKNOWN_STEPS, Parts, emulated, total_steps
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import evaluate_parts
@@ -28,8 +30,6 @@ from plait.runtime.loss_parts import describe_parts
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience, gain
 from plait.runtime.record import Recorder
-from plait.runtime.sampling import ENDLESS, GlobalBatch, Position, batches, mix
-from plait.runtime.streams import StreamOrder, check_same_stream, has_state, stream_batches
 from plait.schema.settings import TrainSettings
 
 
@@ -127,7 +127,7 @@ class Trainer:
             return "early-stop"
         for batch in itertools.islice(self._batches(), self._steps_left()):
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
-            loading.seed_all(mix(self.settings.seed, self.step, self.worker.rank))
+            loader.seed_all(mix(self.settings.seed, self.step, self.worker.rank))
             factor = self._lr_factor(self.step)
             loss, stop = self.engine.step(batch, factor)
             self.step += 1
@@ -171,11 +171,11 @@ class Trainer:
             keep_last=data.last_batch == "keep",
         )
 
-    def _batches(self) -> Iterator[loading.Batch]:
+    def _batches(self) -> Iterator[loader.Batch]:
         data, parts = self.settings.data, self.parts
         if parts.train_set.is_stream:
             return self._stream()
-        return loading.load(
+        return loader.load(
             parts.train_set,
             self._order(),
             seed=self.settings.seed,
@@ -193,7 +193,7 @@ class Trainer:
                 f"samples as before"
             )
 
-    def _stream(self) -> Iterator[loading.Batch]:
+    def _stream(self) -> Iterator[loader.Batch]:
         """This worker's shares of the batches of a stream, from the run's position on."""
         settings, data, parts = self.settings, self.settings.data, self.parts
         source, worker = parts.train_set, self.worker

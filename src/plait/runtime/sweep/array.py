@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.data.loader import Batch, to_device
+from plait.data.sampler import mix
 from plait.fusion import (
     FusedModule,
     FusedOptimizer,
@@ -37,8 +39,6 @@ from plait.runtime.evaluate import (
     sums_of,
     sums_over_share,
 )
-from plait.runtime.loading import Batch, to_device
-from plait.runtime.sampling import mix
 from plait.runtime.sweep.graph import StepGraph
 from plait.runtime.sweep.rounds import Piece, Round, most_rounds, rounds_of
 from plait.runtime.sweep.team import Team, TeamSum, share_of

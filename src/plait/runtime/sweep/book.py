@@ -14,8 +14,8 @@ from typing import Any
 from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event
+from plait.data.sampler import mix
 from plait.fusion.search import exploit, goes_on, survivors
-from plait.runtime.sampling import mix
 from plait.runtime.sweep.search import Past, Search
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.trials import array_key, is_fusable, with_values

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from plait.runtime.loading import Batch, load
-from plait.runtime.sampling import GlobalBatch, Position, batches
+from plait.data.loader import Batch, load
+from plait.data.sampler import GlobalBatch, Position, batches
 from plait.schema.settings import TrainSettings
 
 T = TypeVar("T")

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from plait.data.loader import Batch
+from plait.data.sampler import Position
 from plait.fusion.verify import Verdict
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.checkpoint import Checkpoint
-from plait.runtime.loading import Batch
-from plait.runtime.sampling import Position
 from plait.runtime.sweep import orders
 from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors
 from plait.runtime.sweep.data import DataSets

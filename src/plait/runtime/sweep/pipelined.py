@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import JobError
+from plait.data import loader
+from plait.data.loader import Batch
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import Verdict
 from plait.planner.operations import Update
 from plait.profiler.traced import TracedModel
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import loading
 from plait.runtime import pipeline as pipelines
 from plait.runtime.arrangement import one_batch
 from plait.runtime.evaluate import in_order, means, sums_of
-from plait.runtime.loading import Batch
 from plait.runtime.open_pipeline import further_names
 from plait.runtime.optim import build_optimizer
 from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors, at
@@ -157,7 +157,7 @@ class PipelinedArray:
         assert parts.test_set is not None
         size = settings.evaluate.batch_size or settings.data.batch_size
         batches = list(in_order(len(parts.test_set), max(1, size // self._arrangement.microbatches)))
-        found = loading.load(
+        found = loader.load(
             parts.test_set, iter(batches), seed=settings.seed, rank=0, world_size=1, loaders=0
         )
         contents = (self._evaluated(batch) for batch in found)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plait.runtime.loading import Batch, cut
+from plait.data.loader import Batch, cut
 
 # A trial's part of a round: a microbatch and how many samples it has.
 Piece = tuple[Any, int]

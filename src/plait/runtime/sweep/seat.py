@@ -11,11 +11,11 @@ from typing import Any
 from plait.core.codec import encode
 from plait.core.errors import CheckpointError
 from plait.core.files import write_atomic
+from plait.data.sampler import Position
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder
 from plait.runtime.optim import LrFactor
 from plait.runtime.patience import Patience
-from plait.runtime.sampling import Position
 from plait.runtime.sweep.array import TrialTensors
 from plait.runtime.sweep.feeds import Feed
 from plait.schema.settings import TrainSettings

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.data.loader import Batch, to_device
+from plait.data.sampler import Position, mix
 from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import TF32_EPS, Verdict, verify_fused
 from plait.runtime.build import AUTOCAST, Parts
 from plait.runtime.evaluate import forward
-from plait.runtime.loading import Batch, to_device
-from plait.runtime.sampling import Position, mix
 from plait.runtime.sweep.array import Entry, fused_loss, losses_alone, losses_of, together
 from plait.runtime.sweep.feeds import Feed
 from plait.runtime.sweep.rounds import Piece, rounds_of

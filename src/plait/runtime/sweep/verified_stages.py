@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, JobError
+from plait.data.loader import Batch
 from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import Verdict
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
 from plait.runtime.agreement import find_stages
 from plait.runtime.arrangement import Arrangement
-from plait.runtime.loading import Batch
 from plait.runtime.open_pipeline import prepare_pipeline
 from plait.runtime.sweep.array import Entry, stacked
 from plait.runtime.sweep.code import Values, check_values, plain_values

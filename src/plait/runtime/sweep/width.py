@@ -12,12 +12,12 @@ import psutil
 import torch
 
 from plait.core.errors import InputError
+from plait.data.loader import Batch
+from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
 from plait.fusion.verify import Verdict
 from plait.fusion.width import Need, measure_need, saturated_width
 from plait.runtime import build
-from plait.runtime.loading import Batch
-from plait.runtime.sampling import Position
 from plait.runtime.sweep.array import Entry, FusedArray
 from plait.runtime.sweep.feeds import Feed
 from plait.schema.settings import TrainSettings

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import DataError
-from plait.runtime.loaders import load_stream
-from plait.runtime.loading import Batch
-from plait.runtime.samples import DataSource, read_epoch
-from plait.runtime.sampling import Position, share
+from plait.data.batches import DataSource, read_epoch
+from plait.data.loader import Batch
+from plait.data.loader_processes import load_stream
+from plait.data.sampler import Position, share
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from plait.core.errors import DataError
-from plait.runtime.sampling import mix
+from plait.data.sampler import mix
 from plait.workloads.data import is_stream
 
 Collate = Callable[[list[Any]], Any]

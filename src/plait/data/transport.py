@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.runtime import trees
+from plait.data import trees
 
 # The bytes of the message, how many of them are its text, and whether they are in a memfd.
 _HEAD = struct.Struct("<qq?")

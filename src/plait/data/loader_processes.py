@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from plait.core.errors import PlaitError
-from plait.runtime import transport
-from plait.runtime.samples import DataSource
+from plait.data import transport
+from plait.data.batches import DataSource
 
 # How many batches each loader prepares in advance.
 AHEAD = 2

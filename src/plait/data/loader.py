@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.core.errors import DataError
-from plait.runtime.loaders import Key, load_batches
-from plait.runtime.samples import DataSource, seed_all
-from plait.runtime.sampling import GlobalBatch, Position, share
+from plait.data.batches import DataSource, seed_all
+from plait.data.loader_processes import Key, load_batches
+from plait.data.sampler import GlobalBatch, Position, share
 
 __all__ = ["Batch", "DataSource", "cut", "load", "seed_all", "to_device"]
 
