@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from plait.cluster import clock
+from plait.comm import clock
 from support.world import run_ranks
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from plait.cluster.channels import Channels, connect
+from plait.comm.channels import Channels, connect
 from plait.core.errors import PeerError
 from support.meeting import rendezvous_of
 from support.world import run_ranks

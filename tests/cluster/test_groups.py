@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.cluster import groups
-from plait.cluster.collectives import all_gather_values, broadcast_named, broadcast_value, gather_named
+from plait.comm import groups
+from plait.comm.collectives import all_gather_values, broadcast_named, broadcast_value, gather_named
 from plait.core.errors import PeerError
 from support.meeting import rendezvous_of
 from support.world import run_ranks

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from plait.cluster.handshake import MOST_PENDING, Address, Listener, StrangerError, connect, new_secret
+from plait.comm.handshake import MOST_PENDING, Address, Listener, StrangerError, connect, new_secret
 
 SECRET = new_secret()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from plait.cluster.nccl import NcclLink
+from plait.comm.links.nccl import NcclLink
 from support.world import run_ranks
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cluster.handshake import connect, new_secret
-from plait.cluster.store import PURPOSE, StoreClient, StoreServer
 from plait.cluster.worker import JobStore
+from plait.comm.handshake import connect, new_secret
+from plait.comm.store import PURPOSE, StoreClient, StoreServer
 from plait.core.errors import LostPeer, PeerError
 
 SECRET = new_secret()

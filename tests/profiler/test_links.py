@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from plait.cluster.channels import Channels
+from plait.comm.channels import Channels
 from plait.core.errors import InputError
 from plait.profiler.links import Link, measure_links
 from support.meeting import rendezvous_of

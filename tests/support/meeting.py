@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.rendezvous import Rendezvous
 
 SECRET = b"only for tests"
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.cluster.channels import connect
+from plait.comm.channels import connect
 from plait.data.sampler import mix
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout, Update

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.cluster.messages import Content, Message
+from plait.comm.links.packing import Content, Message
 
 BEATS = 5
 WINDOW = 8

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from plait.cluster.collectives import broadcast_value
-from plait.cluster.store import StoreServer
+from plait.comm.collectives import broadcast_value
+from plait.comm.store import StoreServer
 from plait.core.codec import encode
 from plait.fusion.space import Dimension, parse_dimension
 from plait.runtime.sweep import worker as sweep_worker

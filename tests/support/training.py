@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.rendezvous import Rendezvous
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.folder import RunFolder

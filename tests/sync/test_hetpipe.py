@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.cluster.messages import Content, Message
+from plait.comm.links.packing import Content, Message
 from plait.core.errors import PeerError
 from plait.sync.hetpipe import PULL, Server, held_up_by
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from plait.cluster.messages import Content, Message
+from plait.comm.links.packing import Content, Message
 from plait.sync.peers import Inbox, SharedClock, Stopwatch
 
 

@@ -29,8 +29,8 @@ from typing import Any
 from plait.cluster.fork_server import ForkServer, ServerGoneError
 from plait.cluster.host_links import watch_hosts
 from plait.cluster.lines import LineBuffer
-from plait.cluster.store import StoreServer
 from plait.cluster.verdict import describe_status
+from plait.comm.store import StoreServer
 from plait.core.errors import InputError
 from plait.schema.hosts import address_of, interface_of
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plait.cluster.handshake import Address
-from plait.cluster.store import StoreClient
+from plait.comm.handshake import Address
+from plait.comm.store import StoreClient
 from plait.core.errors import PeerError
 
 LOOK_S = 1.0

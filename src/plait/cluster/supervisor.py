@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.cluster.handshake import new_secret
 from plait.cluster.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
+from plait.comm.handshake import new_secret
 from plait.core.errors import InputError, LaunchError
 from plait.schema.hosts import LOCAL, Host
 

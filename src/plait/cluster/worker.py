@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.groups import join_world
-from plait.cluster.handshake import Address
 from plait.cluster.lines import LineBuffer
-from plait.cluster.rendezvous import Rendezvous
-from plait.cluster.store import StoreClient
+from plait.comm.groups import join_world
+from plait.comm.handshake import Address
+from plait.comm.rendezvous import Rendezvous
+from plait.comm.store import StoreClient
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
 from plait.core.names import resolve
 

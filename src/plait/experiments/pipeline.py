@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.rendezvous import Rendezvous
 from plait.cluster.worker import Worker
+from plait.comm.rendezvous import Rendezvous
 from plait.experiments import (
     pipeline_comparison,
     pipeline_convergence,

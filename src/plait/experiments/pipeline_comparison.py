@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.cluster.channels import connect
-from plait.cluster.rendezvous import Rendezvous
 from plait.cluster.worker import Worker
+from plait.comm.channels import connect
+from plait.comm.rendezvous import Rendezvous
 from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_models import job
 from plait.experiments.pipeline_sides import FixedWork

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
+from plait.comm.collectives import all_gather_values
 from plait.core.codec import encode
 from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row

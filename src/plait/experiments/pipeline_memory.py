@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.cluster.channels import Channels, connect
 from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.cluster.worker import Worker
+from plait.comm.channels import Channels, connect
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
 from plait.experiments.bench import Claim, Row

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.cluster.channels import Channels, connect
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.channels import Channels, connect
+from plait.comm.rendezvous import Rendezvous
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout, Update
 from plait.profiler.trace import trace

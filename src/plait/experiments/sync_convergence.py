@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.cluster.groups import join_world
-from plait.cluster.rendezvous import Rendezvous
 from plait.cluster.worker import Worker
+from plait.comm.groups import join_world
+from plait.comm.rendezvous import Rendezvous
 from plait.core import run_events
 from plait.core.events import read
 from plait.experiments.bench import Claim, Row

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
+from plait.comm.collectives import all_gather_values
 from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_sides import SleepingLayer
 from plait.experiments.world import in_world

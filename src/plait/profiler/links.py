@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.channels import Channels, connect
-from plait.cluster.collectives import broadcast_value
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.channels import Channels, connect
+from plait.comm.collectives import broadcast_value
+from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError
 
 _DEADLINE_S = 120.0

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.cluster.groups import new_group
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.groups import new_group
+from plait.comm.rendezvous import Rendezvous
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
 from plait.profiler.traced import TracedModel

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
+from plait.comm.collectives import all_gather_values
 from plait.core.run_events import SyncChosen
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position, epoch_order

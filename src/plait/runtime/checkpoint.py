@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.cluster.collectives import broadcast_named, broadcast_value
+from plait.comm.collectives import broadcast_named, broadcast_value
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, DiskError
 from plait.core.files import sync_folder, write_atomic, writing

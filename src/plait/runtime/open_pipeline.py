@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.cluster.channels import Channels, connect
-from plait.cluster.clock import clock_offset
-from plait.cluster.collectives import broadcast_value
 from plait.cluster.worker import Worker
+from plait.comm.channels import Channels, connect
+from plait.comm.clock import clock_offset
+from plait.comm.collectives import broadcast_value
 from plait.core.errors import InputError, JobError
 from plait.core.files import write_atomic
 from plait.core.run_events import Verified

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from plait.cluster.channels import connect
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.channels import connect
+from plait.comm.rendezvous import Rendezvous
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout
 from plait.profiler.trace import trace

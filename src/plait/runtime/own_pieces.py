@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.cluster.collectives import broadcast_value
+from plait.comm.collectives import broadcast_value
 from plait.profiler.traced import TracedModel
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.arrangement import Arrangement

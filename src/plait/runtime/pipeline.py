@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from plait.cluster.channels import Channels
-from plait.cluster.collectives import gather_named
-from plait.cluster.messages import Message
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.channels import Channels
+from plait.comm.collectives import gather_named
+from plait.comm.links.packing import Message
+from plait.comm.rendezvous import Rendezvous
 from plait.planner.depth import Schedule
 from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced import TracedModel

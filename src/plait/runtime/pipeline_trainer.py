@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from plait.cluster.collectives import broadcast_value, gather_in_turn
 from plait.cluster.worker import Worker
+from plait.comm.collectives import broadcast_value, gather_in_turn
 from plait.core.codec import decode
 from plait.core.errors import JobError
 from plait.data import loader

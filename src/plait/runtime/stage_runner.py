@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from plait.cluster.messages import Message
+from plait.comm.links.packing import Message
 from plait.data.loader import seed_all
 from plait.profiler.traced import TracedModel, Value
 from plait.runtime.evaluate import telling_of_types

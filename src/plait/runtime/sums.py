@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from plait.cluster.groups import new_group
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.groups import new_group
+from plait.comm.rendezvous import Rendezvous
 from plait.profiler.links import Sum, sum_of_times
 from plait.schema.topology_spec import TopologyWish
 from plait.sync.all_reduce import AllReduce

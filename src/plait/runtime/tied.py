@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from plait.cluster.groups import new_group
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.groups import new_group
+from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError
 from plait.planner.operations import Forward, Update
 from plait.runtime.agreement import clip_alone

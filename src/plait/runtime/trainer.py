@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.collectives import all_gather_values
 from plait.cluster.worker import Worker
+from plait.comm.collectives import all_gather_values
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.data import loader

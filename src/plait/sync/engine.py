@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.regions import Ear, NearPeer
+from plait.comm.links.shm_regions import Ear, NearPeer
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Route, Topology
 from plait.sync.far import FarStream, tag_of

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plait.cluster.mail import Mail
-from plait.cluster.messages import Message
-from plait.cluster.presence import Presence
+from plait.comm.heartbeat import Presence
+from plait.comm.links.packing import Message
+from plait.comm.mailbox import Mail
 from plait.sync.peers import Inbox
 from plait.sync.vector import Vector
 

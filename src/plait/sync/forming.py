@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait.cluster.messages import Message
+from plait.comm.links.packing import Message
 from plait.sync.peers import Inbox, Peers, SharedClock
 from plait.sync.rounds import (
     VOID,

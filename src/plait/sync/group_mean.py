@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plait.cluster.messages import Message
+from plait.comm.links.packing import Message
 from plait.sync.connectivity import owners_for, spans
 from plait.sync.peers import Inbox, Peers
 from plait.sync.vector import put_mean

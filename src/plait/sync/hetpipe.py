@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.mail import Mail
+from plait.comm.mailbox import Mail
 from plait.core.errors import LostPeer, PeerError
 from plait.sync.averaging import AtSettle, Tally
 from plait.sync.connectivity import shards

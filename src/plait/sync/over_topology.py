@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.cluster.channels import meet_near
-from plait.cluster.collectives import all_gather_values
-from plait.cluster.regions import NearPeer, Region
+from plait.comm.channels import meet_near
+from plait.comm.collectives import all_gather_values
+from plait.comm.links.shm_regions import NearPeer, Region
 from plait.core.codec import encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Topology

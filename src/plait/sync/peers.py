@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from plait.cluster.mail import Mail
-from plait.cluster.messages import Message
-from plait.cluster.presence import Presence
+from plait.comm.heartbeat import Presence
+from plait.comm.links.packing import Message
+from plait.comm.mailbox import Mail
 from plait.core.errors import LostPeer, PeerError
 
 FLUSH_S = 0.25

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.rendezvous import Rendezvous
 
 
 class Pending(Protocol):

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from plait.cluster.channels import Channels
-from plait.cluster.rendezvous import Rendezvous
 from plait.cluster.worker import Worker
+from plait.comm.channels import Channels
+from plait.comm.rendezvous import Rendezvous
 from plait.core.codec import decode
 from plait.core.errors import InputError, JobError
 from plait.planner.depth import Schedule

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from plait.cluster.collectives import broadcast_named, broadcast_value, gather_named
-from plait.cluster.groups import new_group
 from plait.cluster.worker import Worker
+from plait.comm.collectives import broadcast_named, broadcast_value, gather_named
+from plait.comm.groups import new_group
 from plait.core.errors import InputError
 from plait.fusion.unfused import note_trials, trials_without_gradient
 from plait.runtime.sweep.orders import Order, Step, from_message, to_message

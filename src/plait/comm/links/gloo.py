@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.messages import NONE_RECEIVED, Buffer, Message, Received, packing_of
+from plait.comm.links.packing import NONE_RECEIVED, Buffer, Message, Received, packing_of
 
 _FIRST_CAPACITY = 1 << 12
 # The tag on which two ends tell each other at their close what they have posted, and for how many channels.

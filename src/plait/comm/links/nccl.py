@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.gpu import GpuMemory, name_of
-from plait.cluster.messages import Buffer, Message, packing_of
-from plait.cluster.remote import RemoteLink
+from plait.comm.links.cuda_ipc import GpuMemory, name_of
+from plait.comm.links.gloo import RemoteLink
+from plait.comm.links.packing import Buffer, Message, packing_of
 
 _HEADS = 0
 # Heads are small; what may be under way is counted by channel.

@@ -17,13 +17,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from plait.cluster.collectives import all_gather_values
-from plait.cluster.gpu import name_of, reachable_from
-from plait.cluster.messages import Message
-from plait.cluster.nccl import NcclLink, NcclPeers, make_nccl_links
-from plait.cluster.remote import RemoteLink
-from plait.cluster.rendezvous import Rendezvous, shares_memory
-from plait.cluster.shared import SharedLink, wait_for_notices
+from plait.comm.collectives import all_gather_values
+from plait.comm.links.cuda_ipc import name_of, reachable_from
+from plait.comm.links.gloo import RemoteLink
+from plait.comm.links.nccl import NcclLink, NcclPeers, make_nccl_links
+from plait.comm.links.packing import Message
+from plait.comm.links.shm import SharedLink, wait_for_notices
+from plait.comm.rendezvous import Rendezvous, shares_memory
 from plait.core.codec import decode, encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from plait.cluster.handshake import Address, Listener, connect
+from plait.comm.handshake import Address, Listener, connect
 from plait.core.errors import LostPeer, PeerError
 
 

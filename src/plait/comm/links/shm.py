@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.cluster.gpu import GpuMemory
-from plait.cluster.messages import Buffer, Message, Packing, packing_of
+from plait.comm.links.cuda_ipc import GpuMemory
+from plait.comm.links.packing import Buffer, Message, Packing, packing_of
 
 _NOTICE = struct.Struct("<BIIQ")
 _FULL, _FREE, _END, _FULL_GPU = 1, 2, 3, 4

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from plait.cluster.handshake import Address, Listener, connect
+from plait.comm.handshake import Address, Listener, connect
 from plait.core.errors import LostPeer, PeerError
 
 PURPOSE = "store"

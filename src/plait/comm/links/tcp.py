@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.cluster.messages import Buffer, Message, packing_of
+from plait.comm.links.packing import Buffer, Message, packing_of
 
 # The kind of frame, the channel, the bytes that follow.
 _HEAD = struct.Struct("<BIQ")

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from plait.cluster.gpu import GpuMemory
+from plait.comm.links.cuda_ipc import GpuMemory
 
 # The number of the message (a microbatch), the whole message's bytes, the description's bytes; a channel of
 # the other direction, and how many messages the sender has received on that.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.rendezvous import Rendezvous
+from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError
 
 ATTEMPTS = 5

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from plait.cluster.messages import Message
-from plait.cluster.rendezvous import Rendezvous
-from plait.cluster.shared import SharedLink
-from plait.cluster.wire import WireLink
+from plait.comm.links.packing import Message
+from plait.comm.links.shm import SharedLink
+from plait.comm.links.tcp import WireLink
+from plait.comm.rendezvous import Rendezvous
 
 Link = SharedLink | WireLink
 WINDOW = 8

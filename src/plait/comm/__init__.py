@@ -1,0 +1,1 @@
+"""Tensors and plain values between two workers: links, channels, mailbox, store. No algorithms."""
