@@ -541,8 +541,8 @@ def _cut_link(act: Act) -> None:
 
 FAULT_ACTIONS: dict[str, Callable[[Act], None]] = {
     "kill-worker": _kill_worker,
-    "kill-agent": _kill_named("plait.cluster.agent"),
-    "kill-server": _kill_named("plait.cluster.fork_server"),
+    "kill-agent": _kill_named("plait.launch.agent"),
+    "kill-server": _kill_named("plait.launch.fork_server"),
     "kill-launcher": _kill_launcher,
     "kill-all": _kill_all,
     "kill-early": _kill_any,

@@ -31,12 +31,12 @@ from plait.fusion.space import parse_dimension
 from plait.graph import pipedream
 from plait.graph.graph import Edge, Graph, Node, Tie
 from plait.jobs.sweep import make_sweep
+from plait.launch.run_dir import RunFolder
 from plait.planner import Plan, Settings, fastest_plan, machines, render_plan, save_plan
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import LayerSpread, Profile, load_profile, save_profile
 from plait.profiler.timing import Timed
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.folder import RunFolder
 from plait.runtime.measure import measure_run
 from plait.runtime.pipeline_trainer import check_pipeline
 from plait.runtime.planned import PlanWish, planned

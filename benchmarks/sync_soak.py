@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
-from plait.cluster.worker import JobStore
 from plait.comm.handshake import Address
 from plait.comm.heartbeat import Presence
 from plait.comm.mailbox import open_mail
 from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreServer
+from plait.launch.worker import JobStore
 from plait.sync.connectivity import components
 from plait.sync.partial_reduce import PartialReduce
 from plait.sync.peers import Peers

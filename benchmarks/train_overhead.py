@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
+from plait.launch.run_dir import RunFolder
 from plait.runtime import build
-from plait.runtime.folder import RunFolder
 from plait.runtime.trainer import Trainer
 from plait.schema.settings import (
     CheckpointSettings,

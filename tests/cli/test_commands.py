@@ -23,9 +23,9 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import InputError
+from plait.launch.run_dir import RunFolder
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.folder import RunFolder
 from plait.runtime.trainer import Trainer
 from plait.runtime.worker import check_order
 from plait.schema.job import read_job

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.core.errors import InputError, PlaitError
-from plait.runtime.folder import RunFolder
+from plait.launch.run_dir import RunFolder
 
 GOOD: dict[str, Any] = {
     "state": "running",

@@ -20,10 +20,10 @@ from plait.cli.sweep import SweepDisplay, show_result, trials_table
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.jobs.sweep import make_sweep, placement_of, sweep
+from plait.launch.run_dir import RunFolder
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan, save_plan
 from plait.report.sweep import as_csv
-from plait.runtime.folder import RunFolder
 from plait.runtime.measure import measure_run
 from plait.runtime.sweep.worker import check_order
 from support.plans import planned

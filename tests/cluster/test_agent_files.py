@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait.cluster.agent import remove_shared_files
+from plait.launch.agent import remove_shared_files
 
 
 def test_only_files_of_the_given_processes_are_removed(tmp_path: Path):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from plait.cluster.imports import import_all
+from plait.launch.preload import import_all
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plait.cluster.supervisor import WorkerError
 from plait.core.errors import InputError, LaunchError
+from plait.launch.supervisor import WorkerError
 from plait.schema.hosts import Host, address_of, parse_hosts
 from support.launching import Memory, launch_entry, left_behind
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plait.cluster import supervisor
-from plait.cluster.supervisor import Interrupted, WorkerError
 from plait.core.errors import LaunchError
+from plait.launch import supervisor
+from plait.launch.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import LOCAL, Host
 from support.hosts import Hosts
 from support.launching import Memory, launch_entry, left_behind
@@ -91,7 +91,7 @@ def stop_a_worker_and_kill(what: Callable[[Memory], int]) -> Callable[[Memory], 
 
 
 def agent_of(memory: Memory) -> int:
-    (agent,) = (p for p in psutil.Process().children() if "plait.cluster.agent" in " ".join(p.cmdline()))
+    (agent,) = (p for p in psutil.Process().children() if "plait.launch.agent" in " ".join(p.cmdline()))
     return agent.pid
 
 

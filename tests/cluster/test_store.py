@@ -12,10 +12,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cluster.worker import JobStore
 from plait.comm.handshake import connect, new_secret
 from plait.comm.store import PURPOSE, StoreClient, StoreServer
 from plait.core.errors import LostPeer, PeerError
+from plait.launch.worker import JobStore
 
 SECRET = new_secret()
 

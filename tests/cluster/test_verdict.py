@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from plait.cluster.verdict import RankState, find_cause, is_settled
-from plait.cluster.worker import describe_failure
 from plait.core.errors import DataError, LostPeer, PeerError
+from plait.launch.verdict import RankState, find_cause, is_settled
+from plait.launch.worker import describe_failure
 
 
 def states(**signs: Any) -> list[RankState]:

@@ -18,9 +18,9 @@ import pytest
 
 import plait
 from plait.core.errors import InputError, PlaitError
+from plait.launch.run import Silent
+from plait.launch.run_dir import RunFolder
 from plait.runtime.checkpoint import list_checkpoints, load
-from plait.runtime.folder import RunFolder
-from plait.runtime.launch import Silent
 from plait.runtime.measure import measure_run
 
 HERE = str(Path(__file__).parent)
@@ -135,7 +135,7 @@ class KillTheWriter(Silent):
 def test_a_last_checkpoint_that_takes_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The other workers are done long before it is written."""
     monkeypatch.setenv("PLAIT_SAVING", str(tmp_path / "saving"))
-    monkeypatch.setattr("plait.cluster.supervisor.LINGER_S", 0.1)
+    monkeypatch.setattr("plait.launch.supervisor.LINGER_S", 0.1)
     slow = {"kind": "broken:slow_to_save", "seconds": 1.5, "batch_size": 9}
     result = plait.train(job(tmp_path, data=slow, parallel={"workers": 3, "sync": "partial-reduce"}))
     assert result["reason"] == "finished"

@@ -16,12 +16,12 @@ from plait.core import run_events
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError, PeerError
 from plait.core.events import read
+from plait.launch.run_dir import RunFolder
 from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
 from plait.runtime import build, checkpoint
 from plait.runtime.column import Column
 from plait.runtime.columns import columns_of
-from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import check_pipeline
 from plait.runtime.worker import make_trainer
 from plait.schema.settings import (

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from plait.jobs.train import train
+from plait.launch.run import Silent
 from plait.planner.depth import Schedule
-from plait.runtime.launch import Silent
 from plait.schema.job import make_job
 from plait.sync.all_reduce import AllReduce
 from support.pipelines import Case, Delayed, train_many, train_plainly

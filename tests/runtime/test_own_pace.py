@@ -17,11 +17,11 @@ from plait.core import run_events
 from plait.core.errors import JobError
 from plait.core.events import read
 from plait.jobs.train import train
+from plait.launch.run_dir import RunFolder
 from plait.runtime import build
 from plait.runtime.auto_sync import choose
 from plait.runtime.checkpoint import list_checkpoints
 from plait.runtime.data_parallel import DataParallel
-from plait.runtime.folder import RunFolder
 from plait.runtime.worker import make_trainer
 from plait.schema.job import make_job
 from plait.schema.settings import (

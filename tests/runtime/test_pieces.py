@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.launch.run_dir import RunFolder
 from plait.planner.depth import Schedule
 from plait.planner.operations import straight_layout
 from plait.runtime import build
 from plait.runtime.checkpoint import list_checkpoints, load
-from plait.runtime.folder import RunFolder
 from plait.runtime.pieces import NotInPiecesError, Pieces
 from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings

@@ -19,10 +19,10 @@ from plait.cli.show import describe
 from plait.core import events as core_events
 from plait.core import run_events as events
 from plait.core.errors import DataError, JobError
+from plait.launch.run_dir import RunFolder
 from plait.planner.depth import Schedule
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.folder import RunFolder
 from plait.runtime.profiling import profile_job
 from plait.schema.settings import (
     CheckpointSettings,

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from plait.core import events as core_events
 from plait.core import run_events
+from plait.launch.run_dir import RunFolder
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.folder import RunFolder
 from plait.runtime.measure import measure_run
 from plait.schema.settings import (
     DataSettings,

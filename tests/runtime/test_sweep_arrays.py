@@ -9,7 +9,7 @@ import pytest
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.runtime.folder import RunFolder
+from plait.launch.run_dir import RunFolder
 from plait.runtime.sweep import loop
 from plait.runtime.sweep.settings import SweepSettings
 from plait.schema.settings import (

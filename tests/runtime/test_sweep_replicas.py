@@ -13,8 +13,8 @@ import torch.distributed as dist
 from plait.core.errors import InputError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
+from plait.launch.run_dir import RunFolder
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.folder import RunFolder
 from plait.runtime.sweep.array import FusedArray
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry

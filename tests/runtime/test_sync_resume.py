@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.launch.run_dir import RunFolder
 from plait.runtime import build, checkpoint
-from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
 from plait.schema.settings import (
     CheckpointSettings,

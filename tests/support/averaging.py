@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from plait.cluster.worker import JobStore
 from plait.comm.handshake import Address
 from plait.comm.heartbeat import Presence
 from plait.comm.mailbox import Mail, open_mail
 from plait.comm.store import StoreClient, StoreServer
+from plait.launch.worker import JobStore
 from plait.sync.partial_reduce import PartialReduce
 from plait.sync.peers import Peers
 from plait.sync.rounds import Closed, Rules, read_outcome

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from plait.cluster.supervisor import Launch, Supervisor, WorkerState
+from plait.launch.supervisor import Launch, Supervisor, WorkerState
 from plait.schema.hosts import LOCAL, Host
 
 # Tells the processes of this test run's launches from those of another.
@@ -75,7 +75,7 @@ def left_behind() -> list[str]:
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            agent = process in ours and "plait.cluster.agent" in line
+            agent = process in ours and "plait.launch.agent" in line
             worker = process.environ().get(MARK) == str(os.getpid())
             if (agent or worker) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(line)

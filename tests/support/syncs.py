@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.launch.run_dir import RunFolder
 from plait.runtime import build
-from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
 from plait.schema.settings import DataSettings, SyncSettings, TrainSettings
 from support.averaging import job_store, open_store

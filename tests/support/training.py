@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
+from plait.launch.run_dir import RunFolder
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.folder import RunFolder
 from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.runtime.trainer import Trainer
 from plait.schema.settings import (

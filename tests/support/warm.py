@@ -5,7 +5,7 @@ It is for worlds alone: importing it traces models, which takes seconds.
 
 import torch
 
-from plait.cluster.imports import import_all
+from plait.launch.preload import import_all
 
 # With CUDA, tracing looks at the GPU, which a process that was forked then cannot use.
 traced = ("support.traces",) if torch.version.cuda is None else ()

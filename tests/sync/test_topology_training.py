@@ -11,8 +11,8 @@ import pytest
 
 from plait.core import events as core_events
 from plait.core.errors import InputError
+from plait.launch.run_dir import RunFolder
 from plait.runtime import build
-from plait.runtime.folder import RunFolder
 from plait.runtime.trainer import Trainer
 from plait.schema.job import make_job
 from plait.schema.settings import OptimizerSettings, TrainSettings

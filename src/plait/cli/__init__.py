@@ -19,8 +19,8 @@ from plait.cli.planning import plan, profile
 from plait.cli.runs import evaluate, status, stop
 from plait.cli.sweep import sweep
 from plait.cli.train import train
-from plait.cluster.imports import remove_empty_cache
 from plait.core.errors import PlaitError
+from plait.launch.preload import remove_empty_cache
 
 app = typer.Typer(
     name="plait",

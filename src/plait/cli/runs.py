@@ -17,7 +17,7 @@ from plait.cli.status_file import read_cause, read_status
 from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
 from plait.core.units import show_seconds
-from plait.runtime.folder import RunFolder, find_run
+from plait.launch.run_dir import RunFolder, find_run
 
 RunArgument = Annotated[
     str, typer.Argument(help="A run's folder, its name, or a job's name.", show_default=False)

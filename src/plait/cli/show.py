@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from plait.cluster.supervisor import WorkerState
 from plait.core.units import count_of, show_rate, show_seconds
-from plait.runtime.folder import RunFolder
+from plait.launch.run_dir import RunFolder
+from plait.launch.supervisor import WorkerState
 
 PLAIN_LINE_S = 5.0
 

@@ -12,7 +12,7 @@ import psutil
 from plait.core.artefact import read_json
 from plait.core.errors import ArtefactError
 from plait.core.shown import shortened, shown
-from plait.runtime.folder import RunFolder
+from plait.launch.run_dir import RunFolder
 from plait.schema.hosts import LOCAL
 
 # How the messages begin with which runs fail; what follows is a log's place, or what an agent printed.

@@ -23,10 +23,10 @@ from plait.cli.train import STOPPED, JsonFlag, placed
 from plait.core.errors import InputError
 from plait.core.shown import shown
 from plait.core.units import count_of, show_rate, show_seconds
-from plait.runtime.folder import RunFolder
+from plait.launch.run_dir import RunFolder
 
 if TYPE_CHECKING:
-    from plait.cluster.supervisor import WorkerState
+    from plait.launch.supervisor import WorkerState
 
 SHOWN = 20
 PLAIN_LINE_S = 5.0

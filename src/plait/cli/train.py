@@ -12,7 +12,7 @@ import typer
 from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import JobError
 from plait.core.shown import shown
-from plait.runtime.folder import RunFolder
+from plait.launch.run_dir import RunFolder
 
 if TYPE_CHECKING:
     from plait.schema.job import Job

@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.worker import Worker
 from plait.comm.rendezvous import Rendezvous
 from plait.experiments import (
     pipeline_comparison,
@@ -26,6 +25,7 @@ from plait.experiments import (
 from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Bench, Claim, Row
 from plait.experiments.world import in_world
+from plait.launch.worker import Worker
 from plait.planner.depth import Schedule
 
 PIECES = 8

@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.cluster.worker import Worker
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
 from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_models import job
 from plait.experiments.pipeline_sides import FixedWork
 from plait.experiments.world import in_world
+from plait.launch.worker import Worker
 from plait.planner import (
     Plan,
     Schedule,

@@ -17,9 +17,9 @@ from pathlib import Path
 from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.experiments.bench import Claim, Row
+from plait.launch.run import Placement, Silent, launch
+from plait.launch.run_dir import RunFolder
 from plait.planner import Schedule
-from plait.runtime.folder import RunFolder
-from plait.runtime.launch import Placement, Silent, launch
 from plait.runtime.planned import PlanWish, planned
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import (

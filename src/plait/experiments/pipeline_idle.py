@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.worker import Worker
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import encode
 from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
+from plait.launch.worker import Worker
 from plait.planner.depth import Schedule
 from plait.planner.operations import Backward, Forward, Layout, Op, Update
 from plait.planner.schedules import operations

@@ -30,14 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.cluster.supervisor import Supervisor, Unwatched
-from plait.cluster.worker import Worker
 from plait.comm.channels import Channels, connect
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
 from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_models import job
 from plait.experiments.pipeline_sides import FixedWork
+from plait.launch.run import Placement
+from plait.launch.supervisor import Supervisor, Unwatched
+from plait.launch.worker import Worker
 from plait.planner import (
     Plan,
     Schedule,
@@ -51,7 +52,6 @@ from plait.profiler.profile import Profile
 from plait.profiler.trace import trace
 from plait.runtime import build
 from plait.runtime.arrangement import arrange, one_batch, stream
-from plait.runtime.launch import Placement
 from plait.runtime.optim import build_optimizer
 from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_together

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.supervisor import Supervisor, Unwatched
 from plait.core.codec import encode
 from plait.core.events import read
 from plait.core.run_events import Operations
 from plait.experiments.bench import Claim, Row
+from plait.launch.run import Placement
+from plait.launch.run_dir import RunFolder
+from plait.launch.supervisor import Supervisor, Unwatched
 from plait.planner import Plan
-from plait.runtime.folder import RunFolder
-from plait.runtime.launch import Placement
 from plait.runtime.planned import PlanWish, planned
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings

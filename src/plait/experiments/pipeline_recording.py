@@ -14,11 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from plait.cluster.worker import Worker
 from plait.core.events import EventLog
 from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
+from plait.launch.worker import Worker
 from plait.planner.depth import Schedule
 from plait.runtime.pipeline import Pipeline
 from plait.runtime.spans import operations_event

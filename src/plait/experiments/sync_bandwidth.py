@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.cluster.supervisor import Launch, Supervisor, Unwatched
-from plait.cluster.worker import Worker
 from plait.core.names import resolve
 from plait.experiments.bench import Claim, Row
 from plait.experiments.shaped_hosts import NIC, hosts_on_a_bridge, missing_for_shaping
+from plait.launch.supervisor import Launch, Supervisor, Unwatched
+from plait.launch.worker import Worker
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.topology import NATIVE, TOPOLOGIES, Route, Topology, make_topology
 from plait.sync.all_reduce import AllReduce, make_buckets

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.cluster.worker import Worker
 from plait.comm.groups import join_world
 from plait.comm.rendezvous import Rendezvous
 from plait.core import run_events
 from plait.core.events import read
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime import build
-from plait.runtime.folder import RunFolder
 from plait.runtime.worker import make_trainer
 from plait.schema.settings import (
     CheckpointSettings,

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.worker import Worker
 from plait.comm.collectives import all_gather_values
 from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_sides import SleepingLayer
 from plait.experiments.world import in_world
+from plait.launch.worker import Worker
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout
 from plait.profiler.trace import trace

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.worker import Worker
 from plait.comm.collectives import all_gather_values
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
+from plait.launch.worker import Worker
 from plait.runtime.averagings import make_averaging
 from plait.schema.sync_options import EQUAL_STEPS, read_options
 from plait.schema.topology import make_topology

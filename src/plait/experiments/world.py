@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.supervisor import Launch, Supervisor, Unwatched
+from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.schema.hosts import LOCAL, Host
 
 

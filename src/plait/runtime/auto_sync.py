@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from plait.cluster.worker import Worker
 from plait.comm.collectives import all_gather_values
 from plait.core.run_events import SyncChosen
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position, epoch_order
+from plait.launch.worker import Worker
 from plait.runtime.build import Parts
 from plait.runtime.data_parallel import DataParallel
 from plait.schema.settings import TrainSettings

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.cluster.worker import Worker
 from plait.comm.heartbeat import Presence
 from plait.comm.mailbox import open_mail
+from plait.launch.worker import Worker
 from plait.runtime.build import Parts
 from plait.schema.sync_options import (
     AdPsgdOptions,

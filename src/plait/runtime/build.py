@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from plait.cluster.worker import Worker
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource
 from plait.data.sampler import Position, mix, steps_per_epoch
+from plait.launch.worker import Worker
 from plait.runtime.evaluate import Metric, find_metric
 from plait.runtime.optim import build_optimizer, check_groups, check_lr_schedule
 from plait.runtime.pieces import NotInPiecesError, Pieces

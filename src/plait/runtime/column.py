@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.cluster.worker import Worker
 from plait.data.sampler import mix
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.planner.operations import Update
 from plait.runtime.arrangement import Arrangement, one_batch
 from plait.runtime.averagings import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.runtime.build import Parts
 from plait.runtime.columns import check_ties, columns_of
 from plait.runtime.evaluate import sums_of
-from plait.runtime.folder import RunFolder
 from plait.runtime.open_pipeline import State, open_pipeline, prepare_together
 from plait.runtime.stretch import pieces_of
 from plait.runtime.whole_state import rest_of_state

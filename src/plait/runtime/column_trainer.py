@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.cluster.worker import Worker
 from plait.core import run_events
 from plait.core.events import EventLog
 from plait.data import loader
 from plait.data.sampler import share
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts
 from plait.runtime.column import Column
 from plait.runtime.columns import columns_of
 from plait.runtime.evaluate import in_order
-from plait.runtime.folder import RunFolder
 from plait.runtime.open_pipeline import State, further_names, tell_of_verification, with_gathered
 from plait.runtime.own_pace import OwnPaceTrainer, leave_world
 from plait.runtime.pace import Pace

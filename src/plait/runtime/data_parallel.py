@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from plait.cluster.worker import Worker
 from plait.data.loader import Batch, cut, to_device
+from plait.launch.worker import Worker
 from plait.runtime.build import Parts
 from plait.runtime.evaluate import forward
 from plait.runtime.frozen import FrozenAtStart

@@ -8,10 +8,10 @@ from typing import Any
 from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
+from plait.launch.run_dir import RunFolder
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.evaluate import evaluate_parts
-from plait.runtime.folder import RunFolder
 from plait.schema.settings import TrainSettings
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.cluster.worker import Worker
+from plait.launch.worker import Worker
 from plait.planner.operations import Backward, Op
 from plait.runtime.stretch import Microbatch, StretchWork
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.cluster.worker import Worker
 from plait.comm.channels import Channels, connect
 from plait.comm.clock import clock_offset
 from plait.comm.collectives import broadcast_value
@@ -18,6 +17,8 @@ from plait.core.errors import InputError, JobError
 from plait.core.files import write_atomic
 from plait.core.run_events import Verified
 from plait.data import loader
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.planner.depth import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
@@ -26,7 +27,6 @@ from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts, build_model
 from plait.runtime.checkpoint import Checkpoint
 from plait.runtime.evaluate import as_arguments, telling_of_types
-from plait.runtime.folder import RunFolder
 from plait.runtime.loss_scale import LossScale
 from plait.runtime.optim import build_optimizer
 from plait.runtime.record import Recorder

@@ -17,11 +17,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from plait.cluster.worker import Worker
 from plait.core import run_events
 from plait.core.errors import LostPeer, PeerError
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.averagings import PREFIX as SYNC_PREFIX
 from plait.runtime.averagings import averages_gradients, make_averaging, sources_of
@@ -29,7 +30,6 @@ from plait.runtime.build import Parts
 from plait.runtime.claims import Claim, Claims, Speed
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import means, sums_over_share
-from plait.runtime.folder import RunFolder
 from plait.runtime.pace import Pace
 from plait.runtime.stretch_trainer import StretchTrainer
 from plait.runtime.whole_state import rest_of_state

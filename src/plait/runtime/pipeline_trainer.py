@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from plait.cluster.worker import Worker
 from plait.comm.collectives import broadcast_value, gather_in_turn
 from plait.core.codec import decode
 from plait.core.errors import JobError
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
@@ -30,7 +31,6 @@ from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream, w
 from plait.runtime.build import Parts
 from plait.runtime.columns import check_columns
 from plait.runtime.evaluate import in_order, mean_of_all, sums_of
-from plait.runtime.folder import RunFolder
 from plait.runtime.notes import Notes
 from plait.runtime.open_pipeline import (
     State,

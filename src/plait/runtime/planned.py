@@ -15,6 +15,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, JobError
 from plait.core.units import show_bytes
 from plait.graph.graph import Graph
+from plait.launch.run import Placement
 from plait.planner import (
     Machines,
     MemorySettings,
@@ -35,7 +36,6 @@ from plait.planner.fits import misfit
 from plait.profiler.profile import Profile
 from plait.runtime import build
 from plait.runtime.arrangement import arrange, microbatches_per_update
-from plait.runtime.launch import Placement
 from plait.runtime.profiling import profile_together
 from plait.schema.settings import OptimizerSettings, PipelineSettings, TrainSettings
 

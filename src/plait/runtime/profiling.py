@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.cluster.supervisor import Supervisor, Unwatched
-from plait.cluster.worker import Worker
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.data.loader import to_device
 from plait.graph.graph import Graph
+from plait.launch.run import TRACING, Placement
+from plait.launch.supervisor import Supervisor, Unwatched
+from plait.launch.worker import Worker
 from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import build
 from plait.runtime.evaluate import as_arguments, telling_of_types
-from plait.runtime.launch import TRACING, Placement
 from plait.runtime.optim import build_optimizer
 from plait.runtime.overhead import measure_overhead
 from plait.runtime.staged import Choices

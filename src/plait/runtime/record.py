@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from plait.cluster.worker import Worker
 from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event, EventLog
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime.build import Parts
-from plait.runtime.folder import RunFolder
 from plait.schema.settings import TrainSettings
 
 LOG_S = 0.1

@@ -6,11 +6,11 @@ import itertools
 from abc import ABC, abstractmethod
 from typing import Any
 
-from plait.cluster.worker import Worker
 from plait.core.events import Event, EventLog
 from plait.data.sampler import GlobalBatch
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime.build import Parts
-from plait.runtime.folder import RunFolder
 from plait.runtime.trainer import Trainer
 from plait.schema.settings import TrainSettings
 

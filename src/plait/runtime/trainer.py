@@ -14,18 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.worker import Worker
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.data import loader
 from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches, mix
 from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.build import UNKNOWN_STEPS, Parts, emulated, total_steps
 from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import evaluate_parts
-from plait.runtime.folder import RunFolder
 from plait.runtime.loss_parts import describe_parts
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience, gain

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import PlaitError
 from plait.core.logs import show_logs
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.build import Parts
 from plait.runtime.eager_optimizers import use_eager_optimizers
-from plait.runtime.folder import RunFolder
 from plait.runtime.own_pace import OwnPaceTrainer
 from plait.runtime.trainer import Trainer
 from plait.schema.settings import SyncSettings, TrainSettings

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from plait.cluster.worker import Worker
 from plait.core.errors import InputError, PlaitError
+from plait.launch.worker import Worker
 
 Question = dict[str, Any]
 Answer = dict[str, Any]

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plait.cluster.worker import Worker
 from plait.core.codec import finite
 from plait.fusion.errors import FusionError
 from plait.fusion.verify import Verdict, tell
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime import build
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import DataPair
-from plait.runtime.folder import RunFolder
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience
 from plait.runtime.sweep.array import Array, Entry

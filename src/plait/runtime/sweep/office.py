@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from plait.cluster.worker import Worker
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.errors import InputError
 from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.evaluate import find_metric
-from plait.runtime.folder import RunFolder
 from plait.runtime.sweep.arrays import Arrays
 from plait.runtime.sweep.book import Book, Trial
 from plait.runtime.sweep.data import DataSets

@@ -12,8 +12,8 @@ from plait.core.codec import encode
 from plait.core.errors import CheckpointError
 from plait.core.files import write_atomic
 from plait.data.sampler import Position
+from plait.launch.run_dir import RunFolder
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.folder import RunFolder
 from plait.runtime.optim import LrFactor
 from plait.runtime.patience import Patience
 from plait.runtime.sweep.array import TrialTensors

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from plait.cluster.worker import Worker
 from plait.comm.channels import Channels
 from plait.comm.rendezvous import Rendezvous
 from plait.core.codec import decode
 from plait.core.errors import InputError, JobError
+from plait.launch.worker import Worker
 from plait.planner.depth import Schedule
 from plait.planner.operations import Layout
 from plait.planner.plan import Plan

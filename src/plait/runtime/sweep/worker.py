@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.worker import Worker
 from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
+from plait.launch.run_dir import RunFolder
+from plait.launch.worker import Worker
 from plait.runtime import build
 from plait.runtime.eager_optimizers import use_eager_optimizers
-from plait.runtime.folder import RunFolder
 from plait.runtime.sweep.data import DataSets, check_data
 from plait.runtime.sweep.desk import Clerk, FarDesk, OwnDesk
 from plait.runtime.sweep.led import Follower

@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from plait.cluster.imports import import_all, remove_empty_cache
 from plait.core.names import resolve
+from plait.launch.preload import import_all, remove_empty_cache
 
 _LENGTH = struct.Struct("<I")
 _MOST_DESCRIPTORS = 8

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.lines import LineBuffer
 from plait.comm.groups import join_world
 from plait.comm.handshake import Address
 from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
 from plait.core.names import resolve
+from plait.launch.lines import LineBuffer
 
 BEAT_S = 0.5
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

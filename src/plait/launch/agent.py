@@ -26,12 +26,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.cluster.fork_server import ForkServer, ServerGoneError
-from plait.cluster.host_links import watch_hosts
-from plait.cluster.lines import LineBuffer
-from plait.cluster.verdict import describe_status
 from plait.comm.store import StoreServer
 from plait.core.errors import InputError
+from plait.launch.fork_server import ForkServer, ServerGoneError
+from plait.launch.host_links import watch_hosts
+from plait.launch.lines import LineBuffer
+from plait.launch.verdict import describe_status
 from plait.schema.hosts import address_of, interface_of
 
 BEAT_S = 5.0
@@ -258,7 +258,7 @@ class Agent:
         try:
             if self._order["check"]:
                 # In a process of its own, which has imported what it needs.
-                function = "plait.cluster.worker:check"
+                function = "plait.launch.worker:check"
                 self._start(_WorkerProcess(-1, self._order["host"], None), function, self._check_argument())
             else:
                 self._get_ready()
@@ -334,7 +334,7 @@ class Agent:
         for local in range(order["slots"]):
             rank = order["first_rank"] + local
             worker = _WorkerProcess(rank, order["host"], logs)
-            self._start(worker, "plait.cluster.worker:enter", self._argument(rank, local, store))
+            self._start(worker, "plait.launch.worker:enter", self._argument(rank, local, store))
 
     def _argument(self, rank: int, local: int, store: str) -> dict[str, Any]:
         order = self._order

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.cluster.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
 from plait.comm.handshake import new_secret
 from plait.core.errors import InputError, LaunchError
+from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
 from plait.schema.hosts import LOCAL, Host
 
 START_S = 120.0
@@ -160,7 +160,7 @@ class Supervisor:
 
     def _start_agent(self, index: int) -> None:
         host = self._launch.hosts[index]
-        command = [*self._shell_of(host), self._launch.python, "-u", "-m", "plait.cluster.agent"]
+        command = [*self._shell_of(host), self._launch.python, "-u", "-m", "plait.launch.agent"]
         try:
             agent = _AgentProcess(index, command, self._messages)
         except OSError as failure:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from plait.cluster.supervisor import Launch, Supervisor, WorkerState
 from plait.core.codec import encode
 from plait.core.errors import DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
-from plait.runtime.folder import RunFolder
+from plait.launch.run_dir import RunFolder
+from plait.launch.supervisor import Launch, Supervisor, WorkerState
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import TrainSettings
 

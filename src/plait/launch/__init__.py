@@ -1,0 +1,1 @@
+"""Processes, no tensors: a supervisor, an agent on each host, workers, the run directory."""
