@@ -35,10 +35,10 @@ from plait.comm.mailbox import open_mail
 from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
-from plait.sync.connectivity import components
-from plait.sync.partial_reduce import PartialReduce
-from plait.sync.peers import Peers
-from plait.sync.rounds import Rules
+from plait.sync.averaging.group_graph import components
+from plait.sync.averaging.partial_reduce import PartialReduce
+from plait.sync.averaging.peers import Peers
+from plait.sync.averaging.round_rules import Rules
 
 WORKERS = 8
 SECRET = b"of the soak"
@@ -141,7 +141,7 @@ def main() -> int:
     server = StoreServer(SECRET)
     store = StoreClient(server.address, SECRET, WORKERS)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "plait.sync.partial_reduce"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "plait.sync.averaging.partial_reduce"])
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(WORKERS):

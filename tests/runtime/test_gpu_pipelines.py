@@ -18,7 +18,7 @@ from plait.jobs.train import train
 from plait.launch.run import Silent
 from plait.planner.depth import Schedule
 from plait.schema.job import make_job
-from plait.sync.all_reduce import AllReduce
+from plait.sync.allreduce.buckets import AllReduce
 from support.pipelines import Case, Delayed, train_many, train_plainly
 from support.world import run_ranks
 

@@ -14,8 +14,8 @@ from plait.planner.operations import Layout
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.stage_runner import Flight
 from plait.runtime.updates import Updates, summed_beside_backward
-from plait.sync.all_reduce import AllReduce
-from plait.sync.reducer import Native
+from plait.sync.allreduce.buckets import AllReduce
+from plait.sync.allreduce.reducer import Native
 from support.pipelines import Case, Delayed, train_in_pipeline, train_many, train_plainly
 from support.world import run_ranks
 

@@ -13,9 +13,9 @@ from plait.comm.heartbeat import Presence
 from plait.comm.mailbox import Mail, open_mail
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
-from plait.sync.partial_reduce import PartialReduce
-from plait.sync.peers import Peers
-from plait.sync.rounds import Closed, Rules, read_outcome
+from plait.sync.averaging.partial_reduce import PartialReduce
+from plait.sync.averaging.peers import Peers
+from plait.sync.averaging.round_rules import Closed, Rules, read_outcome
 from support.meeting import SECRET, rendezvous_of
 
 

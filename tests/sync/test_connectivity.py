@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.sync.connectivity import (
+from plait.sync.averaging.group_graph import (
     asked_by,
     bipartite_neighbours,
     components,
@@ -19,7 +19,7 @@ from plait.sync.connectivity import (
     shards,
     spans,
 )
-from plait.sync.rounds import (
+from plait.sync.averaging.round_rules import (
     VOID,
     Closed,
     Entry,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from plait.sync.gossip import Gossip, ad_psgd, pair_averaging
-from plait.sync.peers import Peers
+from plait.sync.averaging.gossip import Gossip, ad_psgd, pair_averaging
+from plait.sync.averaging.peers import Peers
 from support.averaging import enter, job_store
 from support.world import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 
 from plait.comm.links.packing import Content, Message
 from plait.core.errors import PeerError
-from plait.sync.hetpipe import PULL, Server, held_up_by
+from plait.sync.averaging.parameter_server import PULL, Server, held_up_by
 
 
 class ScriptedMail:

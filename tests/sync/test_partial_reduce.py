@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.sync.connectivity import first_disconnected
+from plait.sync.averaging.group_graph import first_disconnected
 from support.averaging import closed_rounds, job_store, partial_reduce
 from support.world import run_ranks
 

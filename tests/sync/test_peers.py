@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from plait.comm.links.packing import Content, Message
-from plait.sync.peers import Inbox, SharedClock, Stopwatch
+from plait.sync.averaging.peers import Inbox, SharedClock, Stopwatch
 
 
 class Clock:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from plait.core.errors import PeerError
-from plait.sync import group_mean, partial_reduce
-from plait.sync.partial_reduce import PartialReduce
-from plait.sync.peers import Peers
-from plait.sync.rounds import Closed, Entry, Open, Round, Rules, Step, next_step
+from plait.sync.averaging import group_mean, partial_reduce
+from plait.sync.averaging.partial_reduce import PartialReduce
+from plait.sync.averaging.peers import Peers
+from plait.sync.averaging.round_rules import Closed, Entry, Open, Round, Rules, Step, next_step
 from support.simulated import SimulatedWorker, Simulation, changed
 
 

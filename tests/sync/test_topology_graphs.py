@@ -17,9 +17,9 @@ from plait.schema.topology import (
     make_topology,
 )
 from plait.schema.topology_spec import TopologyWish, check_wish, find_topology, read_wish
-from plait.sync.choice import settle
-from plait.sync.pieces import cut_buffer
-from plait.sync.reducer import whole_world
+from plait.sync.allreduce.autotune import settle
+from plait.sync.allreduce.chunking import cut_buffer
+from plait.sync.allreduce.reducer import whole_world
 from support.meeting import rendezvous_of
 
 hosts_of_ranks = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)

@@ -18,7 +18,7 @@ from plait.schema.job import make_job
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.schema.topology import TOPOLOGIES
 from plait.schema.topology_spec import read_wish
-from plait.sync.choice import TopologyChosen, candidates
+from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 

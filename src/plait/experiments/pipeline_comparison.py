@@ -55,9 +55,9 @@ from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_here
 from plait.runtime.tied import make_tied
 from plait.schema.settings import TrainSettings
-from plait.sync.all_reduce import AllReduce
-from plait.sync.choice import settle
-from plait.sync.reducer import whole_world
+from plait.sync.allreduce.autotune import settle
+from plait.sync.allreduce.buckets import AllReduce
+from plait.sync.allreduce.reducer import whole_world
 from plait.workloads.losses import build_loss
 
 MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}

@@ -25,9 +25,9 @@ from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.launch.worker import Worker
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.topology import NATIVE, TOPOLOGIES, Route, Topology, make_topology
-from plait.sync.all_reduce import AllReduce, make_buckets
-from plait.sync.over_topology import OverTopology
-from plait.sync.reducer import Members, Native, Reducer, Spec, whole_world
+from plait.sync.allreduce.buckets import AllReduce, make_buckets
+from plait.sync.allreduce.reducer import Members, Native, Reducer, Spec, whole_world
+from plait.sync.allreduce.tree import OverTopology
 
 MODELS = {
     "resnet50": "plait.workloads.resnet:resnet50",

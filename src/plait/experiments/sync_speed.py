@@ -23,8 +23,8 @@ from plait.launch.worker import Worker
 from plait.runtime.averagings import make_averaging
 from plait.schema.sync_options import EQUAL_STEPS, read_options
 from plait.schema.topology import make_topology
-from plait.sync.all_reduce import AllReduce
-from plait.sync.reducer import whole_world
+from plait.sync.allreduce.buckets import AllReduce
+from plait.sync.allreduce.reducer import whole_world
 
 STEP_S = 0.1
 GOAL = 0.88

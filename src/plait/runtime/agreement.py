@@ -16,9 +16,9 @@ from plait.planner.errors import PlanError
 from plait.profiler.traced import TracedModel
 from plait.runtime.arrangement import Arrangement
 from plait.schema.topology_spec import TopologyWish
-from plait.sync.all_reduce import AllReduce
-from plait.sync.choice import settle
-from plait.sync.reducer import Members
+from plait.sync.allreduce.autotune import settle
+from plait.sync.allreduce.buckets import AllReduce
+from plait.sync.allreduce.reducer import Members
 
 Holders = dict[str, tuple[int, ...]]
 

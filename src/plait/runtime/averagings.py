@@ -23,15 +23,15 @@ from plait.schema.sync_options import (
     PartialReduceOptions,
     SmaOptions,
 )
-from plait.sync.averaging import AtSettle, Averaging
-from plait.sync.collective import LocalSgd, Sma
-from plait.sync.gossip import ad_psgd, pair_averaging
-from plait.sync.hetpipe import HetPipe
-from plait.sync.pair_sync import PairSync
-from plait.sync.partial_reduce import PartialReduce
-from plait.sync.peers import Peers
-from plait.sync.rounds import Rules
-from plait.sync.vector import Source
+from plait.sync.averaging.base import AtSettle, Averaging
+from plait.sync.averaging.flat_buffer import Source
+from plait.sync.averaging.gossip import ad_psgd, pair_averaging
+from plait.sync.averaging.local_sgd import LocalSgd, Sma
+from plait.sync.averaging.pair_sync import PairSync
+from plait.sync.averaging.parameter_server import HetPipe
+from plait.sync.averaging.partial_reduce import PartialReduce
+from plait.sync.averaging.peers import Peers
+from plait.sync.averaging.round_rules import Rules
 
 PREFIX = "plait/sync"
 LEASE_S = 5.0

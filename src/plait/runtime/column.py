@@ -23,10 +23,10 @@ from plait.runtime.columns import check_ties, columns_of
 from plait.runtime.evaluate import sums_of
 from plait.runtime.open_pipeline import State, open_pipeline, prepare_together
 from plait.runtime.stretch import pieces_of
-from plait.runtime.whole_state import rest_of_state
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import read_options
-from plait.sync.averaging import Averaging
+from plait.sync.averaging.base import Averaging
+from plait.sync.averaging.whole_state import rest_of_state
 
 # Far from the numbers of the routes between stages.
 ORDERS, ANSWERS = 1 << 16, (1 << 16) + 1

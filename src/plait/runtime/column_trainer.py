@@ -27,7 +27,7 @@ from plait.runtime.spans import operations_event
 from plait.runtime.stretch_trainer import StretchTrainer
 from plait.runtime.trainer import Trainer, keep_what_was_built
 from plait.schema.settings import TrainSettings
-from plait.sync.averaging import Averaging
+from plait.sync.averaging.base import Averaging
 
 
 class HeadTrainer(OwnPaceTrainer):

@@ -22,10 +22,10 @@ from plait.runtime.frozen import FrozenAtStart
 from plait.runtime.slow import SlowDown
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_wish
-from plait.sync.all_reduce import AllReduce
+from plait.sync.allreduce.autotune import TopologyChosen, settle
+from plait.sync.allreduce.buckets import AllReduce
+from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
-from plait.sync.choice import TopologyChosen, settle
-from plait.sync.reducer import whole_world
 
 
 class DataParallel:

@@ -32,12 +32,12 @@ from plait.runtime.data_parallel import DataParallel
 from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.pace import Pace
 from plait.runtime.stretch_trainer import StretchTrainer
-from plait.runtime.whole_state import rest_of_state
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import EQUAL_STEPS, HetPipeOptions, Options, read_options
-from plait.sync.averaging import Averaging
-from plait.sync.hetpipe import serving
-from plait.sync.peers import Stopwatch
+from plait.sync.averaging.base import Averaging
+from plait.sync.averaging.parameter_server import serving
+from plait.sync.averaging.peers import Stopwatch
+from plait.sync.averaging.whole_state import rest_of_state
 
 LOOK_S = 0.01
 PREFIX = "plait/run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from plait.core import run_events
-from plait.sync.averaging import Tally
+from plait.sync.averaging.base import Tally
 
 PACE_S = 1.0
 

@@ -15,9 +15,9 @@ from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.profiler.links import Sum, sum_of_times
 from plait.schema.topology_spec import TopologyWish
-from plait.sync.all_reduce import AllReduce
-from plait.sync.choice import settle
-from plait.sync.reducer import Members
+from plait.sync.allreduce.autotune import settle
+from plait.sync.allreduce.buckets import AllReduce
+from plait.sync.allreduce.reducer import Members
 
 FEW_BYTES, LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20, 16 << 20
 BEYOND_CACHES_BYTES = 16 << 20

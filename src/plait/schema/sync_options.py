@@ -23,7 +23,7 @@ class AllReduceOptions:
 
 @dataclass(frozen=True)
 class PartialReduceOptions:
-    """Groups of at least `minimum` workers that are ready; see `plait.sync.rounds.Rules`.
+    """Groups of at least `minimum` workers that are ready; see `plait.sync.averaging.round_rules.Rules`.
 
     With `state`, the optimizer's state is averaged as well as weights and buffers. With `average: gradients`
     a group agrees before the update, on gradients beside all of that, so that the optimizer sees the mean.

@@ -21,7 +21,7 @@ from plait.launch.worker import Worker
 from plait.runtime.sweep.orders import Order, Step, from_message, to_message
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.stages import TeamPipeline, link_stages
-from plait.sync.all_reduce import AllReduce
+from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.buffers import average
 
 # A leader may be silent for as long as other teams keep its trials waiting; that it is gone shows at once.

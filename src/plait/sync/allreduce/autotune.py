@@ -14,8 +14,8 @@ from plait.core.events import Event
 from plait.core.units import show_bytes, show_seconds
 from plait.schema.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
 from plait.schema.topology_spec import AUTO, DEFAULT, TopologyWish, find_topology
-from plait.sync.over_topology import OverTopology
-from plait.sync.reducer import Members, Native, Spec
+from plait.sync.allreduce.reducer import Members, Native, Spec
+from plait.sync.allreduce.tree import OverTopology
 
 FIRST_PROBE_BYTES = 256 << 10
 LAST_PROBE_BYTES = 16 << 20

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.sync.averaging import AtSettle, Tally
-from plait.sync.vector import Source, Vector, distance
+from plait.sync.averaging.base import AtSettle, Tally
+from plait.sync.averaging.flat_buffer import Source, Vector, distance
 
 
 class Collective:

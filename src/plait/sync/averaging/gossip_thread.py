@@ -16,8 +16,8 @@ from torch import Tensor
 from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
 from plait.comm.mailbox import Mail
-from plait.sync.peers import Inbox
-from plait.sync.vector import Vector
+from plait.sync.averaging.flat_buffer import Vector
+from plait.sync.averaging.peers import Inbox
 
 ASK, ANSWER = 7, 8
 LOOK_S = 0.02

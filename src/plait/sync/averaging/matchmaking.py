@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from plait.comm.links.packing import Message
-from plait.sync.peers import Inbox, Peers, SharedClock
-from plait.sync.rounds import (
+from plait.sync.averaging.flat_buffer import put_mean
+from plait.sync.averaging.peers import Inbox, Peers, SharedClock
+from plait.sync.averaging.round_rules import (
     VOID,
     Closed,
     Entry,
@@ -28,7 +29,6 @@ from plait.sync.rounds import (
     read_outcome,
     with_members,
 )
-from plait.sync.vector import put_mean
 
 UP, DOWN = 1, 13
 LOOK_S = 0.02

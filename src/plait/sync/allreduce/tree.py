@@ -15,9 +15,9 @@ from plait.comm.links.shm_regions import NearPeer, Region
 from plait.core.codec import encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Topology
-from plait.sync.engine import Engine, Job, layout
-from plait.sync.pieces import LEAST_BYTES, MOST_BYTES, MOST_FAR_BYTES
-from plait.sync.reducer import Members, Pending, Spec
+from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, MOST_FAR_BYTES
+from plait.sync.allreduce.engine import Engine, Job, layout
+from plait.sync.allreduce.reducer import Members, Pending, Spec
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from torch import Tensor
 from plait.comm.links.shm_regions import Ear, NearPeer
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Route, Topology
-from plait.sync.far import FarStream, tag_of
-from plait.sync.pieces import LEAST_BYTES, MOST_BYTES, cut_buffer
-from plait.sync.reducer import Members
+from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, cut_buffer
+from plait.sync.allreduce.reducer import Members
+from plait.sync.allreduce.remote_stream import FarStream, tag_of
 
 REDUCE, BROADCAST = 0, 1
 # The topic of the word that a near peer has read all results of a job.

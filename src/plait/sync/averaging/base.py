@@ -11,9 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from plait.sync.group_mean import GroupMean, Ways
-from plait.sync.peers import Peers
-from plait.sync.vector import Source, Vector, distance
+from plait.sync.averaging.flat_buffer import Source, Vector, distance
+from plait.sync.averaging.group_mean import GroupMean, Ways
+from plait.sync.averaging.peers import Peers
 
 MEETING = 2
 MEETING_WAYS = Ways(3, 4)

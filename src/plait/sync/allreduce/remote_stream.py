@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.core.errors import LostPeer, PeerError
-from plait.sync.reducer import Members
+from plait.sync.allreduce.reducer import Members
 
 # Far from the channels of pipelines, which use the same process group.
 _FIRST_TAG = 1 << 20

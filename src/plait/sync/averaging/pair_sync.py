@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.sync.averaging import GROUP_WAYS, AmongPeers, AtSettle
-from plait.sync.connectivity import pairs
-from plait.sync.group_mean import GroupMean
-from plait.sync.peers import Peers
-from plait.sync.vector import Source
+from plait.sync.averaging.base import GROUP_WAYS, AmongPeers, AtSettle
+from plait.sync.averaging.flat_buffer import Source
+from plait.sync.averaging.group_graph import pairs
+from plait.sync.averaging.group_mean import GroupMean
+from plait.sync.averaging.peers import Peers
 
 
 class PairSync(AmongPeers):

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from plait.comm.mailbox import Mail
 from plait.core.errors import LostPeer, PeerError
-from plait.sync.averaging import AtSettle, Tally
-from plait.sync.connectivity import shards
-from plait.sync.vector import Source, Vector, distance
+from plait.sync.averaging.base import AtSettle, Tally
+from plait.sync.averaging.flat_buffer import Source, Vector, distance
+from plait.sync.averaging.group_graph import shards
 
 PUSH, PULL = 9, 10
 LOOK_S = 0.02

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.sync.averaging import GROUP_WAYS, AmongPeers, AtSettle
-from plait.sync.forming import Rounds
-from plait.sync.group_mean import GroupMean
-from plait.sync.peers import Peers
-from plait.sync.rounds import Round, Rules
-from plait.sync.vector import Source
+from plait.sync.averaging.base import GROUP_WAYS, AmongPeers, AtSettle
+from plait.sync.averaging.flat_buffer import Source
+from plait.sync.averaging.group_mean import GroupMean
+from plait.sync.averaging.matchmaking import Rounds
+from plait.sync.averaging.peers import Peers
+from plait.sync.averaging.round_rules import Round, Rules
 
 # How fast the measured time of a step follows a change.
 NEWEST = 0.3

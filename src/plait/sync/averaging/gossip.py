@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plait.sync.averaging import AmongPeers, AtSettle
-from plait.sync.connectivity import asked_by
-from plait.sync.exchange import Exchange
-from plait.sync.peers import Peers
-from plait.sync.vector import Source
+from plait.sync.averaging.base import AmongPeers, AtSettle
+from plait.sync.averaging.flat_buffer import Source
+from plait.sync.averaging.gossip_thread import Exchange
+from plait.sync.averaging.group_graph import asked_by
+from plait.sync.averaging.peers import Peers
 
 Choose = Callable[[Sequence[int]], Sequence[int]]
 

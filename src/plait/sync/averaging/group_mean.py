@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from plait.comm.links.packing import Message
-from plait.sync.connectivity import owners_for, spans
-from plait.sync.peers import Inbox, Peers
-from plait.sync.vector import put_mean
+from plait.sync.averaging.flat_buffer import put_mean
+from plait.sync.averaging.group_graph import owners_for, spans
+from plait.sync.averaging.peers import Inbox, Peers
 
 LEAST_BYTES = 1 << 18
 LOOK_S = 0.05

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from plait.sync.connectivity import Group, cut_off, remembered
+from plait.sync.averaging.group_graph import Group, cut_off, remembered
 
 VOID = "void"
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.sync.averaging import AtSettle
+from plait.sync.averaging.base import AtSettle
 
 # For each tensor of an optimizer's state its type, its shape, and whether it lies beside its parameter.
 Layout = dict[str, list[Any]]

@@ -1,0 +1,1 @@
+"""All-reduce: gradients in buckets, over topologies, measured and chosen."""

@@ -1,0 +1,1 @@
+"""Decentralized training: workers average weights with some of the others, at their own pace."""
