@@ -21,8 +21,8 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.jobs.sweep import make_sweep, placement_of, sweep
 from plait.launch.run_dir import RunFolder
-from plait.planner.depth import Schedule
 from plait.planner.plan import Plan, save_plan
+from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import as_csv
 from plait.runtime.measure import measure_run
 from plait.runtime.sweep.worker import check_order

@@ -4,10 +4,10 @@ import pytest
 
 from plait.experiments import pipeline_convergence, pipeline_idle, pipeline_memory, pipeline_prediction
 from plait.experiments.pipeline_idle import PIECES, SLEEP_S
-from plait.planner.depth import Schedule
-from plait.planner.operations import Layout
-from plait.planner.schedules import operations
-from plait.planner.simulator import Link, StageCosts, simulate
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout
+from plait.planner.schedules.orders import operations
+from plait.planner.schedules.simulator import Link, StageCosts, simulate
 from plait.runtime.spans import Span
 
 

@@ -31,8 +31,8 @@ from plait.planner import (
     save_plan,
     summary,
 )
-from plait.planner.bounds import lower_bound
-from plait.planner.make import planning_graph
+from plait.planner.partition.bounds import lower_bound
+from plait.planner.partition.front import planning_graph
 from support.graphs import PROFILES, chain, graphs
 
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.planner import PlanError, Schedule, schedules
-from plait.planner.depth import in_flight
-from plait.planner.greedy import interleaved_depth
-from plait.planner.machines import machines
-from plait.planner.operations import (
+from plait.planner import PlanError, Schedule
+from plait.planner.cluster import machines
+from plait.planner.predict import depths_that_hide_messages
+from plait.planner.schedules import orders
+from plait.planner.schedules.kinds import in_flight
+from plait.planner.schedules.operations import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -25,9 +26,9 @@ from plait.planner.operations import (
     peer_behind,
     straight_layout,
 )
-from plait.planner.predict import depths_that_hide_messages
-from plait.planner.schedules import batch_of_two_buffers, messages_per_channel, operations
-from plait.planner.simulator import Link, StageCosts, simulate
+from plait.planner.schedules.orders import batch_of_two_buffers, messages_per_channel, operations
+from plait.planner.schedules.simulator import Link, StageCosts, simulate
+from plait.planner.schedules.zero_bubble import interleaved_depth
 
 replicated = st.lists(st.integers(1, 4), min_size=1, max_size=16).map(straight_layout)
 microbatches = st.integers(1, 64)
@@ -324,7 +325,7 @@ def test_what_no_schedule_can_run_is_refused(schedule, layout, count, depths, me
 
 def runs_through(schedule: Schedule, layout: Layout, microbatches: int, depths: dict[int, int]) -> bool:
     """Whether the schedule's orders come to their end, written down without a check of depths."""
-    with mock.patch.object(schedules, "_check"), mock.patch.object(schedules, "_check_progress", create=True):
+    with mock.patch.object(orders, "_check"), mock.patch.object(orders, "_check_progress", create=True):
         lists = operations(schedule, layout, microbatches, depths)
     costs = [StageCosts(1.0, 2.0, 1.0)] * len(layout.stages)
     try:

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.planner import MemorySettings, PlanError, Schedule, Settings, machines, make_plan, predict
-from plait.planner.operations import Backward, Forward, straight_layout
 from plait.planner.predict import compare_schedules
-from plait.planner.schedules import operations
-from plait.planner.simulator import Link, StageCosts, simulate
+from plait.planner.schedules.operations import Backward, Forward, straight_layout
+from plait.planner.schedules.orders import operations
+from plait.planner.schedules.simulator import Link, StageCosts, simulate
 from support.graphs import chain, graphs
 
 FAST = Link(1e30)
@@ -43,7 +43,7 @@ def test_zero_bubble_is_idle_less_than_one_forward_one_backward():
 
 
 def test_interleaving_halves_the_bubble():
-    from plait.planner.operations import Layout
+    from plait.planner.schedules.operations import Layout
 
     layout = Layout(((0,), (1,), (2,), (3,), (0,), (1,), (2,), (3,)))
     costs = [StageCosts(0.5, 1.0, 0.0) for _ in range(8)]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from plait.graph import Graph, Node, pipedream
 from plait.graph.ideals import all_ideals
 from plait.planner import Level, MemorySettings, Schedule, Settings, machines, make_plan
-from plait.planner.depth import Depth
-from plait.planner.make import planning_graph
 from plait.planner.memory import stage_memory
-from plait.planner.solver import Block, Limits, ranges_of, solve
+from plait.planner.partition.front import planning_graph
+from plait.planner.partition.solver import Block, Limits, ranges_of, solve
+from plait.planner.schedules.kinds import Depth
 from support.graphs import PROFILES, chain, graphs
 
 PIPEDREAM = {

@@ -16,8 +16,8 @@ from plait.planner import (
     make_plan,
     measured_machines,
 )
-from plait.planner.operations import Update
 from plait.planner.predict import predict
+from plait.planner.schedules.operations import Update
 from plait.profiler.links import Link, Sum, sum_of_times
 from support.graphs import chain
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
-from plait.planner.operations import Layout, straight_layout
-from plait.planner.schedules import operations
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout, straight_layout
+from plait.planner.schedules.orders import operations
 from plait.runtime.arrangement import Arrangement, stream
 from support.pipelines import AllOf
 

@@ -17,8 +17,8 @@ from plait.core.codec import decode, encode
 from plait.core.errors import JobError, PeerError
 from plait.core.events import read
 from plait.launch.run_dir import RunFolder
-from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime import build, checkpoint
 from plait.runtime.column import Column
 from plait.runtime.columns import columns_of

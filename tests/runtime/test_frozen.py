@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plait.core.errors import JobError
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import ModelSettings
 from support.plans import planned
 from support.training import digits_job, largest_difference, pipeline_rank, saved_weights, train_here

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime import build
 from plait.runtime.loss_parts import describe_parts
 from support.plans import planned

@@ -13,8 +13,8 @@ import torch
 from plait.core.codec import decode
 from plait.planner import Plan, machines, with_memory_as_run
 from plait.planner.as_run import versions_of_vertical_sync
-from plait.planner.depth import Schedule, in_flight
-from plait.planner.operations import Forward, Update, straight_layout
+from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.operations import Forward, Update, straight_layout
 from plait.runtime.arrangement import Arrangement, oldest_needed, stream
 from plait.runtime.pipeline import Pipeline
 from plait.runtime.planned import describe_memory

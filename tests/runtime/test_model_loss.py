@@ -13,7 +13,7 @@ from torch import nn
 
 from plait.core.errors import DataError, JobError
 from plait.data.sampler import Position, batches
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime import build
 from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.workloads.losses import model_loss

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plait.core.errors import JobError
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime.optim import (
     build_lr_factor,
     build_optimizer,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.launch.run_dir import RunFolder
-from plait.planner.depth import Schedule
-from plait.planner.operations import straight_layout
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import straight_layout
 from plait.runtime import build
 from plait.runtime.checkpoint import list_checkpoints, load
 from plait.runtime.pieces import NotInPiecesError, Pieces

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from support.pipelines import Case, Delayed, train_many, train_plainly
 from support.world import run_ranks
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import numpy
 import torch
 
-from plait.planner.depth import Schedule
-from plait.planner.operations import Layout
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout
 from plait.runtime.arrangement import Arrangement
 from plait.runtime.stage_runner import Flight
 from plait.runtime.updates import Updates, summed_beside_backward

@@ -18,9 +18,9 @@ from plait.core.run_events import Operations
 from plait.core.run_events import Step as StepEvent
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.run_dir import RunFolder
-from plait.planner.depth import Schedule
-from plait.planner.operations import Layout, Update
-from plait.planner.schedules import operations
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout, Update
+from plait.planner.schedules.orders import operations
 from plait.runtime import build, checkpoint
 from plait.runtime.arrangement import stream
 from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline

@@ -13,7 +13,7 @@ from plait.core.errors import CheckpointError, JobError
 from plait.core.events import read
 from plait.core.run_events import Step
 from plait.launch.run_dir import RunFolder
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.record import Recorder

@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime import build
 from plait.runtime.stretch import cut_step
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings

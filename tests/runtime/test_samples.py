@@ -18,7 +18,7 @@ from plait.core.errors import DataError, JobError
 from plait.data.batches import DataSource
 from plait.data.loader import cut, load
 from plait.data.sampler import Position, batches
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime import build
 from plait.runtime.evaluate import in_order
 from plait.runtime.open_pipeline import trace_parts

@@ -20,7 +20,7 @@ from plait.core import events as core_events
 from plait.core import run_events as events
 from plait.core.errors import DataError, JobError
 from plait.launch.run_dir import RunFolder
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime import build
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.profiling import profile_job

@@ -18,8 +18,8 @@ from plait.fusion.errors import FusionError
 from plait.fusion.space import combinations
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunFolder
-from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.arrangement import arrange
 from plait.runtime.planned import PlanWish

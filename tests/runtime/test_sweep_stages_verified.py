@@ -17,8 +17,8 @@ from plait.core.errors import InputError
 from plait.fusion import seams, verify
 from plait.fusion.space import combinations
 from plait.fusion.verify import Verdict
-from plait.planner.depth import Schedule
 from plait.planner.plan import Plan
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime.arrangement import arrange
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry

@@ -17,7 +17,7 @@ from plait.core.errors import InputError, JobError
 from plait.core.events import read
 from plait.core.run_events import Verified
 from plait.launch.run_dir import RunFolder
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.profiler import record, source, traced
 from plait.profiler.trace import trace
 from plait.runtime import build, checkpoint, module_memory, verify

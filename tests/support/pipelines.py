@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from plait.comm.channels import connect
 from plait.data.sampler import mix
-from plait.planner.depth import Schedule
-from plait.planner.operations import Layout, Update
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout, Update
 from plait.profiler.trace import TracedModel, trace
 from plait.runtime.arrangement import Arrangement, microbatches_per_update, one_batch, stream
 from plait.runtime.pipeline import Parts, Pipeline

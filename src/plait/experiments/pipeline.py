@@ -26,7 +26,7 @@ from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Bench, Claim, Row
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 
 PIECES = 8
 COMPARED = (Schedule.FLUSH, Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)

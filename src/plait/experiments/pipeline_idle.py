@@ -22,10 +22,10 @@ from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
-from plait.planner.depth import Schedule
-from plait.planner.operations import Backward, Forward, Layout, Op, Update
-from plait.planner.schedules import operations
-from plait.planner.simulator import Link, StageCosts, simulate
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Update
+from plait.planner.schedules.orders import operations
+from plait.planner.schedules.simulator import Link, StageCosts, simulate
 from plait.runtime.spans import Span
 
 PIECES = 8

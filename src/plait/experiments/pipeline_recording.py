@@ -19,7 +19,7 @@ from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.runtime.pipeline import Pipeline
 from plait.runtime.spans import operations_event
 

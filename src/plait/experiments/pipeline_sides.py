@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from plait.comm.channels import Channels, connect
 from plait.comm.rendezvous import Rendezvous
-from plait.planner.depth import Schedule
-from plait.planner.operations import Layout, Update
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout, Update
 from plait.profiler.trace import trace
 from plait.runtime.arrangement import Arrangement, one_batch, stream
 from plait.runtime.pipeline import Parts, Pipeline

@@ -20,8 +20,8 @@ from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_sides import SleepingLayer
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
-from plait.planner.depth import Schedule
-from plait.planner.operations import Layout
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout
 from plait.profiler.trace import trace
 from plait.runtime import build
 from plait.runtime.arrangement import Arrangement, one_batch

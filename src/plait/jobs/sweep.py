@@ -18,7 +18,7 @@ from plait.fusion.errors import FusionError
 from plait.fusion.space import MOST_VALUES, Dimension, combinations, count_combinations, parse_dimension
 from plait.launch.run import Display, Placement, Silent, launch_entry, tracing_modules
 from plait.launch.run_dir import RunFolder, choose_folder, find_run
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import write_sweep
 from plait.runtime.sweep.search import check
 from plait.runtime.sweep.settings import SEARCHES, SearchSettings, SweepSettings

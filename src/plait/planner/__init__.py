@@ -4,13 +4,13 @@ Nothing here runs a model. A plan is data: print it, save it, compare it.
 """
 
 from plait.planner.as_run import with_memory_as_run
-from plait.planner.depth import Schedule
+from plait.planner.cluster import Device, Level, Machines, machines, measured_machines
 from plait.planner.errors import PlanError
-from plait.planner.machines import Device, Level, Machines, machines, measured_machines
-from plait.planner.make import Settings
+from plait.planner.explain import describe_plan, render_plan
 from plait.planner.memory import MemorySettings
+from plait.planner.partition.front import Settings
 from plait.planner.plan import Plan, Stage, load_plan, save_plan, summary
-from plait.planner.planning import (
+from plait.planner.plans import (
     data_parallel_plan,
     faster_plan,
     fastest_plan,
@@ -18,8 +18,8 @@ from plait.planner.planning import (
     model_parallel_plan,
 )
 from plait.planner.predict import compare_schedules, predict
-from plait.planner.reasons import describe_plan, render_plan
-from plait.planner.timeline import draw_plan
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.timeline import draw_plan
 
 __all__ = [
     "Device",

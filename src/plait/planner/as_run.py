@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from plait.planner.depth import Schedule, in_flight
 from plait.planner.memory import MemorySettings, versions
-from plait.planner.operations import Layout
 from plait.planner.plan import Plan
-from plait.planner.planning import held_microbatches
+from plait.planner.plans import held_microbatches
+from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.operations import Layout
 
 # More microbatches than any pipeline holds.
 _MANY = 1 << 40

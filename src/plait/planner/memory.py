@@ -34,8 +34,8 @@ import numpy as np
 
 from plait.graph.graph import Graph, Node
 from plait.graph.ideals import Floats, Ideals
-from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
+from plait.planner.schedules.kinds import Schedule
 
 # Stages times layers that are looked at one by one.
 _MOST_LOOKS = 50_000_000

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from plait.core import artefact
-from plait.planner.depth import Schedule
+from plait.planner.cluster import Machines
 from plait.planner.errors import PlanError
-from plait.planner.machines import Machines
 from plait.planner.memory import Held
-from plait.planner.operations import Layout, Operations
 from plait.planner.plan_checks import check_plan
-from plait.planner.schedules import operations
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout, Operations
+from plait.planner.schedules.orders import operations
 
 KIND, VERSION = "plan", 1
 

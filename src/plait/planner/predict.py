@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.graph.graph import Graph
-from plait.planner.depth import Schedule
-from plait.planner.machines import Machines
+from plait.planner.cluster import Machines
 from plait.planner.memory import MemorySettings
-from plait.planner.operations import Layout
 from plait.planner.plan import Plan, Stage
-from plait.planner.schedules import batch_of_two_buffers, least_depth, operations
-from plait.planner.simulator import Link, Simulation, StageCosts, simulate
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout
+from plait.planner.schedules.orders import batch_of_two_buffers, least_depth, operations
+from plait.planner.schedules.simulator import Link, Simulation, StageCosts, simulate
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
-from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
-from plait.planner.operations import Backward, Forward, Layout, Op, Operations, Update
 from plait.planner.plan import Plan
-from plait.planner.play import Lane, play
-from plait.planner.schedules import batch_of_two_buffers, operations
+from plait.planner.schedules.interleave import Lane, play
+from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Operations, Update
+from plait.planner.schedules.orders import batch_of_two_buffers, operations
 from plait.schema.settings import PipelineSettings
 
 

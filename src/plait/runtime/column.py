@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.data.sampler import mix
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.planner.operations import Update
+from plait.planner.schedules.operations import Update
 from plait.runtime.arrangement import Arrangement, one_batch
 from plait.runtime.averagings import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.runtime.build import Parts

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.core.errors import JobError
-from plait.planner.operations import Layout
+from plait.planner.schedules.operations import Layout
 from plait.profiler.traced import TracedModel
 from plait.runtime.agreement import find_holders
 from plait.runtime.arrangement import Arrangement

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.launch.worker import Worker
-from plait.planner.operations import Backward, Op
+from plait.planner.schedules.operations import Backward, Op
 from plait.runtime.stretch import Microbatch, StretchWork
 
 

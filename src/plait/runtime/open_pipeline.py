@@ -19,7 +19,7 @@ from plait.core.run_events import Verified
 from plait.data import loader
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.planner.depth import Schedule
+from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import pipeline as pipelines

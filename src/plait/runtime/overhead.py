@@ -14,8 +14,8 @@ from torch import nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
-from plait.planner.depth import Schedule
-from plait.planner.operations import Layout
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Layout
 from plait.profiler.trace import trace
 from plait.runtime.arrangement import Arrangement, stream
 from plait.runtime.pipeline import Parts, Pipeline

@@ -20,8 +20,8 @@ from plait.comm.channels import Channels
 from plait.comm.collectives import gather_named
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
-from plait.planner.depth import Schedule
-from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced import TracedModel
 from plait.runtime.agreement import find_stages, first_held, make_agreements, replica_groups
 from plait.runtime.arrangement import Arrangement

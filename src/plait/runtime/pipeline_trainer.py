@@ -22,10 +22,10 @@ from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.planner.depth import Schedule
 from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
-from plait.planner.schedules import operations
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.orders import operations
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream, with_choices
 from plait.runtime.build import Parts

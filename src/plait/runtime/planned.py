@@ -32,7 +32,7 @@ from plait.planner import (
     model_parallel_plan,
     with_memory_as_run,
 )
-from plait.planner.fits import misfit
+from plait.planner.partition.fits import misfit
 from plait.profiler.profile import Profile
 from plait.runtime import build
 from plait.runtime.arrangement import arrange, microbatches_per_update

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.core.run_events import Operations
-from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
+from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 
 
 @dataclass(frozen=True)

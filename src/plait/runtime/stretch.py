@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.data.sampler import GlobalBatch, mix, share
-from plait.planner.depth import Schedule
-from plait.planner.operations import Update
+from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.operations import Update
 from plait.runtime.arrangement import Arrangement, microbatches_per_update
 
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError
-from plait.planner.operations import Forward, Update
+from plait.planner.schedules.operations import Forward, Update
 from plait.runtime.agreement import clip_alone
 from plait.runtime.arrangement import Arrangement, version_of
 from plait.stages.versions import WeightVersions

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from plait.core.errors import LostPeer, PeerError
-from plait.planner.operations import Backward, Forward, Update
+from plait.planner.schedules.operations import Backward, Forward, Update
 from plait.runtime.agreement import Agreement
 from plait.runtime.arrangement import Arrangement, oldest_needed, update_behind
 from plait.runtime.tied import Rounds, Tied

@@ -20,7 +20,7 @@ from plait.data import loader
 from plait.data.loader import Batch
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import Verdict
-from plait.planner.operations import Update
+from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime import pipeline as pipelines

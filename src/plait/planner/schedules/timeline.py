@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.units import show_seconds
-from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.planner.plan import Plan
 from plait.planner.predict import predict
-from plait.planner.simulator import Simulation, Span
+from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
+from plait.planner.schedules.simulator import Simulation, Span
 
 _COLOURS: dict[type[Op], tuple[str, str]] = {
     Forward: ("forward", "#4c8bf5"),

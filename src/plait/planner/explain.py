@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from plait.core.units import count_of, show_bytes, show_seconds
 from plait.graph.graph import Graph
-from plait.planner.depth import Schedule
 from plait.planner.plan import Plan, Stage
 from plait.planner.predict import data_parallel_s
+from plait.planner.schedules.kinds import Schedule
 
 
 def reasons(plan: Plan, graph: Graph, limits: Sequence[str] = ()) -> str:

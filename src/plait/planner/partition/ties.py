@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from plait.graph.graph import Tie
-from plait.planner.depth import Schedule, in_flight
-from plait.planner.operations import Layout
 from plait.planner.plan import Stage, Tied
+from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.operations import Layout
 
 
 def find_tied(

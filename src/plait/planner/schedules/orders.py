@@ -23,11 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from plait.planner import greedy
-from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
-from plait.planner.operations import Backward, Forward, Layout, Op, Operations, Update
-from plait.planner.play import EverybodyWaits, Lane, played
+from plait.planner.schedules import zero_bubble
+from plait.planner.schedules.interleave import EverybodyWaits, Lane, played
+from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Operations, Update
 
 
 def operations(
@@ -45,9 +45,9 @@ def operations(
     """
     _check(schedule, layout, microbatches, depths or {})
     if schedule is Schedule.ZERO_BUBBLE:
-        return greedy.zero_bubble(layout, microbatches, depths or {})
+        return zero_bubble.zero_bubble(layout, microbatches, depths or {})
     if schedule is Schedule.INTERLEAVED:
-        return greedy.interleaved(layout, microbatches, depths or {})
+        return zero_bubble.interleaved(layout, microbatches, depths or {})
     lists: dict[tuple[int, int], list[Op]] = {}
     for stage, workers in enumerate(layout.stages):
         depth = in_flight(schedule, layout, stage, microbatches, depths)
@@ -57,7 +57,7 @@ def operations(
             every = _rounds_between_updates(schedule, layout, stage, rounds, batch)
             lists[stage, replica] = _one_stage(schedule, stage, own, depth, rounds, every)
     if layout.shared:
-        return greedy.merged(layout, lists, together=schedule.synchronous)
+        return zero_bubble.merged(layout, lists, together=schedule.synchronous)
     found = {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
     if depths:
         _check_progress(schedule, layout, found, microbatches, depths)

@@ -30,7 +30,7 @@ import numpy as np
 from plait.graph.graph import Graph
 from plait.graph.ideals import Floats
 from plait.graph.intervals import Cover, Interval
-from plait.planner.machines import Level
+from plait.planner.cluster import Level
 
 _STEPS = 12
 

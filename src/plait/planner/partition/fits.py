@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plait.core.units import show_bytes
+from plait.planner.cluster import Machines
 from plait.planner.errors import PlanError
-from plait.planner.machines import Machines
 from plait.planner.plan import Stage
 
 

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from plait.planner.errors import PlanError
-from plait.planner.operations import Backward, BackwardInput, BackwardWeight, Forward, Layout, Op, Update
+from plait.planner.schedules.operations import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Layout,
+    Op,
+    Update,
+)
 
 # What was computed, in which pipeline, by which stage, of which microbatch.
 _Result = tuple[str, int, int, int]

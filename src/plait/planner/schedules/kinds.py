@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.graph.ideals import Floats
-from plait.planner.operations import Layout
+from plait.planner.schedules.operations import Layout
 
 
 class Schedule(enum.Enum):

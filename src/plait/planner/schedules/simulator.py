@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from plait.planner.errors import PlanError
-from plait.planner.operations import (
+from plait.planner.schedules.operations import (
     Backward,
     BackwardInput,
     BackwardWeight,

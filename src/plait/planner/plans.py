@@ -12,11 +12,19 @@ from typing import Protocol
 from plait.core.shown import shown
 from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, trivial_ideals
-from plait.planner.depth import Schedule, in_flight
+from plait.planner.cluster import Machines
 from plait.planner.errors import PlanError
-from plait.planner.fits import check_memory, check_work, misfit
-from plait.planner.machines import Machines
-from plait.planner.make import (
+from plait.planner.explain import (
+    Replays,
+    reasons,
+    why_faster,
+    why_longer,
+    why_not_best_cut,
+    why_not_run,
+)
+from plait.planner.memory import MemorySettings, kept_bytes, versions, working_bytes
+from plait.planner.partition.fits import check_memory, check_work, misfit
+from plait.planner.partition.front import (
     Partition,
     Settings,
     as_run,
@@ -25,9 +33,8 @@ from plait.planner.make import (
     planning_graph,
     straight_partition,
 )
-from plait.planner.memory import MemorySettings, kept_bytes, versions, working_bytes
-from plait.planner.mixed import Placed
-from plait.planner.operations import Backward, BackwardWeight, Forward, Layout, Op
+from plait.planner.partition.heterogeneous import Placed
+from plait.planner.partition.ties import find_tied, update_together
 from plait.planner.plan import Plan, Speedups, Stage, Tied
 from plait.planner.predict import (
     choose_microbatches,
@@ -37,16 +44,9 @@ from plait.planner.predict import (
     predict_stages,
     single_s,
 )
-from plait.planner.reasons import (
-    Replays,
-    reasons,
-    why_faster,
-    why_longer,
-    why_not_best_cut,
-    why_not_run,
-)
-from plait.planner.schedules import operations
-from plait.planner.ties import find_tied, update_together
+from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Layout, Op
+from plait.planner.schedules.orders import operations
 
 
 class HasGraph(Protocol):

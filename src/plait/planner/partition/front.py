@@ -12,15 +12,15 @@ from plait.graph.contraction import contracted_ideals
 from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, TooManyIdeals, all_ideals
 from plait.graph.intervals import cover_ideals
-from plait.planner.bounds import lower_bound
-from plait.planner.cover import Problem, nearly_best
-from plait.planner.depth import Depth, Schedule
+from plait.planner.cluster import Machines
 from plait.planner.errors import PlanError
-from plait.planner.machines import Machines
 from plait.planner.memory import MemorySettings, stage_memory
-from plait.planner.mixed import Placed, kinds_of, solve_mixed
+from plait.planner.partition.bounds import lower_bound
+from plait.planner.partition.heterogeneous import Placed, kinds_of, solve_mixed
+from plait.planner.partition.level_search import Problem, nearly_best
+from plait.planner.partition.solver import Block, Limits, Ranges, level_problem, ranges_of, solve
 from plait.planner.plan_checks import MOST_MICROBATCHES
-from plait.planner.solver import Block, Limits, Ranges, level_problem, ranges_of, solve
+from plait.planner.schedules.kinds import Depth, Schedule
 
 # How many ideals are tried at once: all pairs of them for one level, all triples for inner levels.
 _MOST_IDEALS_FLAT = 2000

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from plait.planner.depth import Schedule, in_flight
 from plait.planner.errors import PlanError
-from plait.planner.operations import (
+from plait.planner.schedules.interleave import EverybodyWaits, Lane, played
+from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.operations import (
     Backward,
     BackwardInput,
     Forward,
@@ -16,7 +17,6 @@ from plait.planner.operations import (
     Operations,
     Update,
 )
-from plait.planner.play import EverybodyWaits, Lane, played
 
 Turn = tuple[int, int]
 
