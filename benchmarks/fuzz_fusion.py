@@ -33,10 +33,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
+from plait.fusion.dispatch.mode import TrialMode
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError
-from plait.fusion.mode import TrialMode
-from plait.fusion.random import Streams
-from plait.fusion.tensor import Trials, TrialTensor
 
 KINDS = ("right", "refused", "wrong", "bare error")
 LAYOUTS = ("outer", "inner", "turned")

@@ -41,8 +41,8 @@ from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
 from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
-from plait.fusion.lone import LoneMode, seeded_for
-from plait.fusion.random import Streams
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.trials.alone import LoneMode, seeded_for
 from plait.profiler.trace import trace
 from plait.runtime.evaluate import as_arguments, evaluation_mode
 from plait.runtime.staged import Choices, StagedModel

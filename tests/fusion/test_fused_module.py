@@ -9,7 +9,7 @@ from fused_checks import CLOSE, alone, assert_equals_lone_models, make_models
 from torch import nn
 
 from plait.fusion import FusedOptimizer, FusionError, Shared, fuse, group_by_shape, keep_trials
-from plait.fusion.per_trial import PerTrial
+from plait.fusion.trials.per_trial import PerTrial
 
 
 class Decides(nn.Module):

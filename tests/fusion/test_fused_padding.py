@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.fusion import FusedOptimizer, FusionError, fuse
-from plait.fusion.padding import pad
+from plait.fusion.trials.padding import pad
 
 COUNTS = [5, 8, 2, 1]
 

@@ -13,9 +13,10 @@ from test_unfused_modules import assert_trains_as_alone
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction as Function
 
-from plait.fusion import FusedModule, FusionError, fuse, seams
-from plait.fusion.registry import RULES
-from plait.fusion.tensor import TrialTensor
+from plait.fusion import FusedModule, FusionError, fuse
+from plait.fusion.dispatch import seams
+from plait.fusion.dispatch.registry import RULES
+from plait.fusion.dispatch.tensor import TrialTensor
 
 BATCHES = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
 
@@ -159,7 +160,7 @@ def revert_attributes(monkeypatch):
 
 def revert_numbers(monkeypatch):
     """Pass a number of each trial's own to torch, beside tensors that all trials share."""
-    monkeypatch.setattr("plait.fusion.mode._has_per_trial", lambda values: False)
+    monkeypatch.setattr("plait.fusion.dispatch.mode._has_per_trial", lambda values: False)
 
 
 def revert_data(monkeypatch):
@@ -169,7 +170,7 @@ def revert_data(monkeypatch):
 
 def revert_draws(monkeypatch):
     """Draw one tensor of random numbers for all trials."""
-    monkeypatch.setattr("plait.fusion.mode._REFUSED", frozenset())
+    monkeypatch.setattr("plait.fusion.dispatch.mode._REFUSED", frozenset())
 
 
 def revert_hooks(monkeypatch):

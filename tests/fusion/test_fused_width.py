@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.fusion import FusedOptimizer, FusionError, fuse
 from plait.fusion.kernels import can_run_on
-from plait.fusion.width import Need, measure_need, saturated_width, step_bytes
+from plait.fusion.trials.array_size import Need, measure_need, saturated_width, step_bytes
 
 
 def make_step(width):

@@ -14,7 +14,8 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import decode
 from plait.core.errors import InputError
-from plait.fusion import seams, verify
+from plait.fusion import verify
+from plait.fusion.dispatch import seams
 from plait.fusion.space import combinations
 from plait.fusion.verify import Verdict
 from plait.planner.plan import Plan

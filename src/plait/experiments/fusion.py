@@ -36,7 +36,7 @@ from plait.experiments.fusion_gan import (
 )
 from plait.experiments.fusion_processes import PROCESS_MODES, times_of_processes
 from plait.experiments.nvml import GpuWatch
-from plait.fusion.capture import CapturedStep
+from plait.fusion.speed.cuda_graph import CapturedStep
 
 MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")
 PARTS = {

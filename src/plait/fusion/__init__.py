@@ -6,10 +6,10 @@ that matters (`rules/`). Hyperparameters are vectors with one entry a trial. Not
 
 from plait.fusion.check import group_by_shape
 from plait.fusion.errors import FusionError
-from plait.fusion.membership import add_trials, keep_trials, replace_trial
 from plait.fusion.module import FusedModule, Shared, fuse
-from plait.fusion.optim import FusedOptimizer, clip_gradients, fuse_optimizers, split_optimizer
-from plait.fusion.scaling import LossScales
+from plait.fusion.optim.loss_scale import LossScales
+from plait.fusion.optim.optimizer import FusedOptimizer, clip_gradients, fuse_optimizers, split_optimizer
+from plait.fusion.trials.membership import add_trials, keep_trials, replace_trial
 
 __all__ = [
     "FusedModule",

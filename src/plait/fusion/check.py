@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from plait.core.shown import shown
 from plait.fusion.describe import describe
+from plait.fusion.dispatch.install import shared_names
 from plait.fusion.errors import FusionError
-from plait.fusion.install import shared_names
 
 # What the structure is compared by, and what torch keeps beside it.
 _SKIPPED = frozenset(

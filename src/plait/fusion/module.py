@@ -15,20 +15,27 @@ from torch.utils import _pytree as pytree
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.core.names import did_you_mean
 from plait.fusion.check import check_models, hyperparameters, tensor_attributes
+from plait.fusion.dispatch.install import (
+    Wrappers,
+    installed,
+    recurrent_in,
+    refresh_recurrent,
+    slots_of,
+    stack,
+)
+from plait.fusion.dispatch.mode import TrialMode
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.seams import running
+from plait.fusion.dispatch.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError
-from plait.fusion.install import Wrappers, installed, recurrent_in, refresh_recurrent, slots_of, stack
-from plait.fusion.mode import TrialMode
-from plait.fusion.padding import Rows
 from plait.fusion.patches import Patch, patch_norms
-from plait.fusion.per_trial import PerTrial
-from plait.fusion.random import Streams
 from plait.fusion.rules.hooks import each_trial
-from plait.fusion.seams import running
-from plait.fusion.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
-from plait.fusion.unfused import OwnModules, apply_alone, gradient_hooks, held_values, own_copy
+from plait.fusion.trials.padding import Rows
+from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.unfused import OwnModules, apply_alone, gradient_hooks, held_values, own_copy
 
 if TYPE_CHECKING:
-    from plait.fusion.compiled import CompiledForward
+    from plait.fusion.speed.compiled import CompiledForward
 
 
 @dataclass(frozen=True)
@@ -318,7 +325,7 @@ class FusedModule(nn.Module):
                 f"fused module: {', '.join(name or 'the whole model' for name in self._own)} runs trial by "
                 f"trial, on Python state of each trial's own, which torch.compile cannot see; do not compile"
             )
-        from plait.fusion.compiled import CompiledForward  # loads torch's compiler
+        from plait.fusion.speed.compiled import CompiledForward  # loads torch's compiler
 
         self._compiled = CompiledForward(self, dict(kwargs))
 

@@ -21,13 +21,13 @@ from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import PlaitError
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
-from plait.fusion.lone import LoneMode, seeded_for
 from plait.fusion.module import FusedModule, Shared, fuse
-from plait.fusion.per_trial import PerTrial
-from plait.fusion.random import Streams
-from plait.fusion.tensor import TrialTensor
-from plait.fusion.unfused import own_copy, trials_without_gradient
+from plait.fusion.trials.alone import LoneMode, seeded_for
+from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.unfused import own_copy, trials_without_gradient
 from plait.verification import (
     Difference,
     Noise,

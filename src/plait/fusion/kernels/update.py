@@ -24,7 +24,7 @@ def _adam(
     p_ptr, g_ptr, mean_ptr, square_ptr, table_ptr, size, trials,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The formulas of `plait.fusion.updates` for a block of one trial's numbers."""
+    """The formulas of `plait.fusion.optim.updates` for a block of one trial's numbers."""
     trial = tl.program_id(1)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size

@@ -1,6 +1,6 @@
 """Rules: one function of ours for each function of torch that matters, computed for all trials at once.
 
-Importing this package fills the table in `plait.fusion.registry`.
+Importing this package fills the table in `plait.fusion.dispatch.registry`.
 """
 
 from plait.fusion.rules import (

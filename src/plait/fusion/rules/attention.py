@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.fallback import vmap_rule
-from plait.fusion.per_trial import PerTrial
-from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
-from plait.fusion.rows import require_rows_first
+from plait.fusion.dispatch.fallback import vmap_rule
+from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
+from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.rules.dropout import drop
 from plait.fusion.rules.elementwise import place
-from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.rows import require_rows_first
 
 _NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
 _DEFAULTS: Options = {

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.fusion.choice import choose
-from plait.fusion.fallback import vmap_rule
+from plait.fusion.dispatch.fallback import vmap_rule
+from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule
+from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.kernels import can_run_on
-from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.rules.dense import batched_linear
-from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.speed.autotune import choose
 
 _NAMES = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.dispatch.fallback import loop, vmap_rule
+from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule
+from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.fallback import loop, vmap_rule
-from plait.fusion.products import dense
-from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.rules.elementwise import place
-from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.speed.cpu_matmul import dense
 
 
 @rule("linear")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.per_trial import PerTrial, on_device
-from plait.fusion.random import Streams
-from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
-from plait.fusion.rows import MIXED, require_rows_first
-from plait.fusion.tensor import Trials, TrialTensor
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
+from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.trials.per_trial import PerTrial, on_device
+from plait.fusion.trials.rows import MIXED, require_rows_first
 
 _NAMES = "input p training inplace"
 

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion import aliases
-from plait.fusion.errors import FusionError, user_line
-from plait.fusion.fallback import is_in_place, loop, refuse_shared_target, refuse_values
-from plait.fusion.per_trial import PerTrial, on_device
-from plait.fusion.registry import (
+from plait.fusion.dispatch import aliases
+from plait.fusion.dispatch.fallback import is_in_place, loop, refuse_shared_target, refuse_values
+from plait.fusion.dispatch.registry import (
     RULES,
     Arguments,
     Function,
@@ -23,7 +21,9 @@ from plait.fusion.registry import (
     spellings,
     takes_per_trial,
 )
-from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.errors import FusionError, user_line
+from plait.fusion.trials.per_trial import PerTrial, on_device
 
 _UNARY = (
     "abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil conj conj_physical cos cosh "

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, getter
+from plait.fusion.dispatch.tensor import TrialTensor, unwrap
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.registry import RULES, Arguments, Function, Options, getter
-from plait.fusion.tensor import TrialTensor, unwrap
 
 GradientHook = Callable[[Tensor], Tensor | None]
 

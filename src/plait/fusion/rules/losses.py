@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.fusion.errors import FusionError
-from plait.fusion.fallback import descend, find_rule, loop, vmap_rule
-from plait.fusion.per_trial import PerTrial, on_device
-from plait.fusion.registry import (
+from plait.fusion.dispatch.fallback import descend, find_rule, loop, vmap_rule
+from plait.fusion.dispatch.registry import (
     PER_TRIAL_RULES,
     RULES,
     Arguments,
@@ -22,9 +20,11 @@ from plait.fusion.registry import (
     rule,
     takes_per_trial,
 )
-from plait.fusion.rows import require_rows_first
+from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.errors import FusionError
 from plait.fusion.rules.elementwise import place
-from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.trials.per_trial import PerTrial, on_device
+from plait.fusion.trials.rows import require_rows_first
 
 # Losses of two tensors, element by element, that differ in nothing but the formula.
 _ELEMENTWISE = (

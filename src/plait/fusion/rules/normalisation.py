@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.dispatch.fallback import loop, vmap_rule
+from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
+from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.fallback import loop, vmap_rule
 from plait.fusion.kernels import can_run_on
-from plait.fusion.padding import masked_norm, numbers
-from plait.fusion.pending import PendingNorm
-from plait.fusion.per_trial import PerTrial
-from plait.fusion.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
-from plait.fusion.rows import require_rows_first
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import place
-from plait.fusion.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.speed.lazy_norm import PendingNorm
+from plait.fusion.trials.padding import masked_norm, numbers
+from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.rows import require_rows_first
 
 
 def _flat(value: Any, trials: Trials) -> Tensor | None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.registry import RULES, Arguments, Function, Options, rule, spellings
+from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, rule, spellings
+from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
-from plait.fusion.tensor import TrialTensor, trials_of, unwrap, wrap
 
 _POOLS = "max_pool avg_pool adaptive_max_pool adaptive_avg_pool"
 

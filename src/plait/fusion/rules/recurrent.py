@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fusion.dispatch.fallback import loop
+from plait.fusion.dispatch.registry import Arguments, Function, Options, rule, takes_per_trial
+from plait.fusion.dispatch.tensor import Trials, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.fallback import loop
-from plait.fusion.per_trial import PerTrial
-from plait.fusion.registry import Arguments, Function, Options, rule, takes_per_trial
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.rules.dropout import drop
-from plait.fusion.tensor import Trials, trials_of, unwrap, wrap
+from plait.fusion.trials.per_trial import PerTrial
 
 State = tuple[Tensor, ...]
 # (what the input contributes, state, weight, bias of the state's product) -> the next state, output first

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.fallback import loop, vmap_rule
-from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, rule, spellings
-from plait.fusion.tensor import TrialTensor, wrap
+from plait.fusion.dispatch.fallback import loop, vmap_rule
+from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, rule, spellings
+from plait.fusion.dispatch.tensor import TrialTensor, wrap
 
 # Functions whose second argument is one axis, which they need.
 _ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin glu argsort logsumexp"

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.dispatch.fallback import loop, refuse_shared_target, vmap_rule
+from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, getter, rule
+from plait.fusion.dispatch.tensor import TrialTensor, leaves, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.fallback import loop, refuse_shared_target, vmap_rule
-from plait.fusion.registry import RULES, Arguments, Function, Options, getter, rule
 from plait.fusion.rules.elementwise import link_copy, place
 from plait.fusion.rules.reductions import shift, shift_all
-from plait.fusion.tensor import TrialTensor, leaves, trials_of, unwrap, wrap
 
 
 def sizes(values: Sequence[Any]) -> tuple[int, ...]:

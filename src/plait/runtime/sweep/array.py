@@ -24,10 +24,10 @@ from plait.fusion import (
     keep_trials,
     replace_trial,
 )
-from plait.fusion.membership import check_joining
-from plait.fusion.optim import load_trial, lone_optimizer
-from plait.fusion.padding import pad
-from plait.fusion.per_trial import PerTrial, on_device
+from plait.fusion.optim.optimizer import load_trial, lone_optimizer
+from plait.fusion.trials.membership import check_joining
+from plait.fusion.trials.padding import pad
+from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import Verdict
 from plait.runtime import checkpoint as checkpoints
 from plait.runtime.build import Parts

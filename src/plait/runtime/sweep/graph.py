@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.fusion import Shared
-from plait.fusion.capture import CapturedStep
+from plait.fusion.speed.cuda_graph import CapturedStep
 
 # Steps that run as they are before one is captured: libraries set themselves up, ways are measured.
 WARM_UP = 3

@@ -11,7 +11,7 @@ from torch import nn
 from plait.core.errors import PlaitError
 from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
-from plait.fusion.updates import KINDS
+from plait.fusion.optim.updates import KINDS
 from plait.schema.settings import TrainSettings
 
 # A sentence in a table or on a terminal.

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from plait.comm.collectives import broadcast_named, broadcast_value, gather_named
 from plait.comm.groups import new_group
 from plait.core.errors import InputError
-from plait.fusion.unfused import note_trials, trials_without_gradient
+from plait.fusion.trials.unfused import note_trials, trials_without_gradient
 from plait.launch.worker import Worker
 from plait.runtime.sweep.orders import Order, Step, from_message, to_message
 from plait.runtime.sweep.settings import SweepSettings

@@ -15,8 +15,8 @@ from plait.core.errors import InputError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
+from plait.fusion.trials.array_size import Need, measure_need, saturated_width
 from plait.fusion.verify import Verdict
-from plait.fusion.width import Need, measure_need, saturated_width
 from plait.runtime import build
 from plait.runtime.sweep.array import Entry, FusedArray
 from plait.runtime.sweep.feeds import Feed

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from plait.core.names import did_you_mean
 from plait.fusion.check import check_structure, different_attributes, tensor_attributes
+from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
-from plait.fusion.optim import FusedOptimizer
-from plait.fusion.per_trial import PerTrial
-from plait.fusion.tensor import TrialTensor, leaves
-from plait.fusion.unfused import gradient_hooks, own_copy
+from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.unfused import gradient_hooks, own_copy
 
 
 def keep_trials(

@@ -14,8 +14,8 @@ from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 from plait.fusion.module import FusedModule
-from plait.fusion.unfused import trials_without_gradient
-from plait.fusion.updates import KINDS, Kind, Pieces, kind_of
+from plait.fusion.optim.updates import KINDS, Kind, Pieces, kind_of
+from plait.fusion.trials.unfused import trials_without_gradient
 
 Number = float | Sequence[float] | Tensor
 # The parameters that have a gradient, with their states.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from plait.fusion.optim import FusedOptimizer
+from plait.fusion.optim.optimizer import FusedOptimizer
 
 
 class LossScales:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from plait.fusion.dispatch.registry import Arguments, Function, Options
+from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.registry import Arguments, Function, Options
-from plait.fusion.tensor import TrialTensor, leaves
 
 # Rows and something else share an axis, with the rows not outermost; or it cannot be told where they are.
 MIXED = -1

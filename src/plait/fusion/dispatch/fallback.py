@@ -11,10 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
-from plait.fusion.errors import FusionError, user_line
-from plait.fusion.padding import Rows
-from plait.fusion.per_trial import PerTrial
-from plait.fusion.registry import (
+from plait.fusion.dispatch.registry import (
     READING_RULES,
     RULES,
     Arguments,
@@ -24,7 +21,18 @@ from plait.fusion.registry import (
     spellings,
     takes_per_trial,
 )
-from plait.fusion.tensor import LayoutError, PastRulesError, Trials, TrialTensor, leaves, trials_of, wrap
+from plait.fusion.dispatch.tensor import (
+    LayoutError,
+    PastRulesError,
+    Trials,
+    TrialTensor,
+    leaves,
+    trials_of,
+    wrap,
+)
+from plait.fusion.errors import FusionError, user_line
+from plait.fusion.trials.padding import Rows
+from plait.fusion.trials.per_trial import PerTrial
 
 # What these return is read by Python, and Python can take only one branch.
 _VALUES = (

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import function as autograd
 from torch.utils import _pytree as pytree
 
-from plait.fusion.tensor import TrialTensor
+from plait.fusion.dispatch.tensor import TrialTensor
 
 # What makes the state of now again, in backward.
 Again = Callable[[], Callable[[], AbstractContextManager[Any]]]

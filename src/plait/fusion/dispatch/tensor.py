@@ -15,13 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plait.fusion import aliases, padding
-from plait.fusion.errors import FusionError, user_line
-from plait.fusion.padding import Rows
-from plait.fusion.pending import PendingNorm
-from plait.fusion.per_trial import PerTrial, on_device
-from plait.fusion.random import Streams
-from plait.fusion.registry import (
+from plait.fusion.dispatch import aliases
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.registry import (
     PER_TRIAL_RULES,
     READING_RULES,
     RULES,
@@ -30,6 +26,11 @@ from plait.fusion.registry import (
     Options,
     usual_form,
 )
+from plait.fusion.errors import FusionError, user_line
+from plait.fusion.speed.lazy_norm import PendingNorm
+from plait.fusion.trials import padding
+from plait.fusion.trials.padding import Rows
+from plait.fusion.trials.per_trial import PerTrial, on_device
 
 # In the memo of a deep copy: the trial that is copied.
 OF_TRIAL = "plait.fusion.trial"
@@ -103,7 +104,9 @@ class TrialTensor(torch.Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is None:
-            from plait.fusion.fallback import find_rule  # the fallback wraps tensors, so it imports us
+            from plait.fusion.dispatch.fallback import (
+                find_rule,  # the fallback wraps tensors, so it imports us
+            )
 
             rule = RULES[func] = find_rule(func)
         kwargs = kwargs or {}
@@ -112,20 +115,20 @@ class TrialTensor(torch.Tensor):
         if kwargs:
             args, kwargs = usual_form(func, args, kwargs)
         if rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
-            from plait.fusion.fallback import loop
+            from plait.fusion.dispatch.fallback import loop
 
             rule = loop
         before = _version(args) if aliases.made else None
         try:
             outcome = rule(func, args, kwargs)
         except Exception as failure:
-            from plait.fusion.fallback import recover
+            from plait.fusion.dispatch.fallback import recover
 
             outcome = recover(rule, func, args, kwargs, failure)
         if before is not None and before != _version(args):
             aliases.repeat_writes(args[0].stacked)
         if padding.used:
-            from plait.fusion.rows import follow
+            from plait.fusion.trials.rows import follow
 
             follow(func, args, kwargs, outcome)
         return outcome
@@ -136,7 +139,7 @@ class TrialTensor(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             # torch.arange(x) and its kind read the number in C++.
-            from plait.fusion.fallback import refuse_values
+            from plait.fusion.dispatch.fallback import refuse_values
 
             return refuse_values(torch.Tensor.item, args, {})
         raise PastRulesError(

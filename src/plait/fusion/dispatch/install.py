@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.fusion.tensor import Trials, TrialTensor, unwrap
+from plait.fusion.dispatch.tensor import Trials, TrialTensor, unwrap
 
 Wrap = Callable[[Tensor], TrialTensor]
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.fusion.describe import describe
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.lone import LoneMode, seeded_for
-from plait.fusion.padding import Rows
 from plait.fusion.patches import Patch
-from plait.fusion.per_trial import PerTrial
-from plait.fusion.random import Streams
-from plait.fusion.tensor import Trials, TrialTensor
+from plait.fusion.trials.alone import LoneMode, seeded_for
+from plait.fusion.trials.padding import Rows
+from plait.fusion.trials.per_trial import PerTrial
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.choice import choose
+from plait.fusion.speed.autotune import choose
 
 
 class _Dense(torch.autograd.Function):

@@ -9,12 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plait.fusion.fallback import is_in_place, one_trial, refuse_random, refuse_shared_target, stack_outcomes
-from plait.fusion.per_trial import PerTrial
-from plait.fusion.registry import RULES, Arguments, Function, Options, spellings
+from plait.fusion.dispatch.fallback import (
+    is_in_place,
+    one_trial,
+    refuse_random,
+    refuse_shared_target,
+    stack_outcomes,
+)
+from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
+from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
 from plait.fusion.rules.dropout import streams_of
 from plait.fusion.rules.shapes import sizes
-from plait.fusion.tensor import Trials, TrialTensor, leaves, unwrap, wrap
+from plait.fusion.trials.per_trial import PerTrial
 
 _DRAWS = frozenset(spellings(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")))
 _LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout))

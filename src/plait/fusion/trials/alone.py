@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plait.fusion.fallback import body_of
-from plait.fusion.padding import Rows
-from plait.fusion.random import Streams
-from plait.fusion.registry import RULES, Arguments, Function, Options, arguments_of, spellings
+from plait.fusion.dispatch.fallback import body_of
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, spellings
+from plait.fusion.dispatch.seams import running
+from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.rules.shapes import sizes
-from plait.fusion.seams import running
-from plait.fusion.tensor import Trials, TrialTensor
+from plait.fusion.trials.padding import Rows
 from plait.verification import same_random_numbers
 
 _DROPOUT_NAMES = (

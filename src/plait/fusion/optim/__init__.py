@@ -1,0 +1,1 @@
+"""Optimizers of a fused module: every coefficient one number per trial."""
