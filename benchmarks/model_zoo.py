@@ -43,10 +43,10 @@ from plait.core.errors import InputError, PlaitError
 from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.trials.alone import LoneMode, seeded_for
+from plait.pipeline.verify.in_process import Choices, StagedModel
+from plait.pipeline.verify.stages import Checked, Example, prepare_stages
 from plait.profiler.trace import trace
 from plait.runtime.evaluate import as_arguments, evaluation_mode
-from plait.runtime.staged import Choices, StagedModel
-from plait.runtime.verify import Checked, Example, prepare_stages
 from plait.verification import same_random_numbers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -24,7 +24,7 @@ _ROOMS: dict[str, tuple[str, str]] = {
     "read_job": ("plait.schema.job", "read_job"),
     "sweep": ("plait.jobs.sweep", "sweep"),
     "train": ("plait.jobs.train", "train"),
-    "verify_stages": ("plait.runtime.verify", "verify_stages"),
+    "verify_stages": ("plait.pipeline.verify.stages", "verify_stages"),
 }
 
 __all__ = ["__version__", *_ROOMS]

@@ -4,11 +4,11 @@ import pytest
 
 from plait.experiments import pipeline_convergence, pipeline_idle, pipeline_memory, pipeline_prediction
 from plait.experiments.pipeline_idle import PIECES, SLEEP_S
+from plait.pipeline.op_timings import Span
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import Link, StageCosts, simulate
-from plait.runtime.spans import Span
 
 
 def replayed(schedule: Schedule, workers: int, slower: float = 1.0) -> list[list[Span]]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plait.core.errors import InputError
+from plait.pipeline.cutting.cut import StageError, cut, cut_all
 from plait.profiler.failures import TraceError
 from plait.profiler.trace import trace
-from plait.stages.cut import StageError, cut, cut_all
 from support.traced_models import MODELS, Branches, as_double, make, staged_step, whole_step
 
 

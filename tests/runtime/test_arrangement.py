@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from plait.pipeline.layout import Arrangement, stream
 from plait.planner.errors import PlanError
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, straight_layout
 from plait.planner.schedules.orders import operations
-from plait.runtime.arrangement import Arrangement, stream
 from support.pipelines import AllOf
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from plait.pipeline.cutting.cut import cut
+from plait.pipeline.stage import Flight, LossOf, StageRunner
 from plait.profiler.trace import trace
-from plait.runtime.stage_runner import Flight, LossOf, StageRunner
-from plait.stages.cut import cut
 
 
 def test_outputs_that_autograd_does_not_keep_are_freed_once_they_are_sent():

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from plait.core.codec import decode
+from plait.pipeline.executor import Pipeline
+from plait.pipeline.layout import Arrangement, oldest_needed, stream
+from plait.pipeline.weight_stash import WeightVersions
 from plait.planner import Plan, machines, with_memory_as_run
 from plait.planner.as_run import versions_of_vertical_sync
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Forward, Update, straight_layout
-from plait.runtime.arrangement import Arrangement, oldest_needed, stream
-from plait.runtime.pipeline import Pipeline
 from plait.runtime.planned import describe_memory
-from plait.stages.versions import WeightVersions
 from support.pipelines import AllOf, Case, train_in_pipeline
 from support.plans import planned
 from support.world import run_ranks

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.launch.run_dir import RunFolder
+from plait.pipeline.cutting.meta_device import NotInPiecesError, Pieces
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import straight_layout
 from plait.runtime import build
 from plait.runtime.checkpoint import list_checkpoints, load
-from plait.runtime.pieces import NotInPiecesError, Pieces
 from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
 from support.pieces import LAYERS, WIDE, Mixed, MostBytes

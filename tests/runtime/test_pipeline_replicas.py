@@ -9,11 +9,11 @@ from unittest.mock import patch
 import numpy
 import torch
 
+from plait.pipeline.layout import Arrangement
+from plait.pipeline.stage import Flight
+from plait.pipeline.stage_optimizer import Updates, summed_beside_backward
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
-from plait.runtime.arrangement import Arrangement
-from plait.runtime.stage_runner import Flight
-from plait.runtime.updates import Updates, summed_beside_backward
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import Native
 from support.pipelines import Case, Delayed, train_in_pipeline, train_many, train_plainly

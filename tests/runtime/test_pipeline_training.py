@@ -18,13 +18,13 @@ from plait.core.run_events import Operations
 from plait.core.run_events import Step as StepEvent
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.run_dir import RunFolder
+from plait.pipeline.layout import stream
+from plait.pipeline.microbatches import Microbatch, StretchWork, cut_step
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.planner.schedules.orders import operations
 from plait.runtime import build, checkpoint
-from plait.runtime.arrangement import stream
 from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
-from plait.runtime.stretch import Microbatch, StretchWork, cut_step
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.schema.topology_spec import TopologyWish
 from support.plans import placed, planned

@@ -11,9 +11,9 @@ from torch import nn
 
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
+from plait.pipeline.microbatches import cut_step
 from plait.planner.schedules.kinds import Schedule
 from plait.runtime import build
-from plait.runtime.stretch import cut_step
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from support.plans import planned
 from support.training import digits_job, largest_difference, pipeline_rank, saved_weights, train_each

@@ -18,10 +18,10 @@ from plait.fusion.errors import FusionError
 from plait.fusion.space import combinations
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunFolder
+from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.arrangement import arrange
 from plait.runtime.planned import PlanWish
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry

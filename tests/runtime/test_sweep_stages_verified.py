@@ -18,9 +18,9 @@ from plait.fusion import verify
 from plait.fusion.dispatch import seams
 from plait.fusion.space import combinations
 from plait.fusion.verify import Verdict
+from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime.arrangement import arrange
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry
 from plait.runtime.sweep.settings import SweepSettings

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from plait.graph.graph import Tie
+from plait.pipeline.layout import Arrangement, stream
+from plait.pipeline.tied_weights import Tied
 from plait.planner.memory import versions
 from plait.planner.partition.ties import find_tied
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, Forward, Layout
-from plait.runtime.arrangement import Arrangement, stream
-from plait.runtime.tied import Tied
 
 
 class ManyMicrobatches:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.pipeline.weight_stash import WeightVersions
 from plait.runtime.checkpoint import Checkpoint, load, load_optimizer_state, optimizer_state, save
 from plait.runtime.optim import build_optimizer
 from plait.schema.settings import OptimizerSettings
-from plait.stages.versions import WeightVersions
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),

@@ -17,15 +17,17 @@ from plait.core.errors import InputError, JobError
 from plait.core.events import read
 from plait.core.run_events import Verified
 from plait.launch.run_dir import RunFolder
+from plait.pipeline.cutting.cut import StageError, cut_all
+from plait.pipeline.verify import module_state
+from plait.pipeline.verify import stages as verify
+from plait.pipeline.verify.in_process import Choices
+from plait.pipeline.verify.stages import Example
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler import record, source, traced
 from plait.profiler.trace import trace
-from plait.runtime import build, checkpoint, module_memory, verify
+from plait.runtime import build, checkpoint
 from plait.runtime.pipeline_trainer import PipelineTrainer
-from plait.runtime.staged import Choices
-from plait.runtime.verify import Example
 from plait.schema.settings import ModelSettings, TrainSettings
-from plait.stages.cut import StageError, cut_all
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
 from support.checked import make_hard, plain_step, prepare, square_loss, staged
@@ -289,7 +291,7 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_copies_of_buffers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module_memory, "_SMALL", -1)
+    patch.setattr(module_state, "_SMALL", -1)
 
 
 @pytest.mark.parametrize(

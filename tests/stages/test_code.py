@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from plait.pipeline.cutting.cut import StageError
+from plait.pipeline.cutting.to_code import write_code
 from plait.profiler.trace import trace
-from plait.stages.code import write_code
-from plait.stages.cut import StageError
 from plait.workloads import alexnet, lstm, mlp, mobilenet, resnet, transformer, vgg
 from support.traced_models import MODELS, arguments, as_double, make, some_stages, tensors_of, tokens
 

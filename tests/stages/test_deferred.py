@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.stages.deferred import DeferWeights
-from plait.stages.linear import turn_weights
+from plait.pipeline.cpu.linear import turn_weights
+from plait.pipeline.split_backward import DeferWeights
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.stages.gelu import quicken_gelu
+from plait.pipeline.cpu.gelu import quicken_gelu
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

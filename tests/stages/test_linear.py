@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.stages.linear import add_weight_gradients, laid_out_as, turn_weights
-from plait.stages.quick import plain_forwards, quicken
+from plait.pipeline.cpu.layers import plain_forwards, quicken
+from plait.pipeline.cpu.linear import add_weight_gradients, laid_out_as, turn_weights
 
 
 def net() -> nn.Sequential:

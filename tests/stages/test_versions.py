@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.stages.versions import WeightVersions
+from plait.pipeline.weight_stash import WeightVersions
 
 
 class WritesData(torch.optim.Optimizer):

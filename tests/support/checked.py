@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.pipeline.verify.in_process import Choices, StagedModel
+from plait.pipeline.verify.stages import Checked, Example, prepare_stages
 from plait.profiler.trace import trace
-from plait.runtime.staged import Choices, StagedModel
-from plait.runtime.verify import Checked, Example, prepare_stages
 from support.hard_models import HARD
 from support.traced_models import as_double, tensors_of
 

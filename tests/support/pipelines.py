@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from plait.comm.channels import connect
 from plait.data.sampler import mix
+from plait.pipeline.cutting.cut import cut_all
+from plait.pipeline.executor import Parts, Pipeline
+from plait.pipeline.layout import Arrangement, microbatches_per_update, one_batch, stream
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.profiler.trace import TracedModel, trace
-from plait.runtime.arrangement import Arrangement, microbatches_per_update, one_batch, stream
-from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.update_kernels import use_fused_kernels
-from plait.stages.cut import cut_all
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.transformer import transformer_tiny
 from support.meeting import rendezvous_of

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.pipeline.cutting.cut import Stage, cut_all
 from plait.profiler.trace import TracedModel, trace
-from plait.stages.cut import Stage, cut_all
 
 
 class Recurrent(nn.Module):

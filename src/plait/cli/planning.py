@@ -345,9 +345,9 @@ def _extras(
             draw_plan(made, timeline)
         wrote.append(str(timeline))
     if to_code is not None and job is not None:
+        from plait.pipeline.cutting.to_code import write_code
         from plait.runtime.profiling import trace_job, verify_job
         from plait.schema.job import read_job
-        from plait.stages.code import write_code
 
         settings = read_job(job).settings()
         if measured is not None and measured.model != settings.model.factory:

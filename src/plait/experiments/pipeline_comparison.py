@@ -36,6 +36,10 @@ from plait.experiments.pipeline_models import job
 from plait.experiments.pipeline_sides import FixedWork
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
+from plait.pipeline.executor import Parts, Pipeline
+from plait.pipeline.gradient_sync import find_stages, make_agreements, replica_groups
+from plait.pipeline.layout import Arrangement, arrange, one_batch, stream
+from plait.pipeline.tied_weights import make_tied
 from plait.planner import (
     Plan,
     Schedule,
@@ -48,12 +52,8 @@ from plait.planner import (
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime import build
-from plait.runtime.agreement import find_stages, make_agreements, replica_groups
-from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream
 from plait.runtime.optim import build_optimizer
-from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_here
-from plait.runtime.tied import make_tied
 from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.autotune import settle
 from plait.sync.allreduce.buckets import AllReduce

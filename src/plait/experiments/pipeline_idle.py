@@ -22,11 +22,11 @@ from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
+from plait.pipeline.op_timings import Span
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Update
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import Link, StageCosts, simulate
-from plait.runtime.spans import Span
 
 PIECES = 8
 SLEEP_S = 0.05

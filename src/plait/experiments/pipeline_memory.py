@@ -39,6 +39,8 @@ from plait.experiments.pipeline_sides import FixedWork
 from plait.launch.run import Placement
 from plait.launch.supervisor import Supervisor, Unwatched
 from plait.launch.worker import Worker
+from plait.pipeline.executor import Parts, Pipeline
+from plait.pipeline.layout import arrange, one_batch, stream
 from plait.planner import (
     Plan,
     Schedule,
@@ -51,9 +53,7 @@ from plait.planner import (
 from plait.profiler.profile import Profile
 from plait.profiler.trace import trace
 from plait.runtime import build
-from plait.runtime.arrangement import arrange, one_batch, stream
 from plait.runtime.optim import build_optimizer
-from plait.runtime.pipeline import Parts, Pipeline
 from plait.runtime.profiling import profile_together
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings

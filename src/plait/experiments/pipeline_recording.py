@@ -19,9 +19,9 @@ from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
+from plait.pipeline.executor import Pipeline
+from plait.pipeline.op_timings import operations_event
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime.pipeline import Pipeline
-from plait.runtime.spans import operations_event
 
 PIECES = 8
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from plait.comm.channels import Channels, connect
 from plait.comm.rendezvous import Rendezvous
+from plait.pipeline.executor import Parts, Pipeline
+from plait.pipeline.layout import Arrangement, one_batch, stream
+from plait.pipeline.split_backward import jobs_of_this_forward
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.profiler.trace import trace
-from plait.runtime.arrangement import Arrangement, one_batch, stream
-from plait.runtime.pipeline import Parts, Pipeline
-from plait.stages.deferred import jobs_of_this_forward
 from plait.workloads.transformer import Block
 
 Steps = Callable[[int], None]

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.experiments.bench import Bench, Claim, Row
+from plait.pipeline.cutting.cut import cut
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.timing import Clock, Loss, Timed, time_whole
 from plait.profiler.trace import trace
-from plait.stages.cut import cut
 from plait.workloads.resnet import resnet50
 from plait.workloads.transformer import transformer
 from plait.workloads.vgg import vgg16

@@ -20,11 +20,11 @@ from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline_sides import SleepingLayer
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
+from plait.pipeline.layout import Arrangement, one_batch
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.profiler.trace import trace
 from plait.runtime import build
-from plait.runtime.arrangement import Arrangement, one_batch
 from plait.runtime.column import Column, ColumnWork
 from plait.runtime.open_pipeline import open_pipeline, prepare_pipeline
 from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings

@@ -9,7 +9,7 @@ What a worker holds for a stage while it trains, beside what any Python process 
 - the same of weights that belong to another stage and are used here too (`Graph.ties`). All stages that
   share a weight sum its gradients: schedules that drain hold one copy more for that, 2bw the sum of the batch
   before. Under stash each stage has given the gradients of so many microbatches, which wait until the first
-  of these stages has come so far, as that one has more in flight than itself (runtime/tied.py);
+  of these stages has come so far, as that one has more in flight than itself (pipeline/tied_weights.py);
 - for each microbatch in flight, what autograd keeps, the input that was received, and the output that was
   sent, which stays in the memory that both workers see until the stage behind is done with it. Outputs
   that autograd does not keep are given back once they are sent, and the stage's inputs count once, though

@@ -23,9 +23,9 @@ from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
+from plait.pipeline.cutting.meta_device import NotInPiecesError, Pieces
 from plait.runtime.evaluate import Metric, find_metric
 from plait.runtime.optim import build_optimizer, check_groups, check_lr_schedule
-from plait.runtime.pieces import NotInPiecesError, Pieces
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss

@@ -31,7 +31,7 @@ from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, DiskError
 from plait.core.files import sync_folder, write_atomic, writing
 from plait.core.shown import shown
-from plait.stages.linear import laid_out_as
+from plait.pipeline.cpu.linear import laid_out_as
 
 VERSION = 2
 # Version 1 had no checksum of its state.

@@ -15,14 +15,14 @@ from torch import Tensor
 from plait.data.sampler import mix
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
+from plait.pipeline.layout import Arrangement, one_batch
+from plait.pipeline.microbatches import pieces_of
 from plait.planner.schedules.operations import Update
-from plait.runtime.arrangement import Arrangement, one_batch
 from plait.runtime.averagings import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.runtime.build import Parts
 from plait.runtime.columns import check_ties, columns_of
 from plait.runtime.evaluate import sums_of
 from plait.runtime.open_pipeline import State, open_pipeline, prepare_together
-from plait.runtime.stretch import pieces_of
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import read_options
 from plait.sync.averaging.base import Averaging

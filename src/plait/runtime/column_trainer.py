@@ -14,8 +14,9 @@ from plait.data import loader
 from plait.data.sampler import share
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
+from plait.pipeline.layout import Arrangement
+from plait.pipeline.op_timings import operations_event
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts
 from plait.runtime.column import Column
 from plait.runtime.columns import columns_of
@@ -23,7 +24,6 @@ from plait.runtime.evaluate import in_order
 from plait.runtime.open_pipeline import State, further_names, tell_of_verification, with_gathered
 from plait.runtime.own_pace import OwnPaceTrainer, leave_world
 from plait.runtime.pace import Pace
-from plait.runtime.spans import operations_event
 from plait.runtime.stretch_trainer import StretchTrainer
 from plait.runtime.trainer import Trainer, keep_what_was_built
 from plait.schema.settings import TrainSettings

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.core.errors import JobError
+from plait.pipeline.gradient_sync import find_holders
+from plait.pipeline.layout import Arrangement
 from plait.planner.schedules.operations import Layout
 from plait.profiler.traced import TracedModel
-from plait.runtime.agreement import find_holders
-from plait.runtime.arrangement import Arrangement
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import TOLERANT, read_options
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from plait.data.loader import Batch, cut, to_device
 from plait.launch.worker import Worker
+from plait.pipeline.frozen import FrozenAtStart
 from plait.runtime.build import Parts
 from plait.runtime.evaluate import forward
-from plait.runtime.frozen import FrozenAtStart
 from plait.runtime.slow import SlowDown
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_wish

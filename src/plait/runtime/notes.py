@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.launch.worker import Worker
+from plait.pipeline.microbatches import Microbatch, StretchWork
 from plait.planner.schedules.operations import Backward, Op
-from plait.runtime.stretch import Microbatch, StretchWork
 
 
 class Notes:

@@ -19,21 +19,21 @@ from plait.core.run_events import Verified
 from plait.data import loader
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
+from plait.pipeline import executor as pipelines
+from plait.pipeline.cutting.trace_job import check_target
+from plait.pipeline.layout import Arrangement
+from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.verify.in_process import Choices
+from plait.pipeline.verify.stages import Checked, Example, prepare_stages
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime import pipeline as pipelines
-from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import Parts, build_model
 from plait.runtime.checkpoint import Checkpoint
 from plait.runtime.evaluate import as_arguments, telling_of_types
-from plait.runtime.loss_scale import LossScale
 from plait.runtime.optim import build_optimizer
 from plait.runtime.record import Recorder
 from plait.runtime.slow import SlowDown
-from plait.runtime.staged import Choices
-from plait.runtime.tracing import check_target
-from plait.runtime.verify import Checked, Example, prepare_stages
 from plait.schema.settings import TrainSettings
 from plait.verification import same_random_numbers
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
+from plait.pipeline.executor import Parts, Pipeline
+from plait.pipeline.layout import Arrangement, stream
+from plait.pipeline.microbatches import Microbatch, StretchWork
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.profiler.trace import trace
-from plait.runtime.arrangement import Arrangement, stream
-from plait.runtime.pipeline import Parts, Pipeline
-from plait.runtime.stretch import Microbatch, StretchWork
 
 MICROBATCHES, WARM_UP, WIDTH = 80, 20, 8
 DEADLINE_S = 120.0

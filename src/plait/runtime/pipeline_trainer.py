@@ -22,12 +22,14 @@ from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
+from plait.pipeline.layout import Arrangement, arrange, one_batch, stream, with_choices
+from plait.pipeline.microbatches import Microbatch, StretchWork, cut_step, loaded_by
+from plait.pipeline.op_timings import operations_event
 from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime.arrangement import Arrangement, arrange, one_batch, stream, with_choices
 from plait.runtime.build import Parts
 from plait.runtime.columns import check_columns
 from plait.runtime.evaluate import in_order, mean_of_all, sums_of
@@ -41,8 +43,6 @@ from plait.runtime.open_pipeline import (
     with_gathered,
 )
 from plait.runtime.own_pieces import arranged_names, fill_pieces, unused_names
-from plait.runtime.spans import operations_event
-from plait.runtime.stretch import Microbatch, StretchWork, cut_step, loaded_by
 from plait.runtime.stretch_trainer import StretchTrainer
 from plait.schema.settings import TrainSettings
 

@@ -23,6 +23,12 @@ from plait.graph.graph import Graph
 from plait.launch.run import TRACING, Placement
 from plait.launch.supervisor import Supervisor, Unwatched
 from plait.launch.worker import Worker
+from plait.pipeline.cpu.layers import plain_forwards, quicken
+from plait.pipeline.cutting.cut import StageError
+from plait.pipeline.cutting.trace_job import trace_inputs
+from plait.pipeline.verify.in_process import Choices
+from plait.pipeline.verify.stages import Example, find_parting
+from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
@@ -31,14 +37,8 @@ from plait.runtime import build
 from plait.runtime.evaluate import as_arguments, telling_of_types
 from plait.runtime.optim import build_optimizer
 from plait.runtime.overhead import measure_overhead
-from plait.runtime.staged import Choices
 from plait.runtime.sums import measure_sums
-from plait.runtime.tracing import trace_inputs
-from plait.runtime.verify import Example, find_parting
 from plait.schema.settings import OptimizerSettings, TrainSettings
-from plait.stages.cut import StageError
-from plait.stages.quick import plain_forwards, quicken
-from plait.stages.versions import WeightVersions
 from plait.verification import same_random_numbers
 from plait.workloads.losses import build_loss
 

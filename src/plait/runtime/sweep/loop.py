@@ -18,8 +18,8 @@ from plait.fusion.errors import FusionError
 from plait.fusion.verify import Verdict, tell
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
+from plait.pipeline.layout import Arrangement
 from plait.runtime import build
-from plait.runtime.arrangement import Arrangement
 from plait.runtime.build import DataPair
 from plait.runtime.optim import build_lr_factor
 from plait.runtime.patience import Patience

@@ -20,11 +20,12 @@ from plait.data import loader
 from plait.data.loader import Batch
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import Verdict
+from plait.pipeline import executor as pipelines
+from plait.pipeline.cutting.cut import Stage, cut
+from plait.pipeline.layout import one_batch
 from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
 from plait.runtime import checkpoint as checkpoints
-from plait.runtime import pipeline as pipelines
-from plait.runtime.arrangement import one_batch
 from plait.runtime.evaluate import in_order, means, sums_of
 from plait.runtime.open_pipeline import further_names
 from plait.runtime.optim import build_optimizer
@@ -35,7 +36,6 @@ from plait.runtime.sweep.rounds import Round, rounds_of
 from plait.runtime.sweep.stages import TeamPipeline
 from plait.runtime.sweep.team import Team
 from plait.runtime.sweep.verified_stages import StagesOfTrials, of_stage, prepare_trials
-from plait.stages.cut import Stage, cut
 
 
 class PipelinedArray:

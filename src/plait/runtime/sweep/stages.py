@@ -13,11 +13,11 @@ from plait.comm.rendezvous import Rendezvous
 from plait.core.codec import decode
 from plait.core.errors import InputError, JobError
 from plait.launch.worker import Worker
+from plait.pipeline.layout import Arrangement, arrange, with_choices
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.planner.schedules.orders import operations
-from plait.runtime.arrangement import Arrangement, arrange, with_choices
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.trials import is_fusable, with_values
 from plait.schema.settings import PipelineSettings, TrainSettings

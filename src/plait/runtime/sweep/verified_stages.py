@@ -13,17 +13,17 @@ from plait.core.errors import InputError, JobError
 from plait.data.loader import Batch
 from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import Verdict
+from plait.pipeline.cutting.cut import Stage, cut, evaluation_stages
+from plait.pipeline.cutting.edges import Route, find_routes
+from plait.pipeline.gradient_sync import find_stages
+from plait.pipeline.layout import Arrangement
+from plait.pipeline.verify.stages import Checked
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
-from plait.runtime.agreement import find_stages
-from plait.runtime.arrangement import Arrangement
 from plait.runtime.open_pipeline import prepare_pipeline
 from plait.runtime.sweep.array import Entry, stacked
 from plait.runtime.sweep.code import Values, check_values, plain_values
 from plait.runtime.sweep.verified import ArrayRehearsal, first_batches, padded_rows, verify_rehearsed
-from plait.runtime.verify import Checked
-from plait.stages.cut import Stage, cut, evaluation_stages
-from plait.stages.routes import Route, find_routes
 
 
 @dataclass(frozen=True)

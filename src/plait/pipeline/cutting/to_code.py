@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.core.files import write_atomic
+from plait.pipeline.cutting.constructors import NoConstructor, constructor
+from plait.pipeline.cutting.cut import StageError, check_buffers, check_stages
 from plait.profiler.build import all_attributes, write_evaluation
 from plait.profiler.source import Source, attribute_path, indent, write_source
 from plait.profiler.traced import Boundary, Layer, TracedModel
-from plait.stages.constructors import NoConstructor, constructor
-from plait.stages.cut import StageError, check_buffers, check_stages
 
 
 def write_code(traced: TracedModel, stages: Sequence[Sequence[str]], directory: Path) -> tuple[Path, ...]:

@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import Parameter
 
 from plait.core.errors import LostPeer, PeerError
+from plait.pipeline.gradient_sync import Agreement
+from plait.pipeline.layout import Arrangement, oldest_needed, update_behind
+from plait.pipeline.tied_weights import Rounds, Tied
+from plait.pipeline.weight_stash import WeightVersions
 from plait.planner.schedules.operations import Backward, Forward, Update
-from plait.runtime.agreement import Agreement
-from plait.runtime.arrangement import Arrangement, oldest_needed, update_behind
-from plait.runtime.tied import Rounds, Tied
-from plait.stages.versions import WeightVersions
 
 
 class Updates:

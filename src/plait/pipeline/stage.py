@@ -15,13 +15,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm.links.packing import Message
 from plait.data.loader import seed_all
+from plait.pipeline.cutting.cut import Stage
+from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.split_backward import DeferWeights
+from plait.pipeline.verify.module_state import ModuleMemory, Remembered
+from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.traced import TracedModel, Value
 from plait.runtime.evaluate import telling_of_types
-from plait.runtime.loss_scale import LossScale
-from plait.runtime.module_memory import ModuleMemory, Remembered
-from plait.stages.cut import Stage
-from plait.stages.deferred import DeferWeights
-from plait.stages.versions import WeightVersions
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Any, Any], Tensor]

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 from torch import nn
 from torch.nn import Parameter
 
-from plait.stages.gelu import quicken_gelu
-from plait.stages.linear import add_weight_gradients, turn_weights
+from plait.pipeline.cpu.gelu import quicken_gelu
+from plait.pipeline.cpu.linear import add_weight_gradients, turn_weights
 
 
 def quicken(

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
+from plait.pipeline.layout import Arrangement
 from plait.planner.errors import PlanError
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.traced import TracedModel
-from plait.runtime.arrangement import Arrangement
 from plait.schema.topology_spec import TopologyWish
 from plait.sync.allreduce.autotune import settle
 from plait.sync.allreduce.buckets import AllReduce

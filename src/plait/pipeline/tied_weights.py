@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError
+from plait.pipeline.gradient_sync import clip_alone
+from plait.pipeline.layout import Arrangement, version_of
+from plait.pipeline.weight_stash import WeightVersions
 from plait.planner.schedules.operations import Forward, Update
-from plait.runtime.agreement import clip_alone
-from plait.runtime.arrangement import Arrangement, version_of
-from plait.stages.versions import WeightVersions
 
 
 class Rounds(Protocol):

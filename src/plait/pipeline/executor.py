@@ -20,24 +20,24 @@ from plait.comm.channels import Channels
 from plait.comm.collectives import gather_named
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
+from plait.pipeline.cpu.layers import plain_forwards, quicken
+from plait.pipeline.cpu.linear import laid_out_as
+from plait.pipeline.cutting.cut import Stage, check_buffers, check_stages, cut, evaluation_stages
+from plait.pipeline.cutting.edges import Route, find_routes
+from plait.pipeline.frozen import FrozenAtStart, check_still_trained
+from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
+from plait.pipeline.layout import Arrangement
+from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.op_timings import Span
+from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
+from plait.pipeline.stage_optimizer import Updates, summed_beside_backward
+from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced import TracedModel
-from plait.runtime.agreement import find_stages, first_held, make_agreements, replica_groups
-from plait.runtime.arrangement import Arrangement
 from plait.runtime.checkpoint import optimizer_state
 from plait.runtime.evaluate import as_arguments, evaluation_mode
-from plait.runtime.frozen import FrozenAtStart, check_still_trained
-from plait.runtime.loss_scale import LossScale
-from plait.runtime.spans import Span
-from plait.runtime.stage_runner import Autocast, Flight, Loss, LossOf, StageRunner
-from plait.runtime.tied import make_tied
-from plait.runtime.updates import Updates, summed_beside_backward
 from plait.schema.topology_spec import TopologyWish
-from plait.stages.cut import Stage, check_buffers, check_stages, cut, evaluation_stages
-from plait.stages.linear import laid_out_as
-from plait.stages.quick import plain_forwards, quicken
-from plait.stages.routes import Route, find_routes
 from plait.sync.buffers import average
 
 _SPANS_AT_ONCE = 1024

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from plait.pipeline.cutting.cut import StageError, check_stages
 from plait.profiler.traced import Layer, TracedModel
-from plait.stages.cut import StageError, check_stages
 
 Stages = tuple[tuple[str, ...], ...]
 # The same model traced again, with the modules of these paths as one layer each.

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
+from plait.pipeline.cutting.cut import StageError, shared_buffers
+from plait.pipeline.cutting.whole_modules import Retrace, Stages, keep_modules_whole, keep_together
+from plait.pipeline.stage import Loss
+from plait.pipeline.verify.in_process import Choices, StagedModel, observe_staged
 from plait.planner import Plan
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.runtime.evaluate import as_arguments, evaluation_mode
-from plait.runtime.stage_runner import Loss
-from plait.runtime.staged import Choices, StagedModel, observe_staged
-from plait.stages.cut import StageError, shared_buffers
-from plait.stages.whole import Retrace, Stages, keep_modules_whole, keep_together
 from plait.verification import (
     Difference,
     Noise,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.data.sampler import GlobalBatch, mix, share
+from plait.pipeline.layout import Arrangement, microbatches_per_update
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Update
-from plait.runtime.arrangement import Arrangement, microbatches_per_update
 
 
 @dataclass(frozen=True)

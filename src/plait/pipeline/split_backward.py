@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plait.stages.linear import add_product, add_sum, input_gradient, is_trained, laid_out_as
+from plait.pipeline.cpu.linear import add_product, add_sum, input_gradient, is_trained, laid_out_as
 
 Job = Callable[[], None]
 _active: ContextVar[list[Job] | None] = ContextVar("deferred jobs", default=None)
