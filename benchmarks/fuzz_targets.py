@@ -36,12 +36,12 @@ from plait.planner import Plan, Settings, fastest_plan, machines, render_plan, s
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import LayerSpread, Profile, load_profile, save_profile
 from plait.profiler.timing import Timed
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.measure import measure_run
-from plait.runtime.pipeline_trainer import check_pipeline
 from plait.runtime.planned import PlanWish, planned
 from plait.schema.job import Job, make_job, parse, read_job
 from plait.schema.topology_spec import AUTO, find_topology, read_wish
+from plait.training import checkpoint as checkpoints
+from plait.training.engines.pipeline import check_pipeline
+from plait.training.evaluate_run import measure_run
 
 Use = Callable[[], Any]
 Target = Callable[[random.Random, Path, int], tuple[str, Use]]

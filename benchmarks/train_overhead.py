@@ -25,8 +25,6 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.launch.run_dir import RunFolder
-from plait.runtime import build
-from plait.runtime.trainer import Trainer
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -34,6 +32,8 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
+from plait.training import components
+from plait.training.loop import Trainer
 
 GOALS = {1: 1.03, 2: 1.05}
 JOBS = {
@@ -82,7 +82,7 @@ class Plain:
     """The job as a person writes it, fetching whole batches from the same data set."""
 
     def __init__(self, settings: TrainSettings, rank: int, world_size: int) -> None:
-        parts = build.build(settings, torch.device("cpu"))
+        parts = components.build(settings, torch.device("cpu"))
         self.model: torch.nn.Module = parts.model
         if world_size > 1:
             self.model = DistributedDataParallel(parts.model)
@@ -112,7 +112,7 @@ class Ours:
     """The same job in Plait's trainer; every call goes on for `steps` more steps."""
 
     def __init__(self, settings: TrainSettings, rank: int, world_size: int, folder: Path) -> None:
-        parts = build.build(settings, torch.device("cpu"))
+        parts = components.build(settings, torch.device("cpu"))
         worker: Any = LoneWorker(rank, world_size)
         self.trainer = Trainer(worker, settings, parts, RunFolder(folder))
 

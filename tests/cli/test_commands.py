@@ -24,11 +24,11 @@ from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import InputError
 from plait.launch.run_dir import RunFolder
-from plait.runtime import build
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.trainer import Trainer
-from plait.runtime.worker import check_order
 from plait.schema.job import read_job
+from plait.training import checkpoint as checkpoints
+from plait.training import components
+from plait.training.loop import Trainer
+from plait.training.worker import check_order
 from support.hosts import Hosts
 from support.training import TestWorker
 
@@ -178,7 +178,7 @@ def test_a_job_trains_over_two_hosts(folder: Path, hosts: Hosts):
     assert done.returncode == 0, done.stderr
     two = json.loads(done.stdout)
     settings = read_job(folder / "job.yaml").settings()
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     one = Trainer(TestWorker(), settings, parts, RunFolder(folder / "one")).run(resume=False)
     assert two["workers"] == 2
     assert two["test"] == pytest.approx(one["test"], rel=1e-4)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.core.errors import DataError
-from plait.runtime import checkpoint
+from plait.training import checkpoint
 
 
 class Samples(torch.utils.data.Dataset[Any]):

@@ -20,8 +20,8 @@ import plait
 from plait.core.errors import InputError, PlaitError
 from plait.launch.run import Silent
 from plait.launch.run_dir import RunFolder
-from plait.runtime.checkpoint import list_checkpoints, load
-from plait.runtime.measure import measure_run
+from plait.training.checkpoint import list_checkpoints, load
+from plait.training.evaluate_run import measure_run
 
 HERE = str(Path(__file__).parent)
 

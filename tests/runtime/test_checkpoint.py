@@ -14,8 +14,6 @@ import torch
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.errors import CheckpointError
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.checkpoint import Checkpoint
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -25,6 +23,8 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
+from plait.training import checkpoint as checkpoints
+from plait.training.checkpoint import Checkpoint
 from support.training import digits_job, largest_difference, train_here, train_rank
 from support.world import run_ranks
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.data.sampler import GlobalBatch, Position
-from plait.runtime.claims import WINDOW, Claim, Claims, Speed, leaves_the_rest
+from plait.training.engines.work_queue import WINDOW, Claim, Claims, Speed, leaves_the_rest
 from support.simulated import DictStore, SimulatedWorker, Simulation
 
 ORDERS = st.integers(2, 6).flatmap(

@@ -19,11 +19,6 @@ from plait.core.events import read
 from plait.launch.run_dir import RunFolder
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime import build, checkpoint
-from plait.runtime.column import Column
-from plait.runtime.columns import columns_of
-from plait.runtime.pipeline_trainer import check_pipeline
-from plait.runtime.worker import make_trainer
 from plait.schema.settings import (
     EvaluateSettings,
     OptimizerSettings,
@@ -31,6 +26,11 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
+from plait.training import checkpoint, components
+from plait.training.engines.pipeline import check_pipeline
+from plait.training.engines.pipeline_replica import Column
+from plait.training.engines.replica_layout import columns_of
+from plait.training.worker import make_trainer
 from support.averaging import job_store
 from support.plans import planned
 from support.syncs import StoreWorker
@@ -50,7 +50,7 @@ def train_rank(rank: int, port: int, settings: TrainSettings, folder: Path, host
     torch.set_num_threads(1)
     worker: Any = StoreWorker(rank, dist.get_world_size(), port, None)
     worker.host = hosts[rank]
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     return make_trainer(worker, settings, parts, RunFolder(folder)).run(resume=False)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 SCRIPT = """
 import inspect, json, sys, torch
 import plait.runtime.sweep.worker
-import plait.runtime.worker
-from plait.runtime.eager_optimizers import use_eager_optimizers
+import plait.training.worker
+from plait.training.eager_optimizers import use_eager_optimizers
 
 def train(kind):
     torch.manual_seed(0)

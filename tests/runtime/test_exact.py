@@ -13,8 +13,6 @@ from plait.core import run_events
 from plait.core.errors import DataError
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
-from plait.runtime import build
-from plait.runtime.evaluate import evaluate_parts
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -22,6 +20,8 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
+from plait.training import components
+from plait.training.evaluate import evaluate_parts
 from support.training import digits_job, largest_difference, train_here, train_rank
 from support.world import run_ranks
 
@@ -57,7 +57,7 @@ def test_n_workers_give_the_parameters_of_one_process(name: str, workers: int, t
 def test_one_worker_takes_the_steps_of_a_plain_loop(tmp_path: Path):
     job = digits_job(steps=30)
     _, weights = train_here(job, tmp_path)
-    parts = build.build(job, torch.device("cpu"))
+    parts = components.build(job, torch.device("cpu"))
     order = batches(Position(), len(parts.train_set), 64, seed=0, shuffle=True, keep_last=True)
     for _, batch in zip(range(30), order):
         x, y = to_device(parts.train_set.batch(0, batch.samples, 0), parts.device, torch.float64)
@@ -112,7 +112,7 @@ def test_fp16_trains_on_workers_whose_first_share_is_empty(tmp_path: Path):
 
 def test_modules_kept_in_evaluation_mode_stay_there():
     job = digits_job(model=ModelSettings("support.training:norm_net"), steps=2)
-    parts = build.build(job, torch.device("cpu"))
+    parts = components.build(job, torch.device("cpu"))
     parts.model[1].eval()
     evaluate_parts(parts, job, rank=0, world_size=1)
     assert [module.training for module in parts.model] == [True, False, True, True, True, True]

@@ -19,9 +19,9 @@ import torch
 from plait.core.errors import DataError
 from plait.data.loader import load
 from plait.data.sampler import GlobalBatch, Position
-from plait.runtime import build
-from plait.runtime.evaluate import evaluate_parts, in_order
 from plait.schema.settings import DataSettings, ModelSettings
+from plait.training import components
+from plait.training.evaluate import evaluate_parts, in_order
 from support.training import digits_job
 from support.world import run_ranks
 
@@ -83,7 +83,7 @@ def evaluate_often(rank: int, folder: Path) -> list[dict[str, float]]:
         model=ModelSettings("support.training:small_net"),
         data=DataSettings("test_loaders:Noted", 8, {"folder": str(folder)}, loaders=2),
     )
-    parts = build.build(job, torch.device("cpu"))
+    parts = components.build(job, torch.device("cpu"))
     # The loaders are children of their worker, not of another server that forks.
     found = [evaluate_parts(parts, job, 0, 1) for _ in range(4)]
     assert all(psutil.Process(pid).ppid() == os.getpid() for pid in readers(folder))
@@ -99,7 +99,7 @@ def test_evaluations_share_loaders_that_their_worker_has_forked(tmp_path: Path) 
 
 
 def test_two_uses_at_a_time_have_loaders_of_their_own(tmp_path: Path) -> None:
-    source = build.DataSource(Noted("train", str(tmp_path)))
+    source = components.DataSource(Noted("train", str(tmp_path)))
 
     def start() -> Any:
         return load(source, in_order(24, 4), seed=0, rank=0, world_size=1, loaders=1)

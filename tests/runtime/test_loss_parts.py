@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime import build
-from plait.runtime.loss_parts import describe_parts
+from plait.training import components
+from plait.training.loss_parts import describe_parts
 from support.plans import planned
 from support.training import digits_job, pipeline_rank, train_here
 from support.world import run_ranks
@@ -48,7 +48,7 @@ def test_a_loss_that_leaves_targets_out_or_weights_classes_is_told_of(
     changes: dict[str, Any], told: bool
 ) -> None:
     settings = digits_job(**changes)
-    words = describe_parts(settings, build.build(settings, torch.device("cpu")))
+    words = describe_parts(settings, components.build(settings, torch.device("cpu")))
     assert ("as the mean of their parts" in words) is told
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from plait.core.errors import DataError, JobError
 from plait.data.sampler import Position, batches
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime import build
 from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.training import components
 from plait.workloads.losses import model_loss
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of, trial_alone
@@ -78,7 +78,7 @@ def job(model: str = "bert", **changes: Any) -> TrainSettings:
 
 def plain_loop(settings: TrainSettings) -> tuple[dict[str, torch.Tensor], float]:
     """The weights of a loop as anyone would write it, and the loss on the test split."""
-    model = build.build_model(settings.model, settings.seed).double()
+    model = components.build_model(settings.model, settings.seed).double()
     train, test = (Labelled(split, **settings.data.options) for split in ("train", "test"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     order = batches(Position(), SAMPLES, 6, seed=0, shuffle=True, keep_last=True)

@@ -11,15 +11,15 @@ import torch
 
 from plait.core.errors import JobError
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime.optim import (
+from plait.runtime.sweep.trials import is_fusable
+from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
+from plait.training.optim import (
     build_lr_factor,
     build_optimizer,
     check_groups,
     check_lr_schedule,
     optimizer_kinds,
 )
-from plait.runtime.sweep.trials import is_fusable
-from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
 from support.plans import planned
 from support.training import (
     digits_job,

@@ -18,11 +18,6 @@ from plait.core.errors import JobError
 from plait.core.events import read
 from plait.jobs.train import train
 from plait.launch.run_dir import RunFolder
-from plait.runtime import build
-from plait.runtime.auto_sync import choose
-from plait.runtime.checkpoint import list_checkpoints
-from plait.runtime.data_parallel import DataParallel
-from plait.runtime.worker import make_trainer
 from plait.schema.job import make_job
 from plait.schema.settings import (
     DataSettings,
@@ -31,6 +26,11 @@ from plait.schema.settings import (
     SlowSettings,
     TrainSettings,
 )
+from plait.training import components
+from plait.training.checkpoint import list_checkpoints
+from plait.training.engines.auto_sync import choose
+from plait.training.engines.data_parallel import DataParallel
+from plait.training.worker import make_trainer
 from support.averaging import job_store, open_store
 from support.syncs import StoreWorker, run_sync, settings_of, train_at_own_pace
 from support.training import largest_difference
@@ -200,7 +200,7 @@ def choose_in_a_world(
     DataParallel.time_backward = time_backward  # type: ignore[method-assign]
     size = dist.get_world_size()
     worker = StoreWorker(rank, size, port, None)
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     trainer = make_trainer(worker, settings, parts, RunFolder(folder))  # type: ignore[arg-type]
     assert largest_difference(before, parts.model.state_dict()) == 0

@@ -17,10 +17,10 @@ from plait.launch.run_dir import RunFolder
 from plait.pipeline.cutting.meta_device import NotInPiecesError, Pieces
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import straight_layout
-from plait.runtime import build
-from plait.runtime.checkpoint import list_checkpoints, load
-from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.training import components
+from plait.training.checkpoint import list_checkpoints, load
+from plait.training.engines.pipeline import PipelineTrainer
 from support.pieces import LAYERS, WIDE, Mixed, MostBytes
 from support.plans import in_stages, planned
 from support.training import TestWorker, digits_job, largest_difference, pipeline_rank, saved_weights
@@ -88,8 +88,8 @@ def test_a_model_whose_tensors_depend_on_each_other_is_refused_not_made_wrong():
 
 def train_in_pieces(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> dict[str, Any]:
     torch.set_num_threads(1)
-    pieces = build.make_pieces(settings, CPU)
-    parts = build.build(settings, CPU, pieces=pieces)
+    pieces = components.make_pieces(settings, CPU)
+    parts = components.build(settings, CPU, pieces=pieces)
     worker: Any = TestWorker(rank, dist.get_world_size())
     hosts = ["here"] * dist.get_world_size()
     return PipelineTrainer(worker, settings, parts, RunFolder(folder), hosts).run(resume)
@@ -141,7 +141,7 @@ def counting_bytes(rank: int, settings: TrainSettings, folder: Path) -> list[flo
     for steps, resume in ((1, False), (2, True)):
         own = replace(settings, steps=steps)
         with MostBytes() as most:
-            parts = build.build(own, CPU, pieces=build.make_pieces(own, CPU))
+            parts = components.build(own, CPU, pieces=components.make_pieces(own, CPU))
             PipelineTrainer(worker, own, parts, RunFolder(folder), hosts).run(resume)
         shares.append(most.peak / (LAYERS * WIDE * WIDE * 4))
         del parts
@@ -164,8 +164,8 @@ def test_a_model_larger_than_a_workers_memory_starts_trains_saves_and_resumes(tm
 
 def test_workers_hold_pieces_where_the_whole_would_not_fit(monkeypatch: pytest.MonkeyPatch):
     settings = planned((1, 1), Schedule.FLUSH, model=ModelSettings("support.pieces:Mixed"))
-    assert build.find_pieces(settings, CPU) is None
+    assert components.find_pieces(settings, CPU) is None
     limit = psutil.Process().memory_info().data + 1000
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
-    assert build.find_pieces(settings, CPU) is not None
-    assert build.find_pieces(replace(settings, pipeline=None), CPU) is None
+    assert components.find_pieces(settings, CPU) is not None
+    assert components.find_pieces(replace(settings, pipeline=None), CPU) is None

@@ -23,10 +23,10 @@ from plait.pipeline.microbatches import Microbatch, StretchWork, cut_step
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.planner.schedules.orders import operations
-from plait.runtime import build, checkpoint
-from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.schema.topology_spec import TopologyWish
+from plait.training import checkpoint, components
+from plait.training.engines.pipeline import PipelineTrainer, check_pipeline
 from support.plans import placed, planned
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.training import train_rank as train_plainly
@@ -55,7 +55,7 @@ def train_rank(
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     size = dist.get_world_size()
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     worker: Any = TestWorker(rank, size, stop_file)
     trainer = PipelineTrainer(worker, settings, parts, RunFolder(folder), hosts or ["here"] * size)
     return trainer.run(resume)

@@ -20,12 +20,13 @@ from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
-from plait.runtime import build, pipeline_trainer
 from plait.runtime import planned as module
 from plait.runtime.planned import PlanWish, planned
 from plait.runtime.profiling import profile_job
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
+from plait.training import components
+from plait.training.engines import pipeline
 from support.graphs import chain
 from support.plans import planned as cut_evenly
 from support.training import TestWorker, digits_job, train_here
@@ -214,22 +215,22 @@ def test_pipelines_that_agree_by_averaging_are_planned_side_by_side(
     made, plan = planned(settings, Placement((Host(LOCAL, workers),)), PlanWish("auto"))
     assert plan.pipelines > 1
     assert plan.devices_used == workers
-    pipeline_trainer.check_pipeline(made, workers)
+    pipeline.check_pipeline(made, workers)
 
 
 def train_rank(rank: int, settings: TrainSettings, folder: Path, opening_s: float = 0.0) -> dict[str, Any]:
     torch.set_num_threads(1)
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     size = dist.get_world_size()
     worker: Any = TestWorker(rank, size)
-    prepare = pipeline_trainer.prepare_together
+    prepare = pipeline.prepare_together
 
     def slow_prepare(*arguments: Any) -> Any:
         time.sleep(opening_s)
         return prepare(*arguments)
 
-    pipeline_trainer.prepare_together = slow_prepare
-    trainer = pipeline_trainer.PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size)
+    pipeline.prepare_together = slow_prepare
+    trainer = pipeline.PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size)
     return trainer.run(resume=False)
 
 

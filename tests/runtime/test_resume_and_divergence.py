@@ -14,9 +14,6 @@ from plait.core.events import read
 from plait.core.run_events import Step
 from plait.launch.run_dir import RunFolder
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime import build
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.record import Recorder
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -25,6 +22,9 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
+from plait.training import checkpoint as checkpoints
+from plait.training import components
+from plait.training.metrics import Recorder
 from support.averaging import job_store
 from support.plans import cut_in_two
 from support.syncs import train_at_own_pace
@@ -175,9 +175,9 @@ def test_a_processor_that_emulates_bf16_is_told_of(
 ):
     monkeypatch.setattr(Path, "read_text", lambda self: f"Features : {flags}\n")
     cpu = torch.device("cpu")
-    assert (build.emulated("bf16", cpu) is None) == ("bf16" in flags)
-    assert build.emulated("float32", cpu) is None
-    assert build.emulated("bf16", torch.device("cuda")) is None
+    assert (components.emulated("bf16", cpu) is None) == ("bf16" in flags)
+    assert components.emulated("float32", cpu) is None
+    assert components.emulated("bf16", torch.device("cuda")) is None
 
 
 def test_an_evaluation_is_no_time_of_the_steps_that_an_event_is_yet_to_tell_of(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_an_evaluation_is_no_time_of_the_steps_that_an_event_is_yet_to_tell_of(t
     settings = digits_job(steps=10)
     settings = replace(settings, log_every_steps=None)
     folder, worker = RunFolder(tmp_path), TestWorker()
-    recorder = Recorder(worker, settings, build.build(settings, torch.device("cpu")), folder)  # type: ignore[arg-type]
+    recorder = Recorder(worker, settings, components.build(settings, torch.device("cpu")), folder)  # type: ignore[arg-type]
     recorder.start(0, 10)
     began = recorder._mark
     recorder.step(1, 0, torch.tensor(1.0), 0.1, 64, began + 0.5)

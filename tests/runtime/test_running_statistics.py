@@ -13,8 +13,8 @@ from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
 from plait.pipeline.microbatches import cut_step
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime import build
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
+from plait.training import components
 from support.plans import planned
 from support.training import digits_job, largest_difference, pipeline_rank, saved_weights, train_each
 from support.world import run_ranks
@@ -44,13 +44,13 @@ def cumulative_net() -> nn.Module:
 
 def statistics_of_replicas(settings: TrainSettings, replicas: int) -> dict[str, torch.Tensor]:
     """Those of the first step's microbatches, dealt to copies of the model, weighted by their samples."""
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     size = settings.data.batch_size
     batch = next(batches(Position(), len(parts.train_set), size, seed=0, shuffle=True, keep_last=True))
     pieces = cut_step(0, batch, 3, size)
     found = {"running_mean": torch.zeros(4), "running_var": torch.zeros(4)}
     for replica in range(replicas):
-        model = build.build(settings, torch.device("cpu")).model
+        model = components.build(settings, torch.device("cpu")).model
         own = pieces[replica::replicas]
         for piece in own:
             content = parts.train_set.batch(0, tuple(piece.samples), 0)

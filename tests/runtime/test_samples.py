@@ -19,9 +19,6 @@ from plait.data.batches import DataSource
 from plait.data.loader import cut, load
 from plait.data.sampler import Position, batches
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime import build
-from plait.runtime.evaluate import in_order
-from plait.runtime.open_pipeline import trace_parts
 from plait.runtime.profiling import profile_job
 from plait.schema.job import make_job
 from plait.schema.settings import (
@@ -31,6 +28,9 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
+from plait.training import components
+from plait.training.engines.pipeline_setup import trace_parts
+from plait.training.evaluate import in_order
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import (
@@ -199,9 +199,9 @@ def test_samples_that_cannot_be_stacked_are_answered_with_collate_fn(loaders: in
 
 def test_a_collate_function_that_is_none_is_refused_before_anything_starts() -> None:
     with pytest.raises(DataError, match=r"data\.collate_fn: .* no 'padd'; did you mean 'pad'"):
-        build.check(replace(text_job(), data=DataSettings("digits", 4, collate_fn="test_samples:padd")))
+        components.check(replace(text_job(), data=DataSettings("digits", 4, collate_fn="test_samples:padd")))
     with pytest.raises(DataError, match="expected a function that takes a list of samples"):
-        build.check(replace(text_job(), data=DataSettings("digits", 4, collate_fn="math:pi")))
+        components.check(replace(text_job(), data=DataSettings("digits", 4, collate_fn="math:pi")))
     job = {"name": "t", "model": "m:m", "data": {"kind": "digits", "batch_size": 4}, "steps": 1}
     job["data"]["collate_fn"] = "a:b"
     assert make_job(job).settings().data.collate_fn == "a:b"
@@ -253,7 +253,7 @@ def pairs_job(form: str, **changes: Any) -> TrainSettings:
 
 def plain_loop(form: str) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss on the test split and the weights of a loop as anyone would write it."""
-    parts = build.build(pairs_job(form), torch.device("cpu"))
+    parts = components.build(pairs_job(form), torch.device("cpu"))
     model, train, test = TwoInputs().double(), Pairs("train", "tuple"), Pairs("test", "tuple")
     model.load_state_dict(parts.model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -298,7 +298,7 @@ def test_cutting_a_batch_keeps_what_belongs_to_each_sample_together() -> None:
 
 
 def test_a_set_that_gives_whole_batches_has_a_name_of_its_own_for_it() -> None:
-    source = DataSource(build.data.build("digits", "test"))
+    source = DataSource(components.data.build("digits", "test"))
     x, y = source.batch(0, [5, 2], seed=0)
     assert torch.equal(x[1], source.dataset[2][0])
     assert y.tolist() == [source.dataset[5][1], source.dataset[2][1]]
@@ -368,7 +368,7 @@ def test_a_set_without_a_test_split_trains_and_is_not_evaluated(tmp_path: Path) 
 
 def test_a_set_that_fails_for_the_test_split_is_told_what_to_return(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as caught:
-        build.data.build("test_samples:Mistaken", "test", mistake="no split 'test'")
+        components.data.build("test_samples:Mistaken", "test", mistake="no split 'test'")
     assert caught.value.__notes__ == [
         "data.kind: test_samples:Mistaken failed for the split 'test'; return None where there is none"
     ]
@@ -431,7 +431,7 @@ def loss_and_weights(job: TrainSettings, folder: Path) -> tuple[float, dict[str,
 
 def test_a_target_that_cannot_be_sent_is_refused_before_a_pipeline_runs() -> None:
     job = pairs_job("tuple", data=DataSettings("test_samples:Opaque", 8, {"form": "tuple"}))
-    parts = build.build(job, torch.device("cpu"))
+    parts = components.build(job, torch.device("cpu"))
     with pytest.raises(DataError, match="the target holds a object, which the workers of a pipeline cannot"):
         trace_parts(job, parts)
 

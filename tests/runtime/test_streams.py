@@ -21,8 +21,6 @@ from plait.core import run_events as events
 from plait.core.errors import DataError, JobError
 from plait.launch.run_dir import RunFolder
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime import build
-from plait.runtime import checkpoint as checkpoints
 from plait.runtime.profiling import profile_job
 from plait.schema.settings import (
     CheckpointSettings,
@@ -32,6 +30,8 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
+from plait.training import checkpoint as checkpoints
+from plait.training import components
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of
 from support.training import (
@@ -305,7 +305,7 @@ def test_what_needs_samples_by_index_or_a_known_length_is_refused(
     settings = job(kind, **changes)
     known_before_start = kind == "Images" and "lr_schedule" not in changes
     with pytest.raises(JobError, match=words):
-        build.check(settings) if known_before_start else build.build(settings, torch.device("cpu"))
+        components.check(settings) if known_before_start else components.build(settings, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["Images", "once"])
@@ -327,7 +327,7 @@ def test_a_pipeline_trains_on_a_stream_and_evaluates_on_one(tmp_path: Path) -> N
 
 def test_a_pipeline_wants_to_know_where_epochs_end(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="epochs: found 2, but .* is a stream without __len__.*give steps"):
-        build.build(cut_in_two(job(), Schedule.FLUSH, 2), torch.device("cpu"))
+        components.build(cut_in_two(job(), Schedule.FLUSH, 2), torch.device("cpu"))
     settings = job("Liar", steps=8, epochs=None, checkpoint=CheckpointSettings(every_steps=3))
     with pytest.raises(
         WorldError, match=r"the stream ended after 70 samples of epoch 0, but sample 70 is due"

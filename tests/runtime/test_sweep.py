@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.launch.run_dir import RunFolder
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.measure import measure_run
 from plait.schema.settings import (
     DataSettings,
     EarlyStopSettings,
@@ -21,6 +19,8 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
+from plait.training import checkpoint as checkpoints
+from plait.training.evaluate_run import measure_run
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job, largest_difference, small_net
 

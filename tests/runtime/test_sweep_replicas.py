@@ -14,7 +14,6 @@ from plait.core.errors import InputError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunFolder
-from plait.runtime import checkpoint as checkpoints
 from plait.runtime.sweep.array import FusedArray
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry
@@ -30,6 +29,7 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
+from plait.training import checkpoint as checkpoints
 from support.sweeping import (
     killed_sweep,
     same_table,

@@ -21,7 +21,6 @@ from plait.launch.run_dir import RunFolder
 from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime import checkpoint as checkpoints
 from plait.runtime.planned import PlanWish
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry
@@ -39,6 +38,7 @@ from plait.schema.settings import (
     OptimizerSettings,
     PipelineSettings,
 )
+from plait.training import checkpoint as checkpoints
 from support.meeting import rendezvous_of
 from support.plans import planned
 from support.sweeping import (

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.launch.run_dir import RunFolder
-from plait.runtime import build, checkpoint
-from plait.runtime.own_pace import OwnPaceTrainer
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -23,6 +21,8 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
+from plait.training import checkpoint, components
+from plait.training.engines.decentralized import OwnPaceTrainer
 from support.averaging import job_store
 from support.syncs import StoreWorker, settings_of
 from support.world import run_ranks
@@ -55,7 +55,7 @@ def job(sync: str, optimizer: OptimizerSettings, **changes: Any) -> TrainSetting
 def train(rank: int, port: int, settings: TrainSettings, folder: Path, resume: bool) -> dict[str, Tensor]:
     """The whole state of a worker at the end of a run."""
     size = dist.get_world_size()
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     worker: Any = StoreWorker(rank, size, port, None)
     OwnPaceTrainer(worker, settings, parts, RunFolder(folder), ["a"] * size).run(resume)
     model = {f"model/{name}": value for name, value in parts.model.state_dict().items()}

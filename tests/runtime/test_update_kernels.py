@@ -14,9 +14,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.pipeline.weight_stash import WeightVersions
-from plait.runtime.checkpoint import Checkpoint, load, load_optimizer_state, optimizer_state, save
-from plait.runtime.optim import build_optimizer
 from plait.schema.settings import OptimizerSettings
+from plait.training.checkpoint import Checkpoint, load, load_optimizer_state, optimizer_state, save
+from plait.training.optim import build_optimizer
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),

@@ -25,9 +25,9 @@ from plait.pipeline.verify.stages import Example
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler import record, source, traced
 from plait.profiler.trace import trace
-from plait.runtime import build, checkpoint
-from plait.runtime.pipeline_trainer import PipelineTrainer
 from plait.schema.settings import ModelSettings, TrainSettings
+from plait.training import checkpoint, components
+from plait.training.engines.pipeline import PipelineTrainer
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
 from support.checked import make_hard, plain_step, prepare, square_loss, staged
@@ -337,7 +337,7 @@ def test_a_verification_changes_nothing_of_the_model_nor_of_the_random_numbers()
 def train_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> dict[str, Any]:
     torch.set_num_threads(1)
     size = dist.get_world_size()
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     trainer = PipelineTrainer(TestWorker(rank, size), settings, parts, RunFolder(folder), ["here"] * size)  # type: ignore[arg-type]
     return trainer.run(resume)
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from plait.launch.run_dir import RunFolder
-from plait.runtime import build
-from plait.runtime.own_pace import OwnPaceTrainer
 from plait.schema.settings import DataSettings, SyncSettings, TrainSettings
+from plait.training import components
+from plait.training.engines.decentralized import OwnPaceTrainer
 from support.averaging import job_store, open_store
 from support.training import TestWorker, digits_job
 from support.world import run_ranks
@@ -38,7 +38,7 @@ def train_at_own_pace(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     size = dist.get_world_size()
     worker = StoreWorker(rank, size, address, folder / "stop" if stop_at else None)
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     trainer = OwnPaceTrainer(worker, settings, parts, RunFolder(folder), ["a"] * size)  # type: ignore[arg-type]
     if stop_at and rank == 1:
         trainer.recorder.step = lambda step, *_: (folder / "stop").touch() if step >= stop_at else None  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ def die_on_zero(rank: int) -> str:
 
 
 def is_warm(rank: int) -> bool:
-    needed = ["plait.runtime.pipeline_trainer"] + ["support.traces"] * (torch.version.cuda is None)
+    needed = ["plait.training.engines.pipeline"] + ["support.traces"] * (torch.version.cuda is None)
     return all(name in sys.modules for name in needed)
 
 

@@ -14,10 +14,6 @@ from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.run_dir import RunFolder
-from plait.runtime import build
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.pipeline_trainer import PipelineTrainer
-from plait.runtime.trainer import Trainer
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -25,6 +21,10 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
+from plait.training import checkpoint as checkpoints
+from plait.training import components
+from plait.training.engines.pipeline import PipelineTrainer
+from plait.training.loop import Trainer
 from plait.workloads import data
 from support.meeting import rendezvous_of
 
@@ -172,7 +172,7 @@ def train_here(
     """The result and the weights of a run in this process, or of this rank of the world it is in."""
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     trainer = Trainer(TestWorker(rank, size, stop_file), settings, parts, RunFolder(folder))  # type: ignore[arg-type]
     result = trainer.run(resume)
     return result, {name: value.clone() for name, value in parts.model.state_dict().items()}
@@ -190,7 +190,7 @@ def pipeline_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool
     """The result of a pipelined run on this rank of a world, whose workers are on one host."""
     torch.set_num_threads(1)
     size = dist.get_world_size()
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     worker: Any = TestWorker(rank, size)
     return PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size).run(resume)
 

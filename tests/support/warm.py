@@ -11,8 +11,12 @@ from plait.launch.preload import import_all
 traced = ("support.traces",) if torch.version.cuda is None else ()
 import_all(
     [
-        *("torch.distributed", "plait.runtime.worker", "plait.runtime.sweep.worker", "support.world"),
-        *("plait.runtime.auto_sync", "plait.runtime.column_trainer", "plait.runtime.pipeline_trainer"),
+        *("torch.distributed", "plait.training.worker", "plait.runtime.sweep.worker", "support.world"),
+        *(
+            "plait.training.engines.auto_sync",
+            "plait.training.engines.pipeline_replicas",
+            "plait.training.engines.pipeline",
+        ),
         "plait.runtime.sweep.pipelined",
         # Torch's optimizers load the first; tracing with free sizes loads the others.
         *("torch._dynamo", "torch.export._trace", "sympy.tensor.tensor"),

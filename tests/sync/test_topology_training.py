@@ -12,13 +12,13 @@ import pytest
 from plait.core import events as core_events
 from plait.core.errors import InputError
 from plait.launch.run_dir import RunFolder
-from plait.runtime import build
-from plait.runtime.trainer import Trainer
 from plait.schema.job import make_job
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.schema.topology import TOPOLOGIES
 from plait.schema.topology_spec import read_wish
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
+from plait.training import components
+from plait.training.loop import Trainer
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 
@@ -59,7 +59,7 @@ def test_three_workers_equal_one_process_over_every_topology(tmp_path: Path):
 
 def train_and_switch(rank: int, folder: Path) -> dict[str, Any]:
     """Take the job's steps, with another topology after each."""
-    parts = build.build(JOB, build.choose_device("cpu", 0))
+    parts = components.build(JOB, components.choose_device("cpu", 0))
     trainer = Trainer(TestWorker(rank, 3), JOB, parts, RunFolder(folder))  # type: ignore[arg-type]
     assert trainer.engine is not None
     trainer._agree_on_start()

@@ -129,7 +129,7 @@ def evaluate(
     """
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
-    from plait.runtime.measure import measure_run
+    from plait.training.evaluate_run import measure_run
 
     show_logs()
     found = measure_run(folder, best)

@@ -51,13 +51,13 @@ from plait.planner import (
 )
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime import build
-from plait.runtime.optim import build_optimizer
 from plait.runtime.profiling import profile_here
 from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.autotune import settle
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
+from plait.training import components
+from plait.training.optim import build_optimizer
 from plait.workloads.losses import build_loss
 
 MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
@@ -173,9 +173,9 @@ class _World:
         self.worker = worker
         self.size = worker.world_size
         self.settings = settings
-        self.model = build.build_model(settings.model, 0)
+        self.model = components.build_model(settings.model, 0)
         self.loss = build_loss(settings.loss)
-        data = build.build_train_data(settings)
+        data = components.build_train_data(settings)
         groups = [range(i * minibatch, (i + 1) * minibatch) for i in range(PIECES)]
         self.content = [data.batch(0, group, 0) for group in groups]
         (self.profile,) = profile_here(worker, settings, (minibatch,))

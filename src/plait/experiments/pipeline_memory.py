@@ -52,11 +52,11 @@ from plait.planner import (
 )
 from plait.profiler.profile import Profile
 from plait.profiler.trace import trace
-from plait.runtime import build
-from plait.runtime.optim import build_optimizer
 from plait.runtime.profiling import profile_together
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
+from plait.training import components
+from plait.training.optim import build_optimizer
 from plait.workloads.losses import build_loss
 
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED, Schedule.FLUSH, Schedule.GPIPE)
@@ -193,13 +193,13 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     worker.join("gloo")
     settings = decode(TrainSettings, order["settings"], "settings")
     plan = decode(Plan, order["plan"], "plan")
-    device = build.choose_device(settings.device, worker.local_rank)
+    device = components.choose_device(settings.device, worker.local_rank)
     use_libraries(device)
-    data = build.build_train_data(settings)
+    data = components.build_train_data(settings)
     content = data.batch(0, range(order["microbatch"]), 0)
     x, y = to_device(content, device, None)
     arrangement = arrange(plan)
-    model = build.build_model(settings.model, 0).to(device)
+    model = components.build_model(settings.model, 0).to(device)
     traced = trace(model, (x,))
     window = arrangement.window()
     channels = connect(worker.rendezvous, arrangement.workers, window=window, device=device)

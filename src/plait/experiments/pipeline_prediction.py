@@ -116,7 +116,7 @@ def _train(settings: TrainSettings) -> list[Operations]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = RunFolder(Path(temporary) / "run")
         order = {"settings": encode(settings), "folder": str(folder.path), "resume": False}
-        launch = TWO.launch("plait.runtime.worker:train", order, folder.logs, preload=("torch._dynamo",))
+        launch = TWO.launch("plait.training.worker:train", order, folder.logs, preload=("torch._dynamo",))
         ranks = Supervisor(launch, Unwatched()).run()
         records = (record for rank in ranks for record in read(folder.events(rank)))
         return [record.event for record in records if isinstance(record.event, Operations)]

@@ -27,8 +27,6 @@ from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime import build
-from plait.runtime.worker import make_trainer
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -40,6 +38,8 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.schema.topology_spec import TopologyWish
+from plait.training import components
+from plait.training.worker import make_trainer
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.mlp import mlp_tiny
 
@@ -185,7 +185,7 @@ def _time_to_target(
     guest: Any = _Guest(worker, number, TARGETS[model])
     with tempfile.TemporaryDirectory() as path:
         folder = RunFolder(Path(path))
-        parts = build.build(settings, torch.device("cpu"))
+        parts = components.build(settings, torch.device("cpu"))
         make_trainer(guest, settings, parts, folder).run(resume=False)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -24,10 +24,10 @@ from plait.pipeline.layout import Arrangement, one_batch
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.profiler.trace import trace
-from plait.runtime import build
-from plait.runtime.column import Column, ColumnWork
-from plait.runtime.open_pipeline import open_pipeline, prepare_pipeline
 from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings
+from plait.training import components
+from plait.training.engines.pipeline_replica import Column, ColumnWork
+from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
 
 STAGES = 2
 MICROBATCHES = 4
@@ -116,7 +116,7 @@ def _arrangement(count: int) -> Arrangement:
 
 def _together(worker: Worker, settings: TrainSettings, arrangement: Arrangement, seconds: float) -> float:
     """Batches a second of this worker's pipeline, where all sum gradients after each."""
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     hosts = [worker.host] * worker.world_size
     found, arrangement = prepare_pipeline(settings, parts, arrangement, verify=False)
     channels, pipeline = open_pipeline(worker, settings, parts, found.traced, arrangement, hosts)
@@ -149,7 +149,7 @@ def _side_by_side(
     alone: bool,
 ) -> float:
     """Batches a second of this worker's pipeline at its own pace; `alone` it never averages."""
-    parts = build.build(settings, torch.device("cpu"))
+    parts = components.build(settings, torch.device("cpu"))
     hosts = [worker.host] * worker.world_size
     column = Column(worker, settings, parts, arrangement, hosts, prefix)
     if alone:

@@ -20,11 +20,11 @@ from plait.comm.collectives import all_gather_values
 from plait.experiments.bench import Claim, Row
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
-from plait.runtime.averagings import make_averaging
 from plait.schema.sync_options import EQUAL_STEPS, read_options
 from plait.schema.topology import make_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
+from plait.training.engines.averaging import make_averaging
 
 STEP_S = 0.1
 GOAL = 0.88

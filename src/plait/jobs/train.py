@@ -42,7 +42,6 @@ def _planned(
 ) -> tuple[TrainSettings, Placement]:
     """The job's settings with its plan, which says how many workers there are where the job does not."""
     from plait.planner import describe_plan
-    from plait.runtime.pipeline_trainer import check_pipeline
     from plait.runtime.planned import (
         PlanWish,
         describe_clipping,
@@ -53,6 +52,7 @@ def _planned(
         planned,
         settings_before,
     )
+    from plait.training.engines.pipeline import check_pipeline
 
     wish = job.parallel
     settings, plan = planned(

@@ -26,8 +26,8 @@ TRACING = (
     "torch._dynamo",
     "torch.export._trace",
     "sympy.tensor.tensor",
-    "plait.runtime.pipeline_trainer",
-    "plait.runtime.column_trainer",
+    "plait.training.engines.pipeline",
+    "plait.training.engines.pipeline_replicas",
 )
 
 
@@ -167,7 +167,7 @@ def launch(
         return (_earlier_result(folder, result) if resume else None) or result
 
     return launch_entry(
-        "plait.runtime.worker",
+        "plait.training.worker",
         "train",
         settings,
         placement,

@@ -35,10 +35,10 @@ from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced import TracedModel
-from plait.runtime.checkpoint import optimizer_state
-from plait.runtime.evaluate import as_arguments, evaluation_mode
 from plait.schema.topology_spec import TopologyWish
 from plait.sync.buffers import average
+from plait.training.checkpoint import optimizer_state
+from plait.training.evaluate import as_arguments, evaluation_mode
 
 _SPANS_AT_ONCE = 1024
 

@@ -21,7 +21,7 @@ from plait.pipeline.split_backward import DeferWeights
 from plait.pipeline.verify.module_state import ModuleMemory, Remembered
 from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.traced import TracedModel, Value
-from plait.runtime.evaluate import telling_of_types
+from plait.training.evaluate import telling_of_types
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Any, Any], Tensor]

@@ -35,9 +35,9 @@ from plait.planner import (
 )
 from plait.planner.partition.fits import misfit
 from plait.profiler.profile import Profile
-from plait.runtime import build
 from plait.runtime.profiling import profile_together
 from plait.schema.settings import OptimizerSettings, PipelineSettings, TrainSettings
+from plait.training import components
 
 # Microbatches a worker has of each step where nothing else is asked for.
 _PER_WORKER = 4
@@ -225,7 +225,7 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan
     usual = 1 if schedule in _WHOLE_BATCHES else min(batch, _PER_WORKER * workers)
     microbatches = wish.microbatches or usual
     small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
-    build.check(settings)
+    components.check(settings)
     sizes = {small, whole} if wish.leaves_pieces_open else {small}
     with tempfile.TemporaryDirectory() as logs:
         found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=_MEASURE_S)

@@ -33,12 +33,12 @@ from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime import build
-from plait.runtime.evaluate import as_arguments, telling_of_types
-from plait.runtime.optim import build_optimizer
 from plait.runtime.overhead import measure_overhead
 from plait.runtime.sums import measure_sums
 from plait.schema.settings import OptimizerSettings, TrainSettings
+from plait.training import components
+from plait.training.evaluate import as_arguments, telling_of_types
+from plait.training.optim import build_optimizer
 from plait.verification import same_random_numbers
 from plait.workloads.losses import build_loss
 
@@ -58,8 +58,10 @@ def profile_job(
     `threads` is what one worker will have; the job's whole batch serves where no size is given. With `verify`
     the layers are compared with the model first, see `verify_layers`.
     """
-    build.check(settings)
-    verified = verify_layers(settings, build.choose_device(settings.device, 0)) if verify else Verification()
+    components.check(settings)
+    verified = (
+        verify_layers(settings, components.choose_device(settings.device, 0)) if verify else Verification()
+    )
     sizes = (batch_size or settings.data.batch_size,)
     (found,) = _profile_sizes(settings, sizes, threads, repeats, least_s, on_progress, local_rank=0)
     return verified.noted_in(found)
@@ -75,8 +77,8 @@ def _profile_sizes(
     local_rank: int,
 ) -> tuple[Profile, ...]:
     """The job's model measured on microbatches of each size, one size after the other."""
-    build.check(settings)
-    device = build.choose_device(settings.device, local_rank)
+    components.check(settings)
+    device = components.choose_device(settings.device, local_rank)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     profiles = []
@@ -94,8 +96,10 @@ def _profile_sizes(
                     name=settings.model.factory,
                     on_progress=on_progress,
                 )
-            if settings.precision in build.AUTOCAST:
-                found = replace(found, dtype=str(build.AUTOCAST[settings.precision]).removeprefix("torch."))
+            if settings.precision in components.AUTOCAST:
+                found = replace(
+                    found, dtype=str(components.AUTOCAST[settings.precision]).removeprefix("torch.")
+                )
             profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
         if device.type == "cpu":
             # Weights of a stage lie as its products want them, which updates feel.
@@ -111,9 +115,9 @@ def _profile_sizes(
 
 def _autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
     """What the job's forwards run in; weights are cast in every step, as they are in a run."""
-    if settings.precision not in build.AUTOCAST:
+    if settings.precision not in components.AUTOCAST:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, build.AUTOCAST[settings.precision], cache_enabled=False)
+    return torch.autocast(device.type, components.AUTOCAST[settings.precision], cache_enabled=False)
 
 
 def _loss_of(settings: TrainSettings, target: Any) -> Callable[[Any], torch.Tensor]:
@@ -199,7 +203,7 @@ def verify_job(settings: TrainSettings, traced: TracedModel, stages: Sequence[Se
     """Refuse stages of the job's model, traced by `trace_job`, that do not compute what it computes."""
     dtype, device = _dtype(settings), torch.device("cpu")
     with same_random_numbers(settings.seed):
-        contents = build.build_train_data(settings).example_batches((4, 3), settings.seed)
+        contents = components.build_train_data(settings).example_batches((4, 3), settings.seed)
     batches = [to_device(content, device, dtype) for content in contents]
     loss = build_loss(settings.loss, settings.loss_args)
     parting = find_parting(traced, stages, Example(batches, loss, Choices(quick=False)))
@@ -233,7 +237,7 @@ def verify_layers(settings: TrainSettings, device: torch.device) -> Verification
         batches,
         build_loss(settings.loss, settings.loss_args),
         Choices(lambda: _autocast(settings, device), quick=False),
-        lambda: build.build_model(settings.model, settings.seed).to(device, _dtype(settings)),
+        lambda: components.build_model(settings.model, settings.seed).to(device, _dtype(settings)),
     )
     whole, notes = frozenset[str](), list[str]()
     while True:
@@ -271,8 +275,8 @@ def _first_objection(model: nn.Module, example: Example, whole: frozenset[str]) 
 def _model_and_batches(settings: TrainSettings, device: torch.device) -> tuple[nn.Module, list[Any]]:
     """The model, and two batches of its data of a few samples, as pairs of inputs and target."""
     with same_random_numbers(settings.seed):
-        contents = build.build_train_data(settings).example_batches((4, 3), settings.seed)
-    model = build.build_model(settings.model, settings.seed).to(device, _dtype(settings))
+        contents = components.build_train_data(settings).example_batches((4, 3), settings.seed)
+    model = components.build_model(settings.model, settings.seed).to(device, _dtype(settings))
     return model, [to_device(content, device, _dtype(settings)) for content in contents]
 
 
@@ -284,9 +288,9 @@ def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> 
     """The model, its inputs as a tuple or dict, and the target, for one batch of training data."""
     dtype = _dtype(settings)
     # A set with fewer samples than a microbatch begins again: what they hold costs no time.
-    content = build.build_train_data(settings).first_batch(batch_size, settings.seed)
+    content = components.build_train_data(settings).first_batch(batch_size, settings.seed)
     inputs, target = to_device(content, device, dtype)
-    model = build.build_model(settings.model, settings.seed).to(dtype=dtype)
+    model = components.build_model(settings.model, settings.seed).to(dtype=dtype)
     return model, as_arguments(inputs), target
 
 
@@ -318,7 +322,7 @@ def profile_together(
 def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     """Be one worker of a profile; the answer of rank 0 counts."""
     settings = decode(TrainSettings, order["settings"], "settings")
-    device = build.choose_device(settings.device, worker.local_rank)
+    device = components.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     worker.join("gloo")
@@ -351,8 +355,8 @@ def profile_here(
     profiles = tuple(replace(each, graph=_mean_of_workers(each.graph)) for each in profiles)
     if worker.world_size == 1:
         return profiles
-    model = build.build_model(settings.model, settings.seed)
-    device = build.choose_device(settings.device, worker.local_rank)
+    model = components.build_model(settings.model, settings.seed)
+    device = components.choose_device(settings.device, worker.local_rank)
     links = measure_links(worker.rendezvous, _two_of_each(worker.hosts), device=device)
     overhead_s = measure_overhead(worker.rendezvous)
     sums = measure_sums(model, worker.rendezvous, settings.topology, device=device)
@@ -368,7 +372,7 @@ def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, r
     """Seconds in which a worker fetches a microbatch; none where loader processes do it meanwhile."""
     if settings.data.loaders > 0:
         return 0.0
-    source = build.build_train_data(settings)
+    source = components.build_train_data(settings)
     numbers = itertools.count()
     dtype = _dtype(settings)
     seconds = []

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from plait.core.errors import DataError
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime.evaluate import Arguments, telling_of_types
+from plait.training.evaluate import Arguments, telling_of_types
 from plait.workloads.losses import describe
 
 

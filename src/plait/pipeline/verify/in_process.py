@@ -20,7 +20,7 @@ from plait.pipeline.cutting.cut import Stage, cut, evaluation_stages
 from plait.pipeline.cutting.edges import Route, find_routes
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.profiler.traced import TracedModel
-from plait.runtime.evaluate import as_arguments, evaluation_mode
+from plait.training.evaluate import as_arguments, evaluation_mode
 from plait.verification import Observation, RandomState, observe_outputs
 
 

@@ -29,7 +29,7 @@ from plait.pipeline.verify.in_process import Choices, StagedModel, observe_stage
 from plait.planner import Plan
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime.evaluate import as_arguments, evaluation_mode
+from plait.training.evaluate import as_arguments, evaluation_mode
 from plait.verification import (
     Difference,
     Noise,

@@ -29,9 +29,13 @@ from plait.fusion.trials.membership import check_joining
 from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import Verdict
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.build import Parts
-from plait.runtime.evaluate import (
+from plait.runtime.sweep.graph import StepGraph
+from plait.runtime.sweep.rounds import Piece, Round, most_rounds, rounds_of
+from plait.runtime.sweep.team import Team, TeamSum, share_of
+from plait.schema.settings import TrainSettings
+from plait.training import checkpoint as checkpoints
+from plait.training.components import Parts
+from plait.training.evaluate import (
     evaluation_batches,
     evaluation_mode,
     forward,
@@ -39,10 +43,6 @@ from plait.runtime.evaluate import (
     sums_of,
     sums_over_share,
 )
-from plait.runtime.sweep.graph import StepGraph
-from plait.runtime.sweep.rounds import Piece, Round, most_rounds, rounds_of
-from plait.runtime.sweep.team import Team, TeamSum, share_of
-from plait.schema.settings import TrainSettings
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
 

@@ -6,9 +6,9 @@ import json
 
 from plait.core.codec import encode
 from plait.core.errors import JobError
-from plait.runtime import build
-from plait.runtime.build import DataPair
 from plait.schema.settings import DataSettings, TrainSettings
+from plait.training import components
+from plait.training.components import DataPair
 from plait.workloads.losses import MODEL_LOSS
 
 
@@ -23,7 +23,7 @@ class DataSets:
         own_loss = settings.loss == MODEL_LOSS
         key = json.dumps([data.kind, encode(data.options), data.collate_fn, own_loss], sort_keys=True)
         if key not in self._read:
-            sets = build.build_train_data(settings), build.build_data(settings, "test")
+            sets = components.build_train_data(settings), components.build_data(settings, "test")
             if any(source is not None and source.is_stream for source in sets):
                 raise JobError(_refusal(data.kind))
             self._read[key] = sets
@@ -32,7 +32,7 @@ class DataSets:
 
 def check_data(settings: DataSettings) -> None:
     """Refuse a class of streams, before anything starts; others are found out when they are built."""
-    if build.makes_stream(settings):
+    if components.makes_stream(settings):
         raise JobError(_refusal(settings.kind))
 
 

@@ -12,9 +12,6 @@ from torch import Tensor
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.verify import Verdict
-from plait.runtime import build
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.checkpoint import Checkpoint
 from plait.runtime.sweep import orders
 from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors
 from plait.runtime.sweep.data import DataSets
@@ -22,6 +19,9 @@ from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
 from plait.runtime.sweep.lone import LoneArray
 from plait.runtime.sweep.team import Team
 from plait.schema.settings import TrainSettings
+from plait.training import checkpoint as checkpoints
+from plait.training import components
+from plait.training.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from plait.runtime.sweep.pipelined import PipelinedArray
@@ -53,7 +53,7 @@ def make_entry(
     settings: TrainSettings, state: Checkpoint | None, device: torch.device, sets: DataSets
 ) -> Entry:
     """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
-    parts = build.build(settings, device, sets.of(settings))
+    parts = components.build(settings, device, sets.of(settings))
     if state is None:
         return Entry(settings, parts)
     checkpoints.load_model_state(parts.model, state.model)

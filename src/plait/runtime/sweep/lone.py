@@ -10,11 +10,11 @@ from torch import Tensor
 
 from plait.data.loader import Batch, seed_all
 from plait.data.sampler import mix
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.data_parallel import DataParallel
-from plait.runtime.evaluate import means, sums_over_share
 from plait.runtime.sweep.array import Entry, TrialTensors
 from plait.runtime.sweep.team import Team, TeamSum, share_of
+from plait.training import checkpoint as checkpoints
+from plait.training.engines.data_parallel import DataParallel
+from plait.training.evaluate import means, sums_over_share
 
 
 @dataclass(frozen=True)

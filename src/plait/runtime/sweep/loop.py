@@ -19,10 +19,6 @@ from plait.fusion.verify import Verdict, tell
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
 from plait.pipeline.layout import Arrangement
-from plait.runtime import build
-from plait.runtime.build import DataPair
-from plait.runtime.optim import build_lr_factor
-from plait.runtime.patience import Patience
 from plait.runtime.sweep.array import Array, Entry
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.desk import Desk
@@ -36,6 +32,10 @@ from plait.runtime.sweep.trials import with_values
 from plait.runtime.sweep.verified import verify_entries
 from plait.runtime.sweep.width import choose_width, try_two
 from plait.schema.settings import TrainSettings
+from plait.training import components
+from plait.training.components import DataPair
+from plait.training.early_stopping import Patience
+from plait.training.optim import build_lr_factor
 
 if TYPE_CHECKING:
     from plait.runtime.sweep.verified_stages import StagesOfTrials
@@ -134,7 +134,7 @@ class SweepLoop:
             if self._settings.train.verify == "off":
                 return 1, str(failure)
         # Some module may have to run trial by trial.
-        entries = [Entry(settings, build.build(settings, self._device, sets)) for _ in range(2)]
+        entries = [Entry(settings, components.build(settings, self._device, sets)) for _ in range(2)]
         try:
             return self._try_width(settings, sets, trials, self._verify(entries))
         except NotFusedError as failure:

@@ -18,9 +18,6 @@ from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime import build
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.evaluate import find_metric
 from plait.runtime.sweep.arrays import Arrays
 from plait.runtime.sweep.book import Book, Trial
 from plait.runtime.sweep.data import DataSets
@@ -28,6 +25,9 @@ from plait.runtime.sweep.desk import Answer, Question
 from plait.runtime.sweep.seat import newest, save_state, trial_folder
 from plait.runtime.sweep.settings import SweepSettings
 from plait.schema.settings import TrainSettings
+from plait.training import checkpoint as checkpoints
+from plait.training import components
+from plait.training.evaluate import find_metric
 
 REPORT_S = 0.2
 ROWS = 12
@@ -75,7 +75,7 @@ class Office:
         )
 
     def _steps_of(self, settings: TrainSettings) -> int:
-        return build.total_steps(settings, len(self._sets.of(settings)[0]), 0, Position())
+        return components.total_steps(settings, len(self._sets.of(settings)[0]), 0, Position())
 
     def _keep(self, event: Event) -> None:
         """Record an event so that it outlives this process."""

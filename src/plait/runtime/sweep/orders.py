@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from plait.core.codec import decode, encode
 from plait.fusion.verify import Verdict
-from plait.runtime.checkpoint import Checkpoint, Tensors
 from plait.schema.settings import TrainSettings
+from plait.training.checkpoint import Checkpoint, Tensors
 
 
 @dataclass(frozen=True)

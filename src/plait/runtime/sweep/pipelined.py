@@ -25,10 +25,6 @@ from plait.pipeline.cutting.cut import Stage, cut
 from plait.pipeline.layout import one_batch
 from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.evaluate import in_order, means, sums_of
-from plait.runtime.open_pipeline import further_names
-from plait.runtime.optim import build_optimizer
 from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors, at
 from plait.runtime.sweep.code import check_values, plain_values
 from plait.runtime.sweep.feeds import reseated
@@ -36,6 +32,10 @@ from plait.runtime.sweep.rounds import Round, rounds_of
 from plait.runtime.sweep.stages import TeamPipeline
 from plait.runtime.sweep.team import Team
 from plait.runtime.sweep.verified_stages import StagesOfTrials, of_stage, prepare_trials
+from plait.training import checkpoint as checkpoints
+from plait.training.engines.pipeline_setup import further_names
+from plait.training.evaluate import in_order, means, sums_of
+from plait.training.optim import build_optimizer
 
 
 class PipelinedArray:

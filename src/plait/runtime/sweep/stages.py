@@ -37,7 +37,7 @@ class TeamPipeline:
 
 def link_stages(worker: Worker, settings: TrainSettings, first: int, device: torch.device) -> TeamPipeline:
     """This worker's links to its team, whose first has rank `first`; all workers call it together."""
-    from plait.runtime.open_pipeline import link  # slow to import, with all that tracing needs
+    from plait.training.engines.pipeline_setup import link  # slow to import, with all that tracing needs
 
     assert settings.pipeline is not None
     arrangement = _from_rank(first, _arranged(settings.pipeline))

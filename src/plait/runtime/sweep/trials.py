@@ -14,7 +14,6 @@ import torch
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.fusion.check import shape_key
-from plait.runtime import build
 from plait.runtime.sweep.reasons import why_optimizer
 from plait.schema.settings import (
     DataSettings,
@@ -23,6 +22,7 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
+from plait.training import components
 from plait.workloads.losses import find_loss
 
 # Sections of the job whose further keys are options, and the fields that are not.
@@ -135,7 +135,7 @@ def _model_key(settings: ModelSettings) -> Any:
     others = {name: value for name, value in settings.args.items() if not isinstance(value, float)}
     try:
         with torch.device("meta"):
-            shapes = repr(shape_key(build.find_model(settings)(**settings.args)))
+            shapes = repr(shape_key(components.find_model(settings)(**settings.args)))
         return [settings.factory, shapes, encode(others)]
     except Exception:  # a user's model may fail in any way on tensors without memory
         return encode(settings)

@@ -20,10 +20,10 @@ from plait.pipeline.layout import Arrangement
 from plait.pipeline.verify.stages import Checked
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
-from plait.runtime.open_pipeline import prepare_pipeline
 from plait.runtime.sweep.array import Entry, stacked
 from plait.runtime.sweep.code import Values, check_values, plain_values
 from plait.runtime.sweep.verified import ArrayRehearsal, first_batches, padded_rows, verify_rehearsed
+from plait.training.engines.pipeline_setup import prepare_pipeline
 
 
 @dataclass(frozen=True)

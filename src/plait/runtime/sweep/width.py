@@ -17,10 +17,10 @@ from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
 from plait.fusion.trials.array_size import Need, measure_need, saturated_width
 from plait.fusion.verify import Verdict
-from plait.runtime import build
 from plait.runtime.sweep.array import Entry, FusedArray
 from plait.runtime.sweep.feeds import Feed
 from plait.schema.settings import TrainSettings
+from plait.training import components
 
 # What a process beside the tensors of its models takes on a CPU.
 CPU_OVERHEAD_BYTES = 400 * 10**6
@@ -122,12 +122,12 @@ def _rough_need(settings: TrainSettings, batch: Batch) -> Need:
 
 
 def _weight_bytes(settings: TrainSettings) -> int:
-    model = build.build_model(settings.model, settings.seed)
+    model = components.build_model(settings.model, settings.seed)
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _entries(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], count: int) -> list[Entry]:
-    return [Entry(settings, build.build(settings, device, sets)) for _ in range(count)]
+    return [Entry(settings, components.build(settings, device, sets)) for _ in range(count)]
 
 
 def _stepper(entries: Sequence[Entry], batch: Batch, verdict: Verdict | None = None) -> Callable[[], Any]:

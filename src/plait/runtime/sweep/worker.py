@@ -16,8 +16,6 @@ from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime import build
-from plait.runtime.eager_optimizers import use_eager_optimizers
 from plait.runtime.sweep.data import DataSets, check_data
 from plait.runtime.sweep.desk import Clerk, FarDesk, OwnDesk
 from plait.runtime.sweep.led import Follower
@@ -28,6 +26,8 @@ from plait.runtime.sweep.search import Search
 from plait.runtime.sweep.settings import SweepSettings
 from plait.runtime.sweep.team import Team, check_teams, make_team
 from plait.runtime.sweep.trials import check_key, with_values
+from plait.training import components
+from plait.training.eager_optimizers import use_eager_optimizers
 
 WAIT_S = 0.05
 
@@ -39,11 +39,11 @@ def check_order(order: dict[str, Any]) -> None:
     Search(settings)
     choose_metric(settings)
     check_data(settings.train.data)
-    build.check(settings.train)
+    components.check(settings.train)
     for dimension in settings.over:
         check_key(dimension.key)
         for value in dimension.ends():
-            build.check(with_values(settings.train, {dimension.key: value}))
+            components.check(with_values(settings.train, {dimension.key: value}))
 
 
 def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
@@ -52,13 +52,13 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     use_eager_optimizers()
     settings = decode(SweepSettings, order["settings"], "settings")
     folder = RunFolder(Path(order["folder"]))
-    device = build.choose_device(settings.train.device, worker.local_rank)
+    device = components.choose_device(settings.train.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     check_teams(settings, worker.world_size)
     team = None
     if settings.team_size > 1:
-        worker.join(build.agree_on_backend(worker, build.choose_backend(device)))
+        worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
         team = make_team(worker, settings, device)
     try:
         result = _take_part(worker, settings, folder, device, team, order["resume"])

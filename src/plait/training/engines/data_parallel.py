@@ -17,15 +17,15 @@ from torch import Tensor
 from plait.data.loader import Batch, cut, to_device
 from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
-from plait.runtime.build import Parts
-from plait.runtime.evaluate import forward
-from plait.runtime.slow import SlowDown
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_wish
 from plait.sync.allreduce.autotune import TopologyChosen, settle
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
+from plait.training.components import Parts
+from plait.training.evaluate import forward
+from plait.training.stragglers import SlowDown
 
 
 class DataParallel:

@@ -12,7 +12,6 @@ from torch.nn import Parameter
 from plait.comm.heartbeat import Presence
 from plait.comm.mailbox import open_mail
 from plait.launch.worker import Worker
-from plait.runtime.build import Parts
 from plait.schema.sync_options import (
     AdPsgdOptions,
     HetPipeOptions,
@@ -32,6 +31,7 @@ from plait.sync.averaging.parameter_server import HetPipe
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.peers import Peers
 from plait.sync.averaging.round_rules import Rules
+from plait.training.components import Parts
 
 PREFIX = "plait/sync"
 LEASE_S = 5.0

@@ -20,7 +20,7 @@ from plait.schema.settings import TrainSettings
 from plait.workloads.metrics import accuracy
 
 if TYPE_CHECKING:
-    from plait.runtime.build import Parts
+    from plait.training.components import Parts
 
 Arguments = tuple[Any, ...] | dict[str, Any]
 Metric = Callable[[Tensor, Tensor], tuple[Any, int]]

@@ -22,15 +22,15 @@ from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches, mix
 from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.build import UNKNOWN_STEPS, Parts, emulated, total_steps
-from plait.runtime.data_parallel import DataParallel
-from plait.runtime.evaluate import evaluate_parts
-from plait.runtime.loss_parts import describe_parts
-from plait.runtime.optim import build_lr_factor
-from plait.runtime.patience import Patience, gain
-from plait.runtime.record import Recorder
 from plait.schema.settings import TrainSettings
+from plait.training import checkpoint as checkpoints
+from plait.training.components import UNKNOWN_STEPS, Parts, emulated, total_steps
+from plait.training.early_stopping import Patience, gain
+from plait.training.engines.data_parallel import DataParallel
+from plait.training.evaluate import evaluate_parts
+from plait.training.loss_parts import describe_parts
+from plait.training.metrics import Recorder
+from plait.training.optim import build_lr_factor
 
 
 def keep_what_was_built() -> None:

@@ -9,10 +9,10 @@ from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
 from plait.launch.run_dir import RunFolder
-from plait.runtime import build
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.evaluate import evaluate_parts
 from plait.schema.settings import TrainSettings
+from plait.training import checkpoint as checkpoints
+from plait.training import components
+from plait.training.evaluate import evaluate_parts
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def measure_run(folder: RunFolder, best: bool = False) -> dict[str, Any]:
     if settings.data.batch_size < 1 or (settings.evaluate.batch_size or 1) < 1:
         raise InputError(f"{folder.settings}: found a batch of no samples; the file is damaged")
     state = _best(folder) if best else _newest(folder)
-    parts = build.build(settings, build.choose_device(settings.device, 0))
+    parts = components.build(settings, components.choose_device(settings.device, 0))
     if parts.test_set is None:
         raise InputError(f"{folder.path}: its data has no test split; nothing to measure on")
     checkpoints.load_model_state(parts.model, state.model)

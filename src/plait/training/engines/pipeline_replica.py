@@ -18,15 +18,15 @@ from plait.launch.worker import Worker
 from plait.pipeline.layout import Arrangement, one_batch
 from plait.pipeline.microbatches import pieces_of
 from plait.planner.schedules.operations import Update
-from plait.runtime.averagings import PREFIX, averages_gradients, make_averaging, sources_from
-from plait.runtime.build import Parts
-from plait.runtime.columns import check_ties, columns_of
-from plait.runtime.evaluate import sums_of
-from plait.runtime.open_pipeline import State, open_pipeline, prepare_together
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import read_options
 from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.whole_state import rest_of_state
+from plait.training.components import Parts
+from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
+from plait.training.engines.pipeline_setup import State, open_pipeline, prepare_together
+from plait.training.engines.replica_layout import check_ties, columns_of
+from plait.training.evaluate import sums_of
 
 # Far from the numbers of the routes between stages.
 ORDERS, ANSWERS = 1 << 16, (1 << 16) + 1

@@ -12,8 +12,8 @@ from plait.comm.collectives import broadcast_value
 from plait.pipeline.cutting.meta_device import Pieces
 from plait.pipeline.layout import Arrangement
 from plait.profiler.traced import TracedModel
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.build import Parts
+from plait.training import checkpoint as checkpoints
+from plait.training.components import Parts
 
 # The workers that hold each parameter and buffer that some stage uses, by its first name.
 Holders = Mapping[str, Sequence[int]]

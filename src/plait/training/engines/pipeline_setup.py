@@ -28,13 +28,13 @@ from plait.pipeline.verify.stages import Checked, Example, prepare_stages
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime.build import Parts, build_model
-from plait.runtime.checkpoint import Checkpoint
-from plait.runtime.evaluate import as_arguments, telling_of_types
-from plait.runtime.optim import build_optimizer
-from plait.runtime.record import Recorder
-from plait.runtime.slow import SlowDown
 from plait.schema.settings import TrainSettings
+from plait.training.checkpoint import Checkpoint
+from plait.training.components import Parts, build_model
+from plait.training.evaluate import as_arguments, telling_of_types
+from plait.training.metrics import Recorder
+from plait.training.optim import build_optimizer
+from plait.training.stragglers import SlowDown
 from plait.verification import same_random_numbers
 
 # The model's and the optimizer's state, by name.

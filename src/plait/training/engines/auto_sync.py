@@ -12,9 +12,9 @@ from plait.core.run_events import SyncChosen
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position, epoch_order
 from plait.launch.worker import Worker
-from plait.runtime.build import Parts
-from plait.runtime.data_parallel import DataParallel
 from plait.schema.settings import TrainSettings
+from plait.training.components import Parts
+from plait.training.engines.data_parallel import DataParallel
 
 STEPS = 10
 # All-reduce is exact; others have to be this much faster to be worth it.

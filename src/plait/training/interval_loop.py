@@ -10,9 +10,9 @@ from plait.core.events import Event, EventLog
 from plait.data.sampler import GlobalBatch
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime.build import Parts
-from plait.runtime.trainer import Trainer
 from plait.schema.settings import TrainSettings
+from plait.training.components import Parts
+from plait.training.loop import Trainer
 
 
 class StretchTrainer(Trainer, ABC):

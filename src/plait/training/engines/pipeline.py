@@ -29,12 +29,11 @@ from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.build import Parts
-from plait.runtime.columns import check_columns
-from plait.runtime.evaluate import in_order, mean_of_all, sums_of
-from plait.runtime.notes import Notes
-from plait.runtime.open_pipeline import (
+from plait.schema.settings import TrainSettings
+from plait.training import checkpoint as checkpoints
+from plait.training.components import Parts
+from plait.training.engines.own_tensors import arranged_names, fill_pieces, unused_names
+from plait.training.engines.pipeline_setup import (
     State,
     further_names,
     open_pipeline,
@@ -42,9 +41,10 @@ from plait.runtime.open_pipeline import (
     tell_of_verification,
     with_gathered,
 )
-from plait.runtime.own_pieces import arranged_names, fill_pieces, unused_names
-from plait.runtime.stretch_trainer import StretchTrainer
-from plait.schema.settings import TrainSettings
+from plait.training.engines.replica_layout import check_columns
+from plait.training.engines.step_reduce import Notes
+from plait.training.evaluate import in_order, mean_of_all, sums_of
+from plait.training.interval_loop import StretchTrainer
 
 
 def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:

@@ -24,9 +24,9 @@ from plait.data.batches import Collate, DataSource
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, Pieces
-from plait.runtime.evaluate import Metric, find_metric
-from plait.runtime.optim import build_optimizer, check_groups, check_lr_schedule
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
+from plait.training.evaluate import Metric, find_metric
+from plait.training.optim import build_optimizer, check_groups, check_lr_schedule
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
 

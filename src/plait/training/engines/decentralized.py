@@ -23,21 +23,21 @@ from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.averagings import PREFIX as SYNC_PREFIX
-from plait.runtime.averagings import averages_gradients, make_averaging, sources_of
-from plait.runtime.build import Parts
-from plait.runtime.claims import Claim, Claims, Speed
-from plait.runtime.data_parallel import DataParallel
-from plait.runtime.evaluate import means, sums_over_share
-from plait.runtime.pace import Pace
-from plait.runtime.stretch_trainer import StretchTrainer
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import EQUAL_STEPS, HetPipeOptions, Options, read_options
 from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.peers import Stopwatch
 from plait.sync.averaging.whole_state import rest_of_state
+from plait.training import checkpoint as checkpoints
+from plait.training.components import Parts
+from plait.training.engines.averaging import PREFIX as SYNC_PREFIX
+from plait.training.engines.averaging import averages_gradients, make_averaging, sources_of
+from plait.training.engines.data_parallel import DataParallel
+from plait.training.engines.throughput import Pace
+from plait.training.engines.work_queue import Claim, Claims, Speed
+from plait.training.evaluate import means, sums_over_share
+from plait.training.interval_loop import StretchTrainer
 
 LOOK_S = 0.01
 PREFIX = "plait/run"

@@ -15,8 +15,8 @@ from plait.core.codec import finite
 from plait.core.events import Event, EventLog
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime.build import Parts
 from plait.schema.settings import TrainSettings
+from plait.training.components import Parts
 
 LOG_S = 0.1
 REPORT_S = 0.2

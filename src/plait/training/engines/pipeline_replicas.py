@@ -16,18 +16,18 @@ from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
 from plait.pipeline.layout import Arrangement
 from plait.pipeline.op_timings import operations_event
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.build import Parts
-from plait.runtime.column import Column
-from plait.runtime.columns import columns_of
-from plait.runtime.evaluate import in_order
-from plait.runtime.open_pipeline import State, further_names, tell_of_verification, with_gathered
-from plait.runtime.own_pace import OwnPaceTrainer, leave_world
-from plait.runtime.pace import Pace
-from plait.runtime.stretch_trainer import StretchTrainer
-from plait.runtime.trainer import Trainer, keep_what_was_built
 from plait.schema.settings import TrainSettings
 from plait.sync.averaging.base import Averaging
+from plait.training import checkpoint as checkpoints
+from plait.training.components import Parts
+from plait.training.engines.decentralized import OwnPaceTrainer, leave_world
+from plait.training.engines.pipeline_replica import Column
+from plait.training.engines.pipeline_setup import State, further_names, tell_of_verification, with_gathered
+from plait.training.engines.replica_layout import columns_of
+from plait.training.engines.throughput import Pace
+from plait.training.evaluate import in_order
+from plait.training.interval_loop import StretchTrainer
+from plait.training.loop import Trainer, keep_what_was_built
 
 
 class HeadTrainer(OwnPaceTrainer):

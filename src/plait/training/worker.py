@@ -15,20 +15,20 @@ from plait.core.errors import PlaitError
 from plait.core.logs import show_logs
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime import build
-from plait.runtime import checkpoint as checkpoints
-from plait.runtime.build import Parts
-from plait.runtime.eager_optimizers import use_eager_optimizers
-from plait.runtime.own_pace import OwnPaceTrainer
-from plait.runtime.trainer import Trainer
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import TOLERANT
+from plait.training import checkpoint as checkpoints
+from plait.training import components
+from plait.training.components import Parts
+from plait.training.eager_optimizers import use_eager_optimizers
+from plait.training.engines.decentralized import OwnPaceTrainer
+from plait.training.loop import Trainer
 
 
 def check_order(order: dict[str, Any]) -> None:
     """Refuse settings that cannot run, before any worker starts; each host's agent calls it."""
     use_eager_optimizers()
-    build.check(decode(TrainSettings, order["settings"], "settings"))
+    components.check(decode(TrainSettings, order["settings"], "settings"))
 
 
 def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
@@ -36,13 +36,13 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     show_logs()
     use_eager_optimizers()
     settings = decode(TrainSettings, order["settings"], "settings")
-    device = build.choose_device(settings.device, worker.local_rank)
+    device = components.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if worker.world_size > 1 or settings.pipeline is not None:
-        worker.join(build.agree_on_backend(worker, build.choose_backend(device)))
+        worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
     folder = RunFolder(Path(order["folder"]))
-    parts = build.build(settings, device, pieces=build.find_pieces(settings, device))
+    parts = components.build(settings, device, pieces=components.find_pieces(settings, device))
     trainer = make_trainer(worker, settings, parts, folder)
     result = trainer.run(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
@@ -79,9 +79,9 @@ def _with_stages(
 ) -> Trainer:
     """A trainer for workers that hold stages of the model."""
     # Slow to import, with all that tracing needs.
-    from plait.runtime.column_trainer import FollowerTrainer, HeadTrainer
-    from plait.runtime.columns import columns_of
-    from plait.runtime.pipeline_trainer import PipelineTrainer, check_pipeline
+    from plait.training.engines.pipeline import PipelineTrainer, check_pipeline
+    from plait.training.engines.pipeline_replicas import FollowerTrainer, HeadTrainer
+    from plait.training.engines.replica_layout import columns_of
 
     if settings.sync.kind == "all-reduce":
         return PipelineTrainer(worker, settings, parts, folder, hosts)
@@ -97,7 +97,7 @@ def _with_sync(
     """A trainer for workers that may be unlike, with the sync that the job names or measurements choose."""
     if settings.sync.kind != "auto":
         return OwnPaceTrainer(worker, settings, parts, folder, hosts)
-    from plait.runtime.auto_sync import choose_sync  # imports the profiler
+    from plait.training.engines.auto_sync import choose_sync  # imports the profiler
 
     chosen = choose_sync(worker, settings, parts)
     settings = replace(settings, sync=SyncSettings(chosen.sync))

@@ -1,0 +1,1 @@
+"""One run: components, loop, evaluation, checkpoints, metrics."""

@@ -1,0 +1,1 @@
+"""How steps are computed: data parallel, pipelined, decentralized, pipelines side by side."""
