@@ -16,8 +16,8 @@ from plait.core.errors import JobError
 from plait.jobs.train import train
 from plait.launch.run import Placement, Silent
 from plait.launch.run_dir import RunFolder
+from plait.measure import auto_plan
 from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
-from plait.runtime import planned
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import make_job
 from plait.schema.settings import TrainSettings
@@ -75,7 +75,7 @@ def test_a_run_tells_of_the_plan_that_was_made_for_it(
     def make(*_: Any) -> Plan:
         return data_parallel_plan(chain([0.25]), machines(1, 1e9), Settings(microbatches=3))
 
-    monkeypatch.setattr(planned, "_make", make)
+    monkeypatch.setattr(auto_plan, "_make", make)
     monkeypatch.setattr("plait.jobs.train.launch", lambda *_, **__: {"reason": "stopped"})
     Path(tmp_path / "job.yaml").write_text(json.dumps({**JOB, "run_dir": str(tmp_path)}))
     told = CliRunner().invoke(app, ["train", str(tmp_path / "job.yaml"), "--plan", "auto"]).stderr
@@ -96,7 +96,7 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
         folder.settings.write_text(json.dumps(encode(settings)))
         return {"reason": "stopped"}
 
-    monkeypatch.setattr(planned, "_make", lambda *_: made.pop())
+    monkeypatch.setattr(auto_plan, "_make", lambda *_: made.pop())
     monkeypatch.setattr("plait.jobs.train.launch", launch)
     job = {**JOB, "run_dir": str(tmp_path), "parallel": {"workers": 4, "plan": "auto"}}
     told = Told()

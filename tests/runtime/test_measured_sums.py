@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from plait.measure.allreduce_cost import groups_of, measure_sums
+from plait.measure.overhead import measure_overhead
 from plait.profiler.links import Sum
-from plait.runtime.overhead import measure_overhead
-from plait.runtime.sums import groups_of, measure_sums
 from plait.schema.topology_spec import TopologyWish
 from support.meeting import rendezvous_of
 from support.world import run_ranks

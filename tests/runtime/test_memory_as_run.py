@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from plait.core.codec import decode
+from plait.measure.auto_plan import describe_memory
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import Arrangement, oldest_needed, stream
 from plait.pipeline.weight_stash import WeightVersions
@@ -18,7 +19,6 @@ from plait.planner import Plan, machines, with_memory_as_run
 from plait.planner.as_run import versions_of_vertical_sync
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Forward, Update, straight_layout
-from plait.runtime.planned import describe_memory
 from support.pipelines import AllOf, Case, train_in_pipeline
 from support.plans import planned
 from support.world import run_ranks

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from plait.core.codec import decode, encode
 from plait.launch.run import Placement
 from plait.launch.run_dir import RunFolder
+from plait.measure import auto_plan as module
+from plait.measure.auto_plan import PlanWish, planned
+from plait.measure.job import profile_job
 from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
-from plait.runtime import planned as module
-from plait.runtime.planned import PlanWish, planned
-from plait.runtime.profiling import profile_job
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
 from plait.training import components

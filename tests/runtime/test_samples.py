@@ -18,8 +18,8 @@ from plait.core.errors import DataError, JobError
 from plait.data.batches import DataSource
 from plait.data.loader import cut, load
 from plait.data.sampler import Position, batches
+from plait.measure.job import profile_job
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime.profiling import profile_job
 from plait.schema.job import make_job
 from plait.schema.settings import (
     DataSettings,

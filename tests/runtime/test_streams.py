@@ -20,8 +20,8 @@ from plait.core import events as core_events
 from plait.core import run_events as events
 from plait.core.errors import DataError, JobError
 from plait.launch.run_dir import RunFolder
+from plait.measure.job import profile_job
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime.profiling import profile_job
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

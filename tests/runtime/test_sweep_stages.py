@@ -18,10 +18,10 @@ from plait.fusion.errors import FusionError
 from plait.fusion.space import combinations
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunFolder
+from plait.measure.auto_plan import PlanWish
 from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime.planned import PlanWish
 from plait.runtime.sweep.data import DataSets
 from plait.runtime.sweep.led import make_entry
 from plait.runtime.sweep.pipelined import PipelinedArray
@@ -213,7 +213,7 @@ def test_a_plan_to_be_measured_has_a_schedule_that_drains_or_is_refused_before(
     def measure(settings: Any, placement: Any, wish: PlanWish) -> Any:
         raise MeasuredError(wish.schedule)
 
-    monkeypatch.setattr("plait.runtime.planned.planned", measure)
+    monkeypatch.setattr("plait.measure.auto_plan.planned", measure)
     job = make_job(
         {
             "name": "small",

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from plait.core.codec import encode
+from plait.measure.job import trace_job
 from plait.planner.cluster import machines
 from plait.planner.plan import Plan, Speedups, Stage
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, straight_layout
-from plait.runtime.profiling import trace_job
 from plait.schema.settings import PipelineSettings, TrainSettings
 from support.training import digits_job
 

@@ -80,7 +80,7 @@ def _measure_together(
     """Measured on all of the job's workers at once, as `parallel.plan: auto` does."""
     from rich.console import Console
 
-    from plait.runtime.profiling import profile_together
+    from plait.measure.job import profile_together
 
     console = Console(stderr=True)
     size = batch or settings.data.batch_size
@@ -103,7 +103,7 @@ def _measure_alone(
     from rich.console import Console
     from rich.progress import Progress
 
-    from plait.runtime.profiling import profile_job
+    from plait.measure.job import profile_job
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
@@ -345,8 +345,8 @@ def _extras(
             draw_plan(made, timeline)
         wrote.append(str(timeline))
     if to_code is not None and job is not None:
+        from plait.measure.job import trace_job, verify_job
         from plait.pipeline.cutting.to_code import write_code
-        from plait.runtime.profiling import trace_job, verify_job
         from plait.schema.job import read_job
 
         settings = read_job(job).settings()

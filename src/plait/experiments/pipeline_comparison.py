@@ -36,6 +36,7 @@ from plait.experiments.pipeline_models import job
 from plait.experiments.pipeline_sides import FixedWork
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
+from plait.measure.job import profile_here
 from plait.pipeline.executor import Parts, Pipeline
 from plait.pipeline.gradient_sync import find_stages, make_agreements, replica_groups
 from plait.pipeline.layout import Arrangement, arrange, one_batch, stream
@@ -51,7 +52,6 @@ from plait.planner import (
 )
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime.profiling import profile_here
 from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.autotune import settle
 from plait.sync.allreduce.buckets import AllReduce

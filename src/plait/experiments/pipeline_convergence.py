@@ -19,8 +19,8 @@ from plait.core.errors import DataError
 from plait.experiments.bench import Claim, Row
 from plait.launch.run import Placement, Silent, launch
 from plait.launch.run_dir import RunFolder
+from plait.measure.auto_plan import PlanWish, planned
 from plait.planner import Schedule
-from plait.runtime.planned import PlanWish, planned
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import (
     DataSettings,

@@ -39,6 +39,7 @@ from plait.experiments.pipeline_sides import FixedWork
 from plait.launch.run import Placement
 from plait.launch.supervisor import Supervisor, Unwatched
 from plait.launch.worker import Worker
+from plait.measure.job import profile_together
 from plait.pipeline.executor import Parts, Pipeline
 from plait.pipeline.layout import arrange, one_batch, stream
 from plait.planner import (
@@ -52,7 +53,6 @@ from plait.planner import (
 )
 from plait.profiler.profile import Profile
 from plait.profiler.trace import trace
-from plait.runtime.profiling import profile_together
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training import components

@@ -20,8 +20,8 @@ from plait.experiments.bench import Claim, Row
 from plait.launch.run import Placement
 from plait.launch.run_dir import RunFolder
 from plait.launch.supervisor import Supervisor, Unwatched
+from plait.measure.auto_plan import PlanWish, planned
 from plait.planner import Plan
-from plait.runtime.planned import PlanWish, planned
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 

@@ -133,7 +133,7 @@ def make_sweep(
 
 def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
     """`settings` with the job's plan, under a schedule that drains between two steps."""
-    from plait.runtime.planned import PlanWish, planned
+    from plait.measure.auto_plan import PlanWish, planned
 
     wish = job.parallel
     depths, recompute = wish.depths, tuple(wish.recompute)

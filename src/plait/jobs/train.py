@@ -41,8 +41,7 @@ def _planned(
     job: Job, settings: TrainSettings, placement: Placement, display: Display, before: RunFolder | None
 ) -> tuple[TrainSettings, Placement]:
     """The job's settings with its plan, which says how many workers there are where the job does not."""
-    from plait.planner import describe_plan
-    from plait.runtime.planned import (
+    from plait.measure.auto_plan import (
         PlanWish,
         describe_clipping,
         describe_memory,
@@ -52,6 +51,7 @@ def _planned(
         planned,
         settings_before,
     )
+    from plait.planner import describe_plan
     from plait.training.engines.pipeline import check_pipeline
 
     wish = job.parallel

@@ -23,6 +23,8 @@ from plait.graph.graph import Graph
 from plait.launch.run import TRACING, Placement
 from plait.launch.supervisor import Supervisor, Unwatched
 from plait.launch.worker import Worker
+from plait.measure.allreduce_cost import measure_sums
+from plait.measure.overhead import measure_overhead
 from plait.pipeline.cpu.layers import plain_forwards, quicken
 from plait.pipeline.cutting.cut import StageError
 from plait.pipeline.cutting.trace_job import trace_inputs
@@ -33,8 +35,6 @@ from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.runtime.overhead import measure_overhead
-from plait.runtime.sums import measure_sums
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.evaluate import as_arguments, telling_of_types
@@ -313,7 +313,7 @@ def profile_together(
     sizes = list(batch_sizes)
     order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
     order |= {"verify": verify}
-    entry = "plait.runtime.profiling:profile_worker"
+    entry = "plait.measure.job:profile_worker"
     launch = placement.launch(entry, order, logs, preload=TRACING)
     results = Supervisor(launch, Unwatched()).run()
     return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
