@@ -27,7 +27,6 @@ from plait.core import events as event_files
 from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import CheckpointError, InputError
-from plait.fusion.space import parse_dimension
 from plait.graph import pipedream
 from plait.graph.graph import Edge, Graph, Node, Tie
 from plait.jobs.sweep import make_sweep
@@ -39,6 +38,7 @@ from plait.profiler.profile import LayerSpread, Profile, load_profile, save_prof
 from plait.profiler.timing import Timed
 from plait.schema.job import Job, make_job, parse, read_job
 from plait.schema.topology_spec import AUTO, find_topology, read_wish
+from plait.sweep.search.space import parse_dimension
 from plait.training import checkpoint as checkpoints
 from plait.training.engines.pipeline import check_pipeline
 from plait.training.evaluate_run import measure_run

@@ -11,8 +11,8 @@ import torch
 
 from plait.core.errors import JobError
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime.sweep.trials import is_fusable
 from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
+from plait.sweep.trial_settings import is_fusable
 from plait.training.optim import (
     build_lr_factor,
     build_optimizer,

@@ -14,14 +14,6 @@ from plait.core.errors import InputError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunFolder
-from plait.runtime.sweep.array import FusedArray
-from plait.runtime.sweep.data import DataSets
-from plait.runtime.sweep.led import make_entry
-from plait.runtime.sweep.rounds import rounds_of
-from plait.runtime.sweep.search import check
-from plait.runtime.sweep.settings import SweepSettings
-from plait.runtime.sweep.team import Team, check_teams
-from plait.runtime.sweep.trials import with_values
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -29,6 +21,14 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
+from plait.sweep.datasets import DataSets
+from plait.sweep.engines.fused import FusedArray
+from plait.sweep.engines.leader import make_entry
+from plait.sweep.engines.microbatches import rounds_of
+from plait.sweep.search.values import check
+from plait.sweep.settings import SweepSettings
+from plait.sweep.trial_settings import with_values
+from plait.sweep.worker_group import Team, check_teams
 from plait.training import checkpoint as checkpoints
 from support.sweeping import (
     killed_sweep,

@@ -12,11 +12,11 @@ import pytest
 import plait
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
-from plait.fusion.search import goes_on
-from plait.runtime.sweep.book import Book
-from plait.runtime.sweep.search import Past, Search
-from plait.runtime.sweep.trials import array_key, with_values
 from plait.schema.settings import EvaluateSettings, TrainSettings
+from plait.sweep.scheduler import Book
+from plait.sweep.search.halving import goes_on
+from plait.sweep.search.values import Past, Search
+from plait.sweep.trial_settings import array_key, with_values
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job
 

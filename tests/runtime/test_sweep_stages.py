@@ -15,21 +15,12 @@ from torch import nn
 from plait.core.codec import decode
 from plait.core.errors import InputError, JobError, PlaitError
 from plait.fusion.errors import FusionError
-from plait.fusion.space import combinations
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunFolder
 from plait.measure.auto_plan import PlanWish
 from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime.sweep.data import DataSets
-from plait.runtime.sweep.led import make_entry
-from plait.runtime.sweep.pipelined import PipelinedArray
-from plait.runtime.sweep.search import check
-from plait.runtime.sweep.settings import SweepSettings
-from plait.runtime.sweep.stages import TeamPipeline
-from plait.runtime.sweep.team import Team, check_teams
-from plait.runtime.sweep.trials import with_values
 from plait.schema.job import make_job
 from plait.schema.settings import (
     CheckpointSettings,
@@ -38,6 +29,15 @@ from plait.schema.settings import (
     OptimizerSettings,
     PipelineSettings,
 )
+from plait.sweep.datasets import DataSets
+from plait.sweep.engines.leader import make_entry
+from plait.sweep.engines.pipelined import PipelinedArray
+from plait.sweep.engines.stages import TeamPipeline
+from plait.sweep.search.space import combinations
+from plait.sweep.search.values import check
+from plait.sweep.settings import SweepSettings
+from plait.sweep.trial_settings import with_values
+from plait.sweep.worker_group import Team, check_teams
 from plait.training import checkpoint as checkpoints
 from support.meeting import rendezvous_of
 from support.plans import planned
@@ -236,7 +236,7 @@ def test_width_one_is_advised_only_where_it_helps(
     def refuse(*_: Any) -> Any:
         raise FusionError("cannot be fused")
 
-    monkeypatch.setattr("plait.runtime.sweep.worker._take_part", refuse)
+    monkeypatch.setattr("plait.sweep.worker._take_part", refuse)
     job = planned((1,), Schedule.FLUSH)
     settings = sweep_of("seed=0,1", job=job if in_a_stage else replace(job, pipeline=None))
     with pytest.raises(FusionError) as failure:

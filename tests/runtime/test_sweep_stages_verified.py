@@ -16,17 +16,17 @@ from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.fusion import verify
 from plait.fusion.dispatch import seams
-from plait.fusion.space import combinations
 from plait.fusion.verify import Verdict
 from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
-from plait.runtime.sweep.data import DataSets
-from plait.runtime.sweep.led import make_entry
-from plait.runtime.sweep.settings import SweepSettings
-from plait.runtime.sweep.trials import with_values
-from plait.runtime.sweep.verified_stages import prepare_trials, verify_stages
 from plait.schema.settings import ModelSettings, OptimizerSettings
+from plait.sweep.datasets import DataSets
+from plait.sweep.engines.leader import make_entry
+from plait.sweep.engines.verified_stages import prepare_trials, verify_stages
+from plait.sweep.search.space import combinations
+from plait.sweep.settings import SweepSettings
+from plait.sweep.trial_settings import with_values
 from support.plans import planned
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank
 from support.world import run_ranks

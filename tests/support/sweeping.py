@@ -14,11 +14,11 @@ from torch.nn import functional
 from plait.comm.collectives import broadcast_value
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
-from plait.fusion.space import Dimension, parse_dimension
-from plait.runtime.sweep import worker as sweep_worker
-from plait.runtime.sweep.settings import SearchSettings, SweepSettings
-from plait.runtime.sweep.trials import with_values
 from plait.schema.settings import TrainSettings
+from plait.sweep import worker as sweep_worker
+from plait.sweep.search.space import Dimension, parse_dimension
+from plait.sweep.settings import SearchSettings, SweepSettings
+from plait.sweep.trial_settings import with_values
 from support.averaging import open_store
 from support.meeting import SECRET
 from support.training import TestWorker, digits_job, train_here

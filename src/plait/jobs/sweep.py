@@ -15,19 +15,19 @@ from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 from plait.fusion.errors import FusionError
-from plait.fusion.space import MOST_VALUES, Dimension, combinations, count_combinations, parse_dimension
 from plait.launch.run import Display, Placement, Silent, launch_entry, tracing_modules
 from plait.launch.run_dir import RunFolder, choose_folder, find_run
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import write_sweep
-from plait.runtime.sweep.search import check
-from plait.runtime.sweep.settings import SEARCHES, SearchSettings, SweepSettings
-from plait.runtime.sweep.stages import check_in_stages, check_schedule
-from plait.runtime.sweep.team import check_teams
-from plait.runtime.sweep.trials import check_key
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, make_job
 from plait.schema.settings import TrainSettings
+from plait.sweep.engines.stages import check_in_stages, check_schedule
+from plait.sweep.search.space import MOST_VALUES, Dimension, combinations, count_combinations, parse_dimension
+from plait.sweep.search.values import check
+from plait.sweep.settings import SEARCHES, SearchSettings, SweepSettings
+from plait.sweep.trial_settings import check_key
+from plait.sweep.worker_group import check_teams
 
 KIND, VERSION = "sweep", 1
 # Combinations that are checked one by one before anything starts; of more, each value is, and of more
@@ -78,7 +78,7 @@ def sweep(
         folder = choose_folder(Path(job.run_dir), job.name, False, run_folder)
     files = {folder.path / "sweep.json": _text(settings), folder.job: job.text()}
     result = launch_entry(
-        "plait.runtime.sweep.worker",
+        "plait.sweep.worker",
         "sweep",
         settings,
         placement_of(job, settings),

@@ -13,9 +13,9 @@ from plait.core.errors import CheckpointError
 from plait.core.files import write_atomic
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunFolder
-from plait.runtime.sweep.array import TrialTensors
-from plait.runtime.sweep.feeds import Feed
 from plait.schema.settings import TrainSettings
+from plait.sweep.engines.batch_streams import Feed
+from plait.sweep.engines.fused import TrialTensors
 from plait.training import checkpoint as checkpoints
 from plait.training.early_stopping import Patience
 from plait.training.optim import LrFactor

@@ -12,20 +12,20 @@ from torch import Tensor
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.verify import Verdict
-from plait.runtime.sweep import orders
-from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors
-from plait.runtime.sweep.data import DataSets
-from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
-from plait.runtime.sweep.lone import LoneArray
-from plait.runtime.sweep.team import Team
 from plait.schema.settings import TrainSettings
+from plait.sweep.datasets import DataSets
+from plait.sweep.engines import commands
+from plait.sweep.engines.batch_streams import Feed, Feeds, next_batches, reseated
+from plait.sweep.engines.fused import Entry, FusedArray, TrialTensors
+from plait.sweep.engines.unfused import LoneArray
+from plait.sweep.worker_group import Team
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from plait.runtime.sweep.pipelined import PipelinedArray
-    from plait.runtime.sweep.verified_stages import StagesOfTrials
+    from plait.sweep.engines.pipelined import PipelinedArray
+    from plait.sweep.engines.verified_stages import StagesOfTrials
 
 SharedArray: TypeAlias = "FusedArray | LoneArray | PipelinedArray"
 
@@ -43,7 +43,7 @@ def make_array(
     """
     if team is not None and team.pipeline is not None:
         # Slow to import, with all that tracing needs.
-        from plait.runtime.sweep.pipelined import PipelinedArray
+        from plait.sweep.engines.pipelined import PipelinedArray
 
         return PipelinedArray(entries, team, team.pipeline, stages, verdict)
     return FusedArray(entries, team, verdict=verdict) if fused else LoneArray(entries, team)
@@ -81,7 +81,7 @@ class LedArray:
         self._team = team
         verdict = verdict or Verdict()
         layers = () if stages is None else stages.checked.fine
-        team.tell(orders.Begin(_newcomers(entries), fused, verdict, layers), 0)
+        team.tell(commands.Begin(_newcomers(entries), fused, verdict, layers), 0)
         self._array = make_array(entries, fused, team, verdict, stages)
 
     @property
@@ -98,34 +98,34 @@ class LedArray:
 
     def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
         """Let trials leave and enter, on all workers of the team."""
-        self._tell(orders.Change(tuple(leaving), _newcomers(entering)))
+        self._tell(commands.Change(tuple(leaving), _newcomers(entering)))
         self._array.change(leaving, entering)
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial, `batches` being this worker's shares; the losses of whole batches."""
-        self._tell(orders.Step(tuple(factors)))
+        self._tell(commands.Step(tuple(factors)))
         return self._array.step(batches, factors)
 
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, of which each worker of the team takes its share."""
-        self._tell(orders.Evaluate(tuple(places)))
+        self._tell(commands.Evaluate(tuple(places)))
         return self._array.evaluate(places)
 
     def tensors(self, place: int) -> TrialTensors:
-        self._tell(orders.Collect(place))
+        self._tell(commands.Collect(place))
         return self._array.tensors(place)
 
     def close(self) -> None:
         """Let the team let go of the trials."""
-        self._tell(orders.Dissolve())
+        self._tell(commands.Dissolve())
         self._array.close()
 
-    def _tell(self, order: orders.Order) -> None:
+    def _tell(self, order: commands.Order) -> None:
         self._team.tell(order, self.trials)
 
 
-def _newcomers(entries: Sequence[Entry]) -> tuple[orders.Newcomer, ...]:
-    return tuple(orders.Newcomer(entry.settings, entry.state) for entry in entries)
+def _newcomers(entries: Sequence[Entry]) -> tuple[commands.Newcomer, ...]:
+    return tuple(commands.Newcomer(entry.settings, entry.state) for entry in entries)
 
 
 class Follower:
@@ -141,17 +141,17 @@ class Follower:
 
     def run(self) -> None:
         """Follow until the leader says that there is nothing left."""
-        while not isinstance(order := self._hear(), orders.End):
-            if isinstance(order, orders.Begin):
+        while not isinstance(order := self._hear(), commands.End):
+            if isinstance(order, commands.Begin):
                 self._begin(order)
             else:
                 assert self._array is not None
                 self._carry_out(order, self._array)
 
-    def _hear(self) -> orders.Order:
+    def _hear(self) -> commands.Order:
         return self._team.hear(0 if self._array is None else self._array.trials)
 
-    def _begin(self, order: orders.Begin) -> None:
+    def _begin(self, order: commands.Begin) -> None:
         train_set, _ = self._sets.of(order.entering[0].settings)
         pin = self._device.type == "cuda"
         self._feeds = Feeds(train_set, pin, *self._team.share, loads=self._team.loads)
@@ -159,26 +159,26 @@ class Follower:
         stages = None
         if order.stages and self._team.pipeline is not None:
             planned = replace(self._team.pipeline.arrangement, stages=order.stages)
-            from plait.runtime.sweep.verified_stages import prepare_trials
+            from plait.sweep.engines.verified_stages import prepare_trials
 
             stages = prepare_trials(entries, planned, verify=False)
         self._array = make_array(entries, order.fused, self._team, order.verdict, stages)
 
-    def _carry_out(self, order: orders.Order, array: SharedArray) -> None:
+    def _carry_out(self, order: commands.Order, array: SharedArray) -> None:
         match order:
-            case orders.Step():
+            case commands.Step():
                 array.step(next_batches(self._used), order.factors)
-            case orders.Change():
+            case commands.Change():
                 array.change(order.leaving, self._enter(order.leaving, order.entering))
-            case orders.Evaluate():
+            case commands.Evaluate():
                 array.evaluate(order.places)
-            case orders.Collect():
+            case commands.Collect():
                 array.collect(order.place)
-            case orders.Dissolve():
+            case commands.Dissolve():
                 array.close()
                 self._array, self._used = None, []
 
-    def _enter(self, leaving: Sequence[int], entering: Sequence[orders.Newcomer]) -> list[Entry]:
+    def _enter(self, leaving: Sequence[int], entering: Sequence[commands.Newcomer]) -> list[Entry]:
         assert self._feeds is not None
         known, joining = list(self._used), []
         for one in entering:

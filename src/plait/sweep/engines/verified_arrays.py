@@ -14,9 +14,9 @@ from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, mix
 from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import TF32_EPS, Verdict, verify_fused
-from plait.runtime.sweep.array import Entry, fused_loss, losses_alone, losses_of, together
-from plait.runtime.sweep.feeds import Feed
-from plait.runtime.sweep.rounds import Piece, rounds_of
+from plait.sweep.engines.batch_streams import Feed
+from plait.sweep.engines.fused import Entry, fused_loss, losses_alone, losses_of, together
+from plait.sweep.engines.microbatches import Piece, rounds_of
 from plait.training.components import AUTOCAST, Parts
 from plait.training.evaluate import forward
 from plait.verification import same_random_numbers

@@ -1,6 +1,6 @@
 """Values by optuna's tree-structured Parzen estimator, as a function of what trials have shown so far.
 
-Optuna draws; when trials end is our own rule (`plait.fusion.search.goes_on`, the rule of its successive
+Optuna draws; when trials end is our own rule (`plait.sweep.search.halving.goes_on`, the rule of its successive
 halving pruner): it is decided where results are recorded, so that a sweep that was killed
 decides the same again, and it needs no optuna.
 """
@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plait.core.errors import InputError
-from plait.fusion.space import Dimension
+from plait.sweep.search.space import Dimension
 
 if TYPE_CHECKING:
-    from plait.runtime.sweep.search import Past
+    from plait.sweep.search.values import Past
 
 
 def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: int) -> Mapping[str, Any]:

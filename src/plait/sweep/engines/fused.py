@@ -29,10 +29,10 @@ from plait.fusion.trials.membership import check_joining
 from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import Verdict
-from plait.runtime.sweep.graph import StepGraph
-from plait.runtime.sweep.rounds import Piece, Round, most_rounds, rounds_of
-from plait.runtime.sweep.team import Team, TeamSum, share_of
 from plait.schema.settings import TrainSettings
+from plait.sweep.engines.cuda_graph import StepGraph
+from plait.sweep.engines.microbatches import Piece, Round, most_rounds, rounds_of
+from plait.sweep.worker_group import Team, TeamSum, share_of
 from plait.training import checkpoint as checkpoints
 from plait.training.components import Parts
 from plait.training.evaluate import (

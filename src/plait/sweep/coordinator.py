@@ -18,13 +18,13 @@ from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime.sweep.arrays import Arrays
-from plait.runtime.sweep.book import Book, Trial
-from plait.runtime.sweep.data import DataSets
-from plait.runtime.sweep.desk import Answer, Question
-from plait.runtime.sweep.seat import newest, save_state, trial_folder
-from plait.runtime.sweep.settings import SweepSettings
 from plait.schema.settings import TrainSettings
+from plait.sweep.array_record import Arrays
+from plait.sweep.client import Answer, Question
+from plait.sweep.datasets import DataSets
+from plait.sweep.running_trial import newest, save_state, trial_folder
+from plait.sweep.scheduler import Book, Trial
+from plait.sweep.settings import SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.evaluate import find_metric

@@ -15,11 +15,11 @@ from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event
 from plait.data.sampler import mix
-from plait.fusion.search import exploit, goes_on, survivors
-from plait.runtime.sweep.search import Past, Search
-from plait.runtime.sweep.settings import SweepSettings
-from plait.runtime.sweep.trials import array_key, is_fusable, with_values
 from plait.schema.settings import TrainSettings
+from plait.sweep.search.halving import exploit, goes_on, survivors
+from plait.sweep.search.values import Past, Search
+from plait.sweep.settings import SweepSettings
+from plait.sweep.trial_settings import array_key, is_fusable, with_values
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10

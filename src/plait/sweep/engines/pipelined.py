@@ -25,13 +25,13 @@ from plait.pipeline.cutting.cut import Stage, cut
 from plait.pipeline.layout import one_batch
 from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
-from plait.runtime.sweep.array import Entry, FusedArray, TrialTensors, at
-from plait.runtime.sweep.code import check_values, plain_values
-from plait.runtime.sweep.feeds import reseated
-from plait.runtime.sweep.rounds import Round, rounds_of
-from plait.runtime.sweep.stages import TeamPipeline
-from plait.runtime.sweep.team import Team
-from plait.runtime.sweep.verified_stages import StagesOfTrials, of_stage, prepare_trials
+from plait.sweep.engines.batch_streams import reseated
+from plait.sweep.engines.fused import Entry, FusedArray, TrialTensors, at
+from plait.sweep.engines.microbatches import Round, rounds_of
+from plait.sweep.engines.stages import TeamPipeline
+from plait.sweep.engines.traced_constants import check_values, plain_values
+from plait.sweep.engines.verified_stages import StagesOfTrials, of_stage, prepare_trials
+from plait.sweep.worker_group import Team
 from plait.training import checkpoint as checkpoints
 from plait.training.engines.pipeline_setup import further_names
 from plait.training.evaluate import in_order, means, sums_of

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from plait.data.loader import Batch, seed_all
 from plait.data.sampler import mix
-from plait.runtime.sweep.array import Entry, TrialTensors
-from plait.runtime.sweep.team import Team, TeamSum, share_of
+from plait.sweep.engines.fused import Entry, TrialTensors
+from plait.sweep.worker_group import Team, TeamSum, share_of
 from plait.training import checkpoint as checkpoints
 from plait.training.engines.data_parallel import DataParallel
 from plait.training.evaluate import means, sums_over_share

@@ -19,26 +19,26 @@ from plait.fusion.verify import Verdict, tell
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
 from plait.pipeline.layout import Arrangement
-from plait.runtime.sweep.array import Array, Entry
-from plait.runtime.sweep.data import DataSets
-from plait.runtime.sweep.desk import Desk
-from plait.runtime.sweep.feeds import Feed, Feeds, next_batches, reseated
-from plait.runtime.sweep.led import LedArray, make_array, make_entry, position_of
-from plait.runtime.sweep.reasons import NotFusedError, fused_work, split_by_kind, why_optimizer
-from plait.runtime.sweep.seat import Seat, newest, save_seat
-from plait.runtime.sweep.settings import SweepSettings
-from plait.runtime.sweep.team import Team, share_of
-from plait.runtime.sweep.trials import with_values
-from plait.runtime.sweep.verified import verify_entries
-from plait.runtime.sweep.width import choose_width, try_two
 from plait.schema.settings import TrainSettings
+from plait.sweep.array_size import choose_width, try_two
+from plait.sweep.client import Desk
+from plait.sweep.datasets import DataSets
+from plait.sweep.engines.batch_streams import Feed, Feeds, next_batches, reseated
+from plait.sweep.engines.fused import Array, Entry
+from plait.sweep.engines.leader import LedArray, make_array, make_entry, position_of
+from plait.sweep.engines.verified_arrays import verify_entries
+from plait.sweep.reasons import NotFusedError, fused_work, split_by_kind, why_optimizer
+from plait.sweep.running_trial import Seat, newest, save_seat
+from plait.sweep.settings import SweepSettings
+from plait.sweep.trial_settings import with_values
+from plait.sweep.worker_group import Team, share_of
 from plait.training import components
 from plait.training.components import DataPair
 from plait.training.early_stopping import Patience
 from plait.training.optim import build_lr_factor
 
 if TYPE_CHECKING:
-    from plait.runtime.sweep.verified_stages import StagesOfTrials
+    from plait.sweep.engines.verified_stages import StagesOfTrials
 
 # How long a worker that could take more waits before it asks again.
 POLL_S = 0.1
@@ -274,7 +274,7 @@ class SweepLoop:
 
         Where they are not, raises NotFusedError for several trials, and for one that stages cannot train it.
         """
-        from plait.runtime.sweep.verified_stages import prepare_trials, verify_stages
+        from plait.sweep.engines.verified_stages import prepare_trials, verify_stages
 
         known = self._verdicts.get(self._group)
         is_due = self._is_verification_due(known)

@@ -16,16 +16,16 @@ from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
-from plait.runtime.sweep.data import DataSets, check_data
-from plait.runtime.sweep.desk import Clerk, FarDesk, OwnDesk
-from plait.runtime.sweep.led import Follower
-from plait.runtime.sweep.loop import SweepLoop
-from plait.runtime.sweep.office import Office, choose_metric
-from plait.runtime.sweep.orders import End
-from plait.runtime.sweep.search import Search
-from plait.runtime.sweep.settings import SweepSettings
-from plait.runtime.sweep.team import Team, check_teams, make_team
-from plait.runtime.sweep.trials import check_key, with_values
+from plait.sweep.client import Clerk, FarDesk, OwnDesk
+from plait.sweep.coordinator import Office, choose_metric
+from plait.sweep.datasets import DataSets, check_data
+from plait.sweep.engines.commands import End
+from plait.sweep.engines.leader import Follower
+from plait.sweep.loop import SweepLoop
+from plait.sweep.search.values import Search
+from plait.sweep.settings import SweepSettings
+from plait.sweep.trial_settings import check_key, with_values
+from plait.sweep.worker_group import Team, check_teams, make_team
 from plait.training import components
 from plait.training.eager_optimizers import use_eager_optimizers
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plait.fusion.space import Dimension
 from plait.schema.settings import TrainSettings
+from plait.sweep.search.space import Dimension
 
 SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
 SEARCHES: tuple[SearchKind, ...] = ("grid", "random", "halving", "asha", "pbt")

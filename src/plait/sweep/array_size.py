@@ -17,9 +17,9 @@ from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
 from plait.fusion.trials.array_size import Need, measure_need, saturated_width
 from plait.fusion.verify import Verdict
-from plait.runtime.sweep.array import Entry, FusedArray
-from plait.runtime.sweep.feeds import Feed
 from plait.schema.settings import TrainSettings
+from plait.sweep.engines.batch_streams import Feed
+from plait.sweep.engines.fused import Entry, FusedArray
 from plait.training import components
 
 # What a process beside the tensors of its models takes on a CPU.

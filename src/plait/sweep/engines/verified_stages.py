@@ -20,9 +20,9 @@ from plait.pipeline.layout import Arrangement
 from plait.pipeline.verify.stages import Checked
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
-from plait.runtime.sweep.array import Entry, stacked
-from plait.runtime.sweep.code import Values, check_values, plain_values
-from plait.runtime.sweep.verified import ArrayRehearsal, first_batches, padded_rows, verify_rehearsed
+from plait.sweep.engines.fused import Entry, stacked
+from plait.sweep.engines.traced_constants import Values, check_values, plain_values
+from plait.sweep.engines.verified_arrays import ArrayRehearsal, first_batches, padded_rows, verify_rehearsed
 from plait.training.engines.pipeline_setup import prepare_pipeline
 
 

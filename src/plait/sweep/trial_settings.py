@@ -14,7 +14,6 @@ import torch
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.fusion.check import shape_key
-from plait.runtime.sweep.reasons import why_optimizer
 from plait.schema.settings import (
     DataSettings,
     LrScheduleSettings,
@@ -22,6 +21,7 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
+from plait.sweep.reasons import why_optimizer
 from plait.training import components
 from plait.workloads.losses import find_loss
 

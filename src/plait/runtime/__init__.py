@@ -1,1 +1,0 @@
-"""Workers that train: settings in, a run folder with events, checkpoints and a result out."""
