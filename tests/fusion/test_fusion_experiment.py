@@ -6,9 +6,9 @@ import pytest
 
 from plait.core.errors import InputError
 from plait.experiments.bench import as_json
-from plait.experiments.fusion import run, write_plot
-from plait.experiments.fusion_convergence import convergence, write_curves
-from plait.experiments.fusion_processes import together
+from plait.experiments.fusion.bench import run, write_plot
+from plait.experiments.fusion.convergence import convergence, write_curves
+from plait.experiments.fusion.processes import together
 
 
 def test_rows_claims_and_picture_cover_what_was_asked_for(tmp_path):

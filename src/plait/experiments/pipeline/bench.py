@@ -14,16 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
-from plait.experiments import (
-    pipeline_comparison,
-    pipeline_convergence,
-    pipeline_idle,
-    pipeline_memory,
-    pipeline_prediction,
-    pipeline_recording,
-)
-from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Bench, Claim, Row
+from plait.experiments.pipeline import comparison, convergence, idle, memory, prediction, recording
+from plait.experiments.pipeline import sides as sides
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.planner.schedules.kinds import Schedule
@@ -142,10 +135,10 @@ def _at_least(claim: str, value: float, goal: float) -> Claim:
 Part = Callable[[], tuple[list[Row], list[Claim]]]
 PARTS: Mapping[str, Part] = {
     "speed": speed,
-    "idle": pipeline_idle.run,
-    "recording": pipeline_recording.run,
-    "prediction": pipeline_prediction.run,
-    "memory": pipeline_memory.run,
-    "comparison": pipeline_comparison.run,
-    "convergence": pipeline_convergence.run,
+    "idle": idle.run,
+    "recording": recording.run,
+    "prediction": prediction.run,
+    "memory": memory.run,
+    "comparison": comparison.run,
+    "convergence": convergence.run,
 }

@@ -11,9 +11,9 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from plait.core.errors import InputError
-from plait.experiments.fusion_cases import CPU_CASES, GPU_CASES, Step, seconds_of, serial_step
-from plait.experiments.fusion_gan import gan_serial_step
-from plait.experiments.nvml import GpuWatch
+from plait.experiments.fusion.cases import CPU_CASES, GPU_CASES, Step, seconds_of, serial_step
+from plait.experiments.fusion.gan import gan_serial_step
+from plait.experiments.fusion.nvml import GpuWatch
 
 PROCESS_MODES = ("processes", "mps")
 _DEADLINE_S = 300.0

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.experiments.fusion_cases import Step, precision
+from plait.experiments.fusion.cases import Step, precision
 from plait.fusion import FusedOptimizer, fuse
 from plait.workloads.dcgan import discriminator, discriminator_tiny, generator, generator_tiny
 

@@ -36,7 +36,7 @@ def job(name: str, batch_size: int) -> TrainSettings:
     short = {**tokens, "shape": [8]}
     models = {
         "vgg16": (
-            ModelSettings("plait.experiments.pipeline_models:vgg16_quarter"),
+            ModelSettings("plait.experiments.pipeline.models:vgg16_quarter"),
             {"shape": [3, 64, 64], "classes": 250, "samples": 256},
         ),
         # GNMT's shape at half its layers: an embedding, LSTMs, a projection onto the vocabulary.

@@ -8,7 +8,7 @@ worker, for about as long each, but model parallelism, which more workers make n
 
 On a machine without the job file's dependencies, for several numbers of workers at once:
 
-    python -m plait.experiments.pipeline_comparison 4 8 16 --models vgg16 lstm --minibatch 16
+    python -m plait.experiments.pipeline.comparison 4 8 16 --models vgg16 lstm --minibatch 16
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
 from plait.experiments.bench import Claim, Row
-from plait.experiments.pipeline_models import job
-from plait.experiments.pipeline_sides import FixedWork
+from plait.experiments.pipeline.models import job
+from plait.experiments.pipeline.sides import FixedWork
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.measure.job import profile_here
@@ -297,7 +297,7 @@ def _words(plan: Plan) -> str:
 
 def main(words: Sequence[str]) -> None:
     """Print the table, a model at a time."""
-    parser = argparse.ArgumentParser(prog="python -m plait.experiments.pipeline_comparison")
+    parser = argparse.ArgumentParser(prog="python -m plait.experiments.pipeline.comparison")
     parser.add_argument("workers", type=int, nargs="*", default=[2])
     parser.add_argument("--models", nargs="+", choices=list(MINIBATCH), default=list(MINIBATCH))
     parser.add_argument("--minibatch", type=int, help="samples that a worker takes at once")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.experiments.bench import Bench, Claim, Row
-from plait.experiments.sync_speed import speed_rows
+from plait.experiments.sync.speed import speed_rows
 
 SYNCS = (
     "all-reduce",

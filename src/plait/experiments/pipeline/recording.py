@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.core.events import EventLog
-from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
+from plait.experiments.pipeline import sides as sides
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.pipeline.executor import Pipeline

@@ -31,21 +31,21 @@ def run(parts: Sequence[str] = tuple(PARTS), command: str = "plait bench sync") 
 def _measure(part: str) -> tuple[list[Row], list[Claim]]:
     # Each part loads what it alone needs.
     if part == "speed":
-        from plait.experiments.sync_speed import speed_claims, speed_rows
+        from plait.experiments.sync.speed import speed_claims, speed_rows
 
         rows = speed_rows()
         return rows, speed_claims(rows)
     if part == "pipelines":
-        from plait.experiments.sync_pipelines import pipeline_claims, pipeline_rows
+        from plait.experiments.sync.pipelines import pipeline_claims, pipeline_rows
 
         rows = pipeline_rows()
         return rows, pipeline_claims(rows)
     if part == "convergence":
-        from plait.experiments.sync_convergence import convergence_claims, convergence_rows
+        from plait.experiments.sync.convergence import convergence_claims, convergence_rows
 
         rows = convergence_rows()
         return rows, convergence_claims(rows)
-    from plait.experiments import sync_bandwidth as bandwidth
+    from plait.experiments.sync import bandwidth as bandwidth
 
     if part == "bandwidth":
         rows = bandwidth.bandwidth_rows()

@@ -17,7 +17,7 @@ from torch import nn
 
 from plait.comm.collectives import all_gather_values
 from plait.experiments.bench import Claim, Row
-from plait.experiments.pipeline_sides import SleepingLayer
+from plait.experiments.pipeline.sides import SleepingLayer
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.pipeline.layout import Arrangement, one_batch
@@ -88,7 +88,7 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float) -> float:
     kind = "partial-reduce" if sync == ALONE else sync
     settings = TrainSettings(
         "pipelines",
-        ModelSettings("plait.experiments.sync_pipelines:sleeping_layers"),
+        ModelSettings("plait.experiments.sync.pipelines:sleeping_layers"),
         DataSettings("synthetic", MICROBATCHES * count, {"shape": [4], "target_shape": [4], "samples": 64}),
         loss="mse",
         steps=1,

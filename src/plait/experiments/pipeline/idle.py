@@ -18,8 +18,8 @@ from torch import nn
 
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import encode
-from plait.experiments import pipeline_sides as sides
 from plait.experiments.bench import Claim, Row
+from plait.experiments.pipeline import sides as sides
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.pipeline.op_timings import Span

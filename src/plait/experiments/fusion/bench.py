@@ -15,7 +15,7 @@ import torch
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.experiments.bench import Bench, Claim, Row
-from plait.experiments.fusion_cases import (
+from plait.experiments.fusion.cases import (
     CPU_CASES,
     GPU_CASES,
     Case,
@@ -27,15 +27,15 @@ from plait.experiments.fusion_cases import (
     serial_step,
     vmap_step,
 )
-from plait.experiments.fusion_convergence import convergence, write_curves
-from plait.experiments.fusion_gan import (
+from plait.experiments.fusion.convergence import convergence, write_curves
+from plait.experiments.fusion.gan import (
     gan_compiled_step,
     gan_fused_step,
     gan_serial_step,
     gan_vmap_step,
 )
-from plait.experiments.fusion_processes import PROCESS_MODES, times_of_processes
-from plait.experiments.nvml import GpuWatch
+from plait.experiments.fusion.nvml import GpuWatch
+from plait.experiments.fusion.processes import PROCESS_MODES, times_of_processes
 from plait.fusion.speed.cuda_graph import CapturedStep
 
 MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")

@@ -162,7 +162,7 @@ def _settings(model: str, case: str, sync: str, seed: int) -> TrainSettings:
         optimizer, steps = OptimizerSettings("adam", {"lr": 0.01}), 160
     return TrainSettings(
         name="convergence",
-        model=ModelSettings(f"plait.experiments.sync_convergence:{factory}"),
+        model=ModelSettings(f"plait.experiments.sync.convergence:{factory}"),
         data=data,
         optimizer=optimizer,
         steps=steps,

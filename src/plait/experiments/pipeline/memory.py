@@ -34,8 +34,8 @@ from plait.comm.channels import Channels, connect
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
 from plait.experiments.bench import Claim, Row
-from plait.experiments.pipeline_models import job
-from plait.experiments.pipeline_sides import FixedWork
+from plait.experiments.pipeline.models import job
+from plait.experiments.pipeline.sides import FixedWork
 from plait.launch.run import Placement
 from plait.launch.supervisor import Supervisor, Unwatched
 from plait.launch.worker import Worker
@@ -180,7 +180,7 @@ def _measure(case: Case, plan: Plan, steps: int) -> list[Row]:
 
 def _peaks(order: dict[str, Any]) -> dict[int, int]:
     """The peak resident bytes of each worker."""
-    entry = "plait.experiments.pipeline_memory:worker"
+    entry = "plait.experiments.pipeline.memory:worker"
     with tempfile.TemporaryDirectory() as logs:
         placement = replace(TWO, environment=_ALLOCATOR)
         launch = placement.launch(entry, order, Path(logs), preload=("torch._dynamo",))

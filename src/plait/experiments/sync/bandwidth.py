@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from plait.core.names import resolve
 from plait.experiments.bench import Claim, Row
-from plait.experiments.shaped_hosts import NIC, hosts_on_a_bridge, missing_for_shaping
+from plait.experiments.sync.shaped_hosts import NIC, hosts_on_a_bridge, missing_for_shaping
 from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.launch.worker import Worker
 from plait.schema.hosts import LOCAL, Host

@@ -1,0 +1,1 @@
+"""HFTA's experiments: fused trials against serial ones, processes and vmap."""

@@ -1,0 +1,1 @@
+"""PipeDream's experiments: schedules against data parallelism and torch.distributed.pipelining."""
