@@ -40,13 +40,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
+from plait.data.calling import as_arguments, evaluation_mode
 from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.trials.alone import LoneMode, seeded_for
 from plait.pipeline.verify.in_process import Choices, StagedModel
 from plait.pipeline.verify.stages import Checked, Example, prepare_stages
 from plait.profiler.trace import trace
-from plait.training.evaluate import as_arguments, evaluation_mode
 from plait.verification import same_random_numbers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

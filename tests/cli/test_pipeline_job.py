@@ -14,12 +14,13 @@ from plait.cli import app
 from plait.core.codec import encode
 from plait.core.errors import JobError
 from plait.jobs.train import train
-from plait.launch.run import Placement, Silent
+from plait.launch.run import Silent
 from plait.launch.run_dir import RunFolder
 from plait.measure import auto_plan
 from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import make_job
+from plait.schema.placement import Placement
 from plait.schema.settings import TrainSettings
 from support.graphs import chain
 

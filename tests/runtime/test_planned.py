@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from plait.core.codec import decode, encode
-from plait.launch.run import Placement
 from plait.launch.run_dir import RunFolder
 from plait.measure import auto_plan as module
 from plait.measure.auto_plan import PlanWish, planned
@@ -24,6 +23,7 @@ from plait.profiler.links import Link, Sum
 from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
 from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import Placement
 from plait.schema.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.engines import pipeline

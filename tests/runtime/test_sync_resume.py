@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.launch.run_dir import RunFolder
+from plait.pipeline import named_state
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -59,7 +60,7 @@ def train(rank: int, port: int, settings: TrainSettings, folder: Path, resume: b
     worker: Any = StoreWorker(rank, size, port, None)
     OwnPaceTrainer(worker, settings, parts, RunFolder(folder), ["a"] * size).run(resume)
     model = {f"model/{name}": value for name, value in parts.model.state_dict().items()}
-    return model | checkpoint.optimizer_state(parts.optimizer, parts.names)
+    return model | named_state.optimizer_state(parts.optimizer, parts.names)
 
 
 def cut_and_resume(rank: int, ports: list[int], jobs: dict[str, TrainSettings], folder: Path) -> list[str]:

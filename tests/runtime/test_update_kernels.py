@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.pipeline.named_state import load_optimizer_state, optimizer_state
 from plait.pipeline.weight_stash import WeightVersions
 from plait.schema.settings import OptimizerSettings
-from plait.training.checkpoint import Checkpoint, load, load_optimizer_state, optimizer_state, save
+from plait.training.checkpoint import Checkpoint, load, save
 from plait.training.optim import build_optimizer
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

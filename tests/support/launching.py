@@ -11,6 +11,7 @@ import psutil
 
 from plait.launch.supervisor import Launch, Supervisor, WorkerState
 from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import Placement
 
 # Tells the processes of this test run's launches from those of another.
 MARK = "PLAIT_TEST_LAUNCHED_BY"
@@ -61,9 +62,9 @@ def launch_entry(
             MARK: str(os.getpid()),
         },
     }
-    order = Launch(
-        entry=f"entries:{entry}", settings=settings or {}, logs=folder / "logs", **{**values, **changes}
-    )
+    placed = {name: value for name, value in {**values, **changes}.items() if name in vars(Placement())}
+    others = {name: value for name, value in changes.items() if name not in placed}
+    order = Launch(Placement(**placed), f"entries:{entry}", settings or {}, logs=folder / "logs", **others)
     memory.supervisor = Supervisor(order, memory)
     return memory.supervisor.run(prepare)
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from plait.graph.graph import Graph
-    from plait.launch.run import Placement
     from plait.planner import Device, Machines, Plan, Schedule
     from plait.profiler.profile import Profile
+    from plait.schema.placement import Placement
     from plait.schema.settings import TrainSettings
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import Placement
 
 
 def in_world(workers: int, entry: str, settings: dict[str, Any], preload: tuple[str, ...] = ()) -> Any:
@@ -17,11 +18,10 @@ def in_world(workers: int, entry: str, settings: dict[str, Any], preload: tuple[
     """
     with tempfile.TemporaryDirectory() as logs:
         launch = Launch(
-            hosts=(Host(LOCAL, workers),),
+            Placement((Host(LOCAL, workers),), threads=1),
             entry=f"plait.experiments.{entry}",
             settings=settings,
             logs=Path(logs),
             preload=preload,
-            threads=1,
         )
         return Supervisor(launch, Unwatched()).run()[0]

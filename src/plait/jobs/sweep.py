@@ -15,12 +15,13 @@ from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 from plait.fusion.errors import FusionError
-from plait.launch.run import Display, Placement, Silent, launch_entry, tracing_modules
+from plait.launch.run import Display, Silent, launch_entry, tracing_modules
 from plait.launch.run_dir import RunFolder, choose_folder, find_run
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import write_sweep
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, make_job
+from plait.schema.placement import Placement
 from plait.schema.settings import TrainSettings
 from plait.sweep.engines.stages import check_in_stages, check_schedule
 from plait.sweep.search.space import MOST_VALUES, Dimension, combinations, count_combinations, parse_dimension

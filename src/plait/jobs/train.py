@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.codec import encode
-from plait.launch.run import Display, Placement, Silent, launch
+from plait.launch.run import Display, Silent, launch
 from plait.launch.run_dir import RunFolder, choose_folder
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, check_slow
+from plait.schema.placement import Placement
 from plait.schema.settings import TrainSettings
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +15,7 @@ from plait.core.errors import DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.launch.run_dir import RunFolder
 from plait.launch.supervisor import Launch, Supervisor, WorkerState
-from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import Placement
 from plait.schema.settings import TrainSettings
 
 STATUS_S = 0.5
@@ -29,31 +27,6 @@ TRACING = (
     "plait.training.engines.pipeline",
     "plait.training.engines.pipeline_replicas",
 )
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where workers run and how their hosts are reached."""
-
-    hosts: tuple[Host, ...] = (Host(LOCAL, 1),)
-    shell: str = "ssh {host}"
-    python: str = sys.executable
-    nic: str | None = None
-    threads: int | None = None
-    timeout_s: float = 300.0
-    link_timeout_s: float = 10.0
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def launch(
-        self,
-        entry: str,
-        settings: Mapping[str, Any],
-        logs: Path | None = None,
-        check: str | None = None,
-        preload: tuple[str, ...] = (),
-    ) -> Launch:
-        """The launch of the function `entry` on these workers."""
-        return Launch(entry=entry, settings=settings, logs=logs, check=check, preload=preload, **vars(self))
 
 
 class Display(Protocol):
@@ -209,7 +182,8 @@ def launch_entry(
     _check_alone()
     with folder.lock():
         return _Run(folder, display, resume, files).supervise(
-            placement.launch(
+            Launch(
+                placement,
                 f"{module}:{entry}",
                 {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume},
                 folder.logs.absolute(),

@@ -12,12 +12,11 @@ import queue
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +24,7 @@ from plait.comm.handshake import new_secret
 from plait.core.errors import InputError, LaunchError
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
 from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import Placement
 
 START_S = 120.0
 # For reports that name a better cause than the first that a worker lost another one.
@@ -42,23 +42,12 @@ LAST_LINES = 20
 class Launch:
     """What to run and where: `entry` and `check` are functions by name, `settings` their JSON argument."""
 
-    hosts: tuple[Host, ...]
+    placement: Placement
     entry: str
     settings: Mapping[str, Any]
     logs: Path | None = None  # the folder for what workers print; none is kept where there is none
     check: str | None = None
     preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
-    shell: str = "ssh {host}"
-    python: str = sys.executable
-    nic: str | None = None
-    threads: int | None = None
-    timeout_s: float = 300.0
-    link_timeout_s: float = 10.0
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def workers(self) -> int:
-        return sum(host.slots for host in self.hosts)
 
 
 @dataclass(frozen=True)
@@ -100,12 +89,13 @@ class Supervisor:
 
     def __init__(self, launch: Launch, watcher: Watcher) -> None:
         self._launch = launch
+        self._placement = launch.placement
         self._watcher = watcher
         self._secret = new_secret()
         self._messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._agents: list[_AgentProcess] = []
-        self._printed = [deque[str](maxlen=LAST_LINES) for _ in launch.hosts]
-        hosts = [host.name for host in launch.hosts for _ in range(host.slots)]
+        self._printed = [deque[str](maxlen=LAST_LINES) for _ in launch.placement.hosts]
+        hosts = [host.name for host in launch.placement.hosts for _ in range(host.slots)]
         self._ranks = [RankState(rank, host) for rank, host in enumerate(hosts)]
         self._results: dict[int, Any] = {}
         self._tolerant: set[int] = set()
@@ -125,7 +115,7 @@ class Supervisor:
         """
         with self._signals_mean_stop():
             try:
-                for index in range(len(self._launch.hosts)):
+                for index in range(len(self._placement.hosts)):
                     self._start_agent(index)
                 store = self._await_ready()
                 prepare()
@@ -159,8 +149,8 @@ class Supervisor:
         self._messages.put((-1, "stop", None))
 
     def _start_agent(self, index: int) -> None:
-        host = self._launch.hosts[index]
-        command = [*self._shell_of(host), self._launch.python, "-u", "-m", "plait.launch.agent"]
+        host = self._placement.hosts[index]
+        command = [*self._shell_of(host), self._placement.python, "-u", "-m", "plait.launch.agent"]
         try:
             agent = _AgentProcess(index, command, self._messages)
         except OSError as failure:
@@ -171,29 +161,29 @@ class Supervisor:
     def _shell_of(self, host: Host) -> list[str]:
         if host.name == LOCAL:
             return []
-        return shlex.split(self._launch.shell.format(host=shlex.quote(host.name)))
+        return shlex.split(self._placement.shell.format(host=shlex.quote(host.name)))
 
     def _order(self, index: int) -> dict[str, Any]:
-        launch, host = self._launch, self._launch.hosts[index]
+        launch, host = self._launch, self._placement.hosts[index]
         return {
             "host": host.name,
             "slots": host.slots,
             "index": index,
-            "hosts": len(launch.hosts),
-            "first_rank": sum(each.slots for each in launch.hosts[:index]),
+            "hosts": len(launch.placement.hosts),
+            "first_rank": sum(each.slots for each in launch.placement.hosts[:index]),
             "rank_hosts": [state.host for state in self._ranks],
             "secret": self._secret.hex(),
             "cwd": os.getcwd(),
-            "environment": dict(launch.environment),
+            "environment": dict(launch.placement.environment),
             "entry": launch.entry,
             "check": launch.check,
             "preload": launch.preload,
             "settings": dict(launch.settings),
             "logs": str(launch.logs) if launch.logs is not None else None,
-            "nic": launch.nic,
-            "threads": launch.threads,
-            "timeout_s": launch.timeout_s,
-            "link_timeout_s": launch.link_timeout_s,
+            "nic": launch.placement.nic,
+            "threads": launch.placement.threads,
+            "timeout_s": launch.placement.timeout_s,
+            "link_timeout_s": launch.placement.link_timeout_s,
         }
 
     def _tell_all(self, **message: Any) -> None:
@@ -238,7 +228,7 @@ class Supervisor:
         while len(ready) < len(self._agents):
             message = self._receive(end)
             if message is None:
-                silent = [h.name for i, h in enumerate(self._launch.hosts) if i not in ready]
+                silent = [h.name for i, h in enumerate(self._placement.hosts) if i not in ready]
                 raise LaunchError(f"no answer from {', '.join(silent)} within {START_S:.0f} s")
             index, kind, value = message
             if kind == "ended" or "failed" in value:
@@ -359,8 +349,8 @@ class Supervisor:
 
     def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
         """A host's agent is gone or cannot be reached: its workers are lost, or else the job."""
-        first = sum(host.slots for host in self._launch.hosts[:index])
-        states = self._ranks[first : first + self._launch.hosts[index].slots]
+        first = sum(host.slots for host in self._placement.hosts[:index])
+        states = self._ranks[first : first + self._placement.hosts[index].slots]
         if not self._tolerates() or index == 0:
             if not all(state.done for state in self._ranks):
                 raise describe(index)
@@ -376,17 +366,19 @@ class Supervisor:
         if now - before > TICK_S + 2.0:
             for agent in self._agents:
                 agent.heard = now
-        longest_s = max(AGENT_SILENT_S, 3 * self._launch.link_timeout_s)
+        longest_s = max(AGENT_SILENT_S, 3 * self._placement.link_timeout_s)
         for agent in self._agents:
             if agent.is_running and now - agent.heard > longest_s:
                 agent.heard = now
                 self._lose_host(agent.index, lambda i: self._agent_silent(i, longest_s))
 
     def _agent_gone(self, index: int) -> LaunchError:
-        host, agent = self._launch.hosts[index].name, self._agents[index]
+        host, agent = self._placement.hosts[index].name, self._agents[index]
         status = agent.wait(1.0)
         where = (
-            "" if host == LOCAL else f" (reached by {shlex.join(self._shell_of(self._launch.hosts[index]))})"
+            ""
+            if host == LOCAL
+            else f" (reached by {shlex.join(self._shell_of(self._placement.hosts[index]))})"
         )
         # What it said last may still be on its way.
         end = time.monotonic() + 0.3
@@ -397,16 +389,16 @@ class Supervisor:
         return LaunchError(f"the agent on {host}{where} {how}; it printed:\n{said}")
 
     def _agent_silent(self, index: int, seconds: float) -> LaunchError:
-        host = self._launch.hosts[index].name
+        host = self._placement.hosts[index].name
         return LaunchError(
             f"the agent on {host} has shown no sign of life for {seconds:.0f} s; all workers were ended. "
             f"Go on with --resume"
         )
 
     def _link_lost(self, index: int) -> LaunchError:
-        lost, head = self._launch.hosts[index].name, self._launch.hosts[0].name
+        lost, head = self._placement.hosts[index].name, self._placement.hosts[0].name
         return LaunchError(
-            f"{lost} and {head} could not reach each other for {self._launch.link_timeout_s:.0f} s; "
+            f"{lost} and {head} could not reach each other for {self._placement.link_timeout_s:.0f} s; "
             f"all workers were ended. When the link is back, go on with --resume"
         )
 

@@ -15,7 +15,6 @@ from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, JobError
 from plait.core.units import show_bytes
 from plait.graph.graph import Graph
-from plait.launch.run import Placement
 from plait.measure.job import profile_together
 from plait.pipeline.layout import arrange, microbatches_per_update
 from plait.planner import (
@@ -36,6 +35,7 @@ from plait.planner import (
 )
 from plait.planner.partition.fits import misfit
 from plait.profiler.profile import Profile
+from plait.schema.placement import Placement
 from plait.schema.settings import OptimizerSettings, PipelineSettings, TrainSettings
 from plait.training import components
 

@@ -18,10 +18,11 @@ from torch import nn
 
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
+from plait.data.calling import as_arguments, telling_of_types
 from plait.data.loader import to_device
 from plait.graph.graph import Graph
-from plait.launch.run import TRACING, Placement
-from plait.launch.supervisor import Supervisor, Unwatched
+from plait.launch.run import TRACING
+from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.launch.worker import Worker
 from plait.measure.allreduce_cost import measure_sums
 from plait.measure.overhead import measure_overhead
@@ -35,9 +36,9 @@ from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
+from plait.schema.placement import Placement
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
-from plait.training.evaluate import as_arguments, telling_of_types
 from plait.training.optim import build_optimizer
 from plait.verification import same_random_numbers
 from plait.workloads.losses import build_loss
@@ -314,7 +315,7 @@ def profile_together(
     order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
     order |= {"verify": verify}
     entry = "plait.measure.job:profile_worker"
-    launch = placement.launch(entry, order, logs, preload=TRACING)
+    launch = Launch(placement, entry, order, logs, preload=TRACING)
     results = Supervisor(launch, Unwatched()).run()
     return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
 

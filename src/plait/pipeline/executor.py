@@ -20,6 +20,7 @@ from plait.comm.channels import Channels
 from plait.comm.collectives import gather_named
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
+from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, quicken
 from plait.pipeline.cpu.linear import laid_out_as
 from plait.pipeline.cutting.cut import Stage, check_buffers, check_stages, cut, evaluation_stages
@@ -28,6 +29,7 @@ from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
 from plait.pipeline.layout import Arrangement
 from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.named_state import optimizer_state
 from plait.pipeline.op_timings import Span
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.pipeline.stage_optimizer import Updates, summed_beside_backward
@@ -37,8 +39,6 @@ from plait.planner.schedules.operations import Backward, BackwardInput, Backward
 from plait.profiler.traced import TracedModel
 from plait.schema.topology_spec import TopologyWish
 from plait.sync.buffers import average
-from plait.training.checkpoint import optimizer_state
-from plait.training.evaluate import as_arguments, evaluation_mode
 
 _SPANS_AT_ONCE = 1024
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm.links.packing import Message
+from plait.data.calling import telling_of_types
 from plait.data.loader import seed_all
 from plait.pipeline.cutting.cut import Stage
 from plait.pipeline.loss_scale import LossScale
@@ -21,7 +22,6 @@ from plait.pipeline.split_backward import DeferWeights
 from plait.pipeline.verify.module_state import ModuleMemory, Remembered
 from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.traced import TracedModel, Value
-from plait.training.evaluate import telling_of_types
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Any, Any], Tensor]

@@ -20,10 +20,10 @@ from plait.core.names import did_you_mean
 from plait.core.plain_values import plain_copy
 from plait.core.shown import shortened, shown
 from plait.core.yaml_text import MOST_LEVELS, YamlError, dump_yaml, load_yaml
-from plait.launch.run import Placement
 from plait.schema import settings as run
 from plait.schema.hosts import LOCAL, MOST_SLOTS, Host, parse_hosts
 from plait.schema.messages import explain
+from plait.schema.placement import Placement
 from plait.schema.sync_options import TOLERANT, read_options
 from plait.schema.topology_spec import DEFAULT, check_wish, read_wish
 

@@ -31,7 +31,7 @@ from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, DiskError
 from plait.core.files import sync_folder, write_atomic, writing
 from plait.core.shown import shown
-from plait.pipeline.cpu.linear import laid_out_as
+from plait.pipeline.named_state import Tensors
 
 VERSION = 2
 # Version 1 had no checksum of its state.
@@ -42,7 +42,6 @@ _OLD = ".old-"
 _NAME = re.compile(r"step-\d+")
 log = logging.getLogger(__name__)
 
-Tensors = dict[str, Tensor]
 # The type, as `float32`, and the shape of named tensors.
 Specs = Mapping[str, tuple[str, Sequence[int]]]
 _DTYPES = {
@@ -83,38 +82,6 @@ class Written:
     model: Path
     optimizer: Path
     tied: Mapping[str, str]
-
-
-def model_state(model: torch.nn.Module) -> Tensors:
-    """The model's parameters and buffers by name; a tied one under each of its names."""
-    return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Tensors:
-    """The optimizer's state as `parameter name/key` -> tensor; numbers become scalars."""
-    return {
-        f"{names[parameter]}/{key}": torch.as_tensor(value).detach()
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-        if value is not None
-    }
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Tensors
-) -> None:
-    """Put what `optimizer_state` returned back, each tensor where the optimizer keeps it."""
-    whole = optimizer.state_dict()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
-    whole["state"] = {}
-    for path, value in state.items():
-        name, _, key = path.rpartition("/")
-        if name not in numbers:
-            raise CheckpointError(f"the optimizer's state is of another model: it has {name!r}")
-        number = numbers[name]
-        whole["state"].setdefault(number, {})[key] = laid_out_as(parameters[number], value)
-    optimizer.load_state_dict(whole)
 
 
 def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:

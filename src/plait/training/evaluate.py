@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from plait.core.errors import DataError, JobError
+from plait.core.errors import JobError
 from plait.core.names import did_you_mean, resolve
+from plait.data.calling import evaluation_mode, forward
 from plait.data.loader import Batch, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
@@ -22,7 +21,6 @@ from plait.workloads.metrics import accuracy
 if TYPE_CHECKING:
     from plait.training.components import Parts
 
-Arguments = tuple[Any, ...] | dict[str, Any]
 Metric = Callable[[Tensor, Tensor], tuple[Any, int]]
 
 
@@ -95,18 +93,6 @@ def means(parts: Parts, sums: Tensor) -> dict[str, float]:
     return results
 
 
-@contextlib.contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluate, then put each module back as it was: some may be kept in evaluation mode on purpose."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _measure(parts: Parts, batch: Batch) -> Tensor:
     inputs, target = to_device(batch.content, parts.device, parts.dtype)
     with parts.autocast():
@@ -121,44 +107,6 @@ def sums_of(parts: Parts, output: Any, target: Any, count: int) -> Tensor:
     good, total = parts.metric[1](output, target) if parts.metric is not None else (0.0, 1)
     numbers = [float(mean) * count, float(count), float(good), float(total)]
     return torch.tensor(numbers, dtype=torch.float64)
-
-
-def forward(model: torch.nn.Module, inputs: Any) -> Any:
-    """The model's output; several inputs come as a tuple or list, named ones as a dict."""
-    arguments = as_arguments(inputs)
-    with telling_of_types(model, inputs):
-        return model(**arguments) if isinstance(arguments, dict) else model(*arguments)
-
-
-def as_arguments(inputs: Any) -> Arguments:
-    """The inputs of a batch as what a model is called with, by place or by name."""
-    if isinstance(inputs, dict):
-        return inputs
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-
-
-@contextlib.contextmanager
-def telling_of_types(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
-    """Say in words where a forward fails because inputs are float64, as numpy's are, and weights are not."""
-    try:
-        yield
-    except Exception as failure:
-        if words := _unlike_types(model, inputs, failure):
-            raise DataError(words) from failure
-        raise
-
-
-def _unlike_types(model: torch.nn.Module, inputs: Any, failure: Exception) -> str:
-    if "double" not in str(failure).lower():
-        return ""
-    doubles = any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in tree_leaves(inputs))
-    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
-    if not doubles or weights is torch.float64:
-        return ""
-    return (
-        f"data.kind: the inputs are float64, the model's weights {str(weights).removeprefix('torch.')}; give "
-        f"samples as float32 (x.float(), or array.astype('float32')), or set precision: float64 ({failure})"
-    )
 
 
 def in_order(samples: int, batch_size: int) -> Iterator[GlobalBatch]:

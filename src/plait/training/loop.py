@@ -22,6 +22,7 @@ from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches, mix
 from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
+from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.components import UNKNOWN_STEPS, Parts, emulated, total_steps
@@ -282,8 +283,8 @@ class Trainer:
         }
         return checkpoints.Checkpoint(
             self.step,
-            checkpoints.model_state(parts.model),
-            checkpoints.optimizer_state(parts.optimizer, parts.names),
+            named_state.model_state(parts.model),
+            named_state.optimizer_state(parts.optimizer, parts.names),
             progress,
         )
 
@@ -311,7 +312,7 @@ class Trainer:
     def _take_up(self, state: checkpoints.Checkpoint) -> None:
         def load_tensors() -> None:
             checkpoints.load_model_state(self.parts.model, state.model)
-            checkpoints.load_optimizer_state(self.parts.optimizer, self.parts.names, state.optimizer)
+            named_state.load_optimizer_state(self.parts.optimizer, self.parts.names, state.optimizer)
 
         self._take_up_progress(state.step, state.progress, load_tensors)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.data import loader
+from plait.data.calling import evaluation_mode, forward
 from plait.schema.settings import TrainSettings
 from plait.training.components import Parts
-from plait.training.evaluate import evaluation_mode, forward
 from plait.verification import same_random_numbers
 
 # So many samples are looked at, as a whole and so many at a time: small parts are unlike each other.

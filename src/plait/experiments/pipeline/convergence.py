@@ -17,11 +17,12 @@ from pathlib import Path
 from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.experiments.bench import Claim, Row
-from plait.launch.run import Placement, Silent, launch
+from plait.launch.run import Silent, launch
 from plait.launch.run_dir import RunFolder
 from plait.measure.auto_plan import PlanWish, planned
 from plait.planner import Schedule
 from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import Placement
 from plait.schema.settings import (
     DataSettings,
     LrScheduleSettings,

@@ -36,8 +36,7 @@ from plait.data.loader import to_device
 from plait.experiments.bench import Claim, Row
 from plait.experiments.pipeline.models import job
 from plait.experiments.pipeline.sides import FixedWork
-from plait.launch.run import Placement
-from plait.launch.supervisor import Supervisor, Unwatched
+from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.launch.worker import Worker
 from plait.measure.job import profile_together
 from plait.pipeline.executor import Parts, Pipeline
@@ -54,6 +53,7 @@ from plait.planner import (
 from plait.profiler.profile import Profile
 from plait.profiler.trace import trace
 from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import Placement
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training import components
 from plait.training.optim import build_optimizer
@@ -183,7 +183,7 @@ def _peaks(order: dict[str, Any]) -> dict[int, int]:
     entry = "plait.experiments.pipeline.memory:worker"
     with tempfile.TemporaryDirectory() as logs:
         placement = replace(TWO, environment=_ALLOCATOR)
-        launch = placement.launch(entry, order, Path(logs), preload=("torch._dynamo",))
+        launch = Launch(placement, entry, order, Path(logs), preload=("torch._dynamo",))
         found = Supervisor(launch, Unwatched()).run()
     return {rank: result["bytes"] for rank, result in found.items()}
 

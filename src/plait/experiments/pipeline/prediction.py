@@ -17,12 +17,12 @@ from plait.core.codec import encode
 from plait.core.events import read
 from plait.core.run_events import Operations
 from plait.experiments.bench import Claim, Row
-from plait.launch.run import Placement
 from plait.launch.run_dir import RunFolder
-from plait.launch.supervisor import Supervisor, Unwatched
+from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.measure.auto_plan import PlanWish, planned
 from plait.planner import Plan
 from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import Placement
 from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 
 TWO = Placement((Host(LOCAL, 2),), threads=1)
@@ -116,7 +116,7 @@ def _train(settings: TrainSettings) -> list[Operations]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = RunFolder(Path(temporary) / "run")
         order = {"settings": encode(settings), "folder": str(folder.path), "resume": False}
-        launch = TWO.launch("plait.training.worker:train", order, folder.logs, preload=("torch._dynamo",))
+        launch = Launch(TWO, "plait.training.worker:train", order, folder.logs, preload=("torch._dynamo",))
         ranks = Supervisor(launch, Unwatched()).run()
         records = (record for rank in ranks for record in read(folder.events(rank)))
         return [record.event for record in records if isinstance(record.event, Operations)]

@@ -24,6 +24,7 @@ from plait.experiments.sync.shaped_hosts import NIC, hosts_on_a_bridge, missing_
 from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.launch.worker import Worker
 from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import Placement
 from plait.schema.topology import NATIVE, TOPOLOGIES, Route, Topology, make_topology
 from plait.sync.allreduce.buckets import AllReduce, make_buckets
 from plait.sync.allreduce.reducer import Members, Native, Reducer, Spec, whole_world
@@ -81,12 +82,10 @@ def _rows_of(hosts: tuple[Host, ...], entry: str, settings: dict[str, Any], **re
     """The rows that rank 0 of a new world returned from a function of this module."""
     with tempfile.TemporaryDirectory() as logs:
         launch = Launch(
-            hosts=hosts,
+            Placement(hosts, threads=1, **reached),  # type: ignore[arg-type]
             entry=f"{__name__}:{entry}",
             settings=settings,
             logs=Path(logs),
-            threads=1,
-            **reached,  # type: ignore[arg-type]
         )
         rows: list[Row] = Supervisor(launch, Unwatched()).run()[0]["rows"]
     return rows

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import DataError
+from plait.data.calling import Arguments, telling_of_types
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.training.evaluate import Arguments, telling_of_types
 from plait.workloads.losses import describe
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import quicken
 from plait.pipeline.cutting.cut import Stage, cut, evaluation_stages
 from plait.pipeline.cutting.edges import Route, find_routes
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.profiler.traced import TracedModel
-from plait.training.evaluate import as_arguments, evaluation_mode
 from plait.verification import Observation, RandomState, observe_outputs
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
+from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cutting.cut import StageError, shared_buffers
 from plait.pipeline.cutting.whole_modules import Retrace, Stages, keep_modules_whole, keep_together
 from plait.pipeline.stage import Loss
@@ -29,7 +30,6 @@ from plait.pipeline.verify.in_process import Choices, StagedModel, observe_stage
 from plait.planner import Plan
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.training.evaluate import as_arguments, evaluation_mode
 from plait.verification import (
     Difference,
     Noise,

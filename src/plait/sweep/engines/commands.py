@@ -8,8 +8,9 @@ from typing import Any, get_args
 
 from plait.core.codec import decode, encode
 from plait.fusion.verify import Verdict
+from plait.pipeline.named_state import Tensors
 from plait.schema.settings import TrainSettings
-from plait.training.checkpoint import Checkpoint, Tensors
+from plait.training.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

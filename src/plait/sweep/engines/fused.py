@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.data.calling import evaluation_mode, forward
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import mix
 from plait.fusion import (
@@ -29,20 +30,14 @@ from plait.fusion.trials.membership import check_joining
 from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import Verdict
+from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweep.engines.cuda_graph import StepGraph
 from plait.sweep.engines.microbatches import Piece, Round, most_rounds, rounds_of
 from plait.sweep.worker_group import Team, TeamSum, share_of
 from plait.training import checkpoint as checkpoints
 from plait.training.components import Parts
-from plait.training.evaluate import (
-    evaluation_batches,
-    evaluation_mode,
-    forward,
-    means,
-    sums_of,
-    sums_over_share,
-)
+from plait.training.evaluate import evaluation_batches, means, sums_of, sums_over_share
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
 
@@ -64,8 +59,8 @@ class Entry:
 class TrialTensors:
     """A trial's state as its checkpoint holds it."""
 
-    model: checkpoints.Tensors
-    optimizer: checkpoints.Tensors
+    model: named_state.Tensors
+    optimizer: named_state.Tensors
     loss_scale: Mapping[str, Any]
     age: int
 
@@ -394,8 +389,8 @@ class FusedArray:
             scale["scale"] = self._scales.scales[place].item()
             scale["_growth_tracker"] = int(self._scales.good_steps[place])
         return TrialTensors(
-            checkpoints.model_state(model),
-            checkpoints.optimizer_state(optimizer, names),
+            named_state.model_state(model),
+            named_state.optimizer_state(optimizer, names),
             scale,
             int(self.fused.ages[place]),
         )

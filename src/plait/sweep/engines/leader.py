@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.verify import Verdict
+from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweep.datasets import DataSets
 from plait.sweep.engines import commands
@@ -57,7 +58,7 @@ def make_entry(
     if state is None:
         return Entry(settings, parts)
     checkpoints.load_model_state(parts.model, state.model)
-    checkpoints.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
+    named_state.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
     parts.scaler.load_state_dict(dict(state.progress["loss_scale"]))
     return Entry(settings, parts, state.progress.get("age", 0), state)
 

@@ -21,6 +21,7 @@ from plait.data.loader import Batch
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import Verdict
 from plait.pipeline import executor as pipelines
+from plait.pipeline import named_state
 from plait.pipeline.cutting.cut import Stage, cut
 from plait.pipeline.layout import one_batch
 from plait.planner.schedules.operations import Update
@@ -32,7 +33,6 @@ from plait.sweep.engines.stages import TeamPipeline
 from plait.sweep.engines.traced_constants import check_values, plain_values
 from plait.sweep.engines.verified_stages import StagesOfTrials, of_stage, prepare_trials
 from plait.sweep.worker_group import Team
-from plait.training import checkpoint as checkpoints
 from plait.training.engines.pipeline_setup import further_names
 from plait.training.evaluate import in_order, means, sums_of
 from plait.training.optim import build_optimizer
@@ -97,10 +97,10 @@ class PipelinedArray:
         optimizer.state.update({p: known[p] for p in parameters if p in known})
         return replace(entry, parts=replace(entry.parts, model=module, optimizer=optimizer))
 
-    def _held_by_none(self, entry: Entry) -> checkpoints.Tensors:
+    def _held_by_none(self, entry: Entry) -> named_state.Tensors:
         """What of a trial's state no stage uses."""
         used = {name for layer in self._traced.layers for name in (*layer.parameters, *layer.buffers)}
-        state = checkpoints.model_state(entry.parts.model) if self._team.leads else {}
+        state = named_state.model_state(entry.parts.model) if self._team.leads else {}
         return {name: value.clone() for name, value in state.items() if name not in used}
 
     def _make_stage(self, traced: TracedModel, layers: Any) -> Stage:
@@ -192,11 +192,11 @@ class PipelinedArray:
         model |= {name: model[first] for name, first in self._further.items()}
         return TrialTensors(model, optimizer, {}, int(self._own.fused.ages[place]))
 
-    def _gather(self, place: int) -> tuple[checkpoints.Tensors, checkpoints.Tensors]:
+    def _gather(self, place: int) -> tuple[named_state.Tensors, named_state.Tensors]:
         own = self._own.tensors(place)
         return self._team.gather(own.model), self._team.gather(self._by_first_names(own.optimizer))
 
-    def _by_first_names(self, state: checkpoints.Tensors) -> checkpoints.Tensors:
+    def _by_first_names(self, state: named_state.Tensors) -> named_state.Tensors:
         found = {}
         for path, value in state.items():
             name, _, key = path.rpartition("/")

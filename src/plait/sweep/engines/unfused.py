@@ -10,9 +10,9 @@ from torch import Tensor
 
 from plait.data.loader import Batch, seed_all
 from plait.data.sampler import mix
+from plait.pipeline import named_state
 from plait.sweep.engines.fused import Entry, TrialTensors
 from plait.sweep.worker_group import Team, TeamSum, share_of
-from plait.training import checkpoint as checkpoints
 from plait.training.engines.data_parallel import DataParallel
 from plait.training.evaluate import means, sums_over_share
 
@@ -106,8 +106,8 @@ class LoneArray:
         self.average()
         parts = self._entry.parts
         return TrialTensors(
-            checkpoints.model_state(parts.model),
-            checkpoints.optimizer_state(parts.optimizer, parts.names),
+            named_state.model_state(parts.model),
+            named_state.optimizer_state(parts.optimizer, parts.names),
             parts.scaler.state_dict(),
             self._age,
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.data.calling import forward
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, mix
 from plait.fusion import FusedModule, fuse
@@ -18,7 +19,6 @@ from plait.sweep.engines.batch_streams import Feed
 from plait.sweep.engines.fused import Entry, fused_loss, losses_alone, losses_of, together
 from plait.sweep.engines.microbatches import Piece, rounds_of
 from plait.training.components import AUTOCAST, Parts
-from plait.training.evaluate import forward
 from plait.verification import same_random_numbers
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from plait.data.calling import forward
 from plait.data.loader import Batch, cut, to_device
 from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
@@ -24,7 +25,6 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
 from plait.training.components import Parts
-from plait.training.evaluate import forward
 from plait.training.stragglers import SlowDown
 
 

@@ -23,6 +23,7 @@ from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
+from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import EQUAL_STEPS, HetPipeOptions, Options, read_options
 from plait.sync.averaging.base import Averaging
@@ -64,7 +65,7 @@ class OwnPaceTrainer(StretchTrainer):
         self._speed = Speed()
         # Keys in the store that someone who was stopped may still come to.
         self._stale: list[str] = []
-        self._sync_state: checkpoints.Tensors = {}
+        self._sync_state: named_state.Tensors = {}
         self._is_linked = False
         self._pace = Pace()
         self._counted = 0
@@ -292,7 +293,7 @@ class OwnPaceTrainer(StretchTrainer):
         super()._take_up(state)
         self._sync_state = state.sync
 
-    def _by_weight(self, state: checkpoints.Tensors) -> dict[str, list[torch.Tensor]]:
+    def _by_weight(self, state: named_state.Tensors) -> dict[str, list[torch.Tensor]]:
         """What `_state` wrote down of the sync: for each key a tensor for each weight, or none."""
         names = [self.parts.names[weight] for weight in self.parts.model.parameters()]
         keys = {path.rpartition("/")[2] for path in state}

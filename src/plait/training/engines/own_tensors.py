@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.comm.collectives import broadcast_value
+from plait.pipeline import named_state
 from plait.pipeline.cutting.meta_device import Pieces
 from plait.pipeline.layout import Arrangement
 from plait.profiler.traced import TracedModel
@@ -85,7 +86,7 @@ def _share_optimizer(
         for path in stored.optimizer:
             dtype = str(stored.optimizer.dtype(path)).removeprefix("torch.")
             specs.append([path, dtype, list(stored.optimizer.shape(path))])
-    found: checkpoints.Tensors = {}
+    found: named_state.Tensors = {}
     for path, dtype, shape in broadcast_value(specs, 0):
         carried = torch.empty(shape, dtype=getattr(torch, dtype))
         if stored is not None and rank == 0:
@@ -94,4 +95,4 @@ def _share_optimizer(
         if path.rpartition("/")[0] in own:
             found[path] = carried
     if found:
-        checkpoints.load_optimizer_state(parts.optimizer, parts.names, found)
+        named_state.load_optimizer_state(parts.optimizer, parts.names, found)

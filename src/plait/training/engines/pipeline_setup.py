@@ -17,6 +17,7 @@ from plait.core.errors import InputError, JobError
 from plait.core.files import write_atomic
 from plait.core.run_events import Verified
 from plait.data import loader
+from plait.data.calling import as_arguments, telling_of_types
 from plait.launch.run_dir import RunFolder
 from plait.launch.worker import Worker
 from plait.pipeline import executor as pipelines
@@ -31,7 +32,6 @@ from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.training.checkpoint import Checkpoint
 from plait.training.components import Parts, build_model
-from plait.training.evaluate import as_arguments, telling_of_types
 from plait.training.metrics import Recorder
 from plait.training.optim import build_optimizer
 from plait.training.stragglers import SlowDown

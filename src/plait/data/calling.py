@@ -1,0 +1,65 @@
+"""Calling a user's model with a batch: its inputs as arguments, its mode, and errors about their types."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from plait.core.errors import DataError
+
+Arguments = tuple[Any, ...] | dict[str, Any]
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluate, then put each module back as it was: some may be kept in evaluation mode on purpose."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def forward(model: torch.nn.Module, inputs: Any) -> Any:
+    """The model's output; several inputs come as a tuple or list, named ones as a dict."""
+    arguments = as_arguments(inputs)
+    with telling_of_types(model, inputs):
+        return model(**arguments) if isinstance(arguments, dict) else model(*arguments)
+
+
+def as_arguments(inputs: Any) -> Arguments:
+    """The inputs of a batch as what a model is called with, by place or by name."""
+    if isinstance(inputs, dict):
+        return inputs
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+@contextlib.contextmanager
+def telling_of_types(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
+    """Say in words where a forward fails because inputs are float64, as numpy's are, and weights are not."""
+    try:
+        yield
+    except Exception as failure:
+        if words := _unlike_types(model, inputs, failure):
+            raise DataError(words) from failure
+        raise
+
+
+def _unlike_types(model: torch.nn.Module, inputs: Any, failure: Exception) -> str:
+    if "double" not in str(failure).lower():
+        return ""
+    doubles = any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in tree_leaves(inputs))
+    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
+    if not doubles or weights is torch.float64:
+        return ""
+    return (
+        f"data.kind: the inputs are float64, the model's weights {str(weights).removeprefix('torch.')}; give "
+        f"samples as float32 (x.float(), or array.astype('float32')), or set precision: float64 ({failure})"
+    )

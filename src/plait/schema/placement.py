@@ -1,0 +1,27 @@
+"""Where the workers of a job run, and how their hosts are reached."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from plait.schema.hosts import LOCAL, Host
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where workers run and how their hosts are reached."""
+
+    hosts: tuple[Host, ...] = (Host(LOCAL, 1),)
+    shell: str = "ssh {host}"
+    python: str = sys.executable
+    nic: str | None = None
+    threads: int | None = None
+    timeout_s: float = 300.0
+    link_timeout_s: float = 10.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> int:
+        return sum(host.slots for host in self.hosts)
