@@ -10,27 +10,30 @@ from pathlib import Path
 import plait
 
 SOURCE = Path(plait.__file__).parent
-LEVEL = {
-    "core": 0,
-    "cluster": 1,
-    "workloads": 1,
-    "verification": 1,
-    "graph": 2,
-    "profiler": 3,
-    "planner": 4,
-    "stages": 5,
-    "sync": 6,
-    "fusion": 6,
-    "runtime": 7,
-    "adapt": 8,
-    "report": 9,
-    "experiments": 10,
-    "job_errors": 10,
-    "config": 11,
-    "sweeping": 12,
-    "training": 12,
-    "cli": 13,
-}
+ORDER = (
+    "core",
+    "schema",
+    "workloads",
+    "data",
+    "comm",
+    "launch",
+    "verification",
+    "graph",
+    "profiler",
+    "planner",
+    "sync",
+    "pipeline",
+    "fusion",
+    "training",
+    "measure",
+    "sweep",
+    "adapt",
+    "report",
+    "jobs",
+    "experiments",
+    "cli",
+)
+LEVEL = {package: level for level, package in enumerate(ORDER)}
 
 
 def room_of(module: str) -> str | None:

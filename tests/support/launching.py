@@ -52,8 +52,8 @@ def launch_entry(
     prepare: Callable[[], None] = lambda: None,
     **changes: Any,
 ) -> dict[int, Any]:
-    """Run a function of tests/cluster/entries.py on two local workers, or where `changes` say."""
-    here = str(Path(__file__).parent.parent / "cluster")
+    """Run a function of tests/launch/entries.py on two local workers, or where `changes` say."""
+    here = str(Path(__file__).parent.parent / "launch")
     values: dict[str, Any] = {
         "hosts": (Host(LOCAL, 2),),
         "timeout_s": 30.0,
