@@ -30,8 +30,8 @@ from plait.core.errors import CheckpointError, InputError
 from plait.graph import pipedream
 from plait.graph.graph import Edge, Graph, Node, Tie
 from plait.jobs.sweep import make_sweep
-from plait.launch.run_dir import RunFolder
-from plait.measure.auto_plan import PlanWish, planned
+from plait.launch.run_dir import RunDir
+from plait.measure.auto_plan import PlanRequest, planned
 from plait.planner import Plan, Settings, fastest_plan, machines, render_plan, save_plan
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import LayerSpread, Profile, load_profile, save_profile
@@ -427,7 +427,7 @@ def plan_file(source: random.Random, folder: Path, number: int) -> tuple[str, Us
     job = make_job(PLAIN, ["parallel.plan=x.plan.json"])
 
     def use() -> None:
-        settings, plan = planned(job.settings(), job.placement(), PlanWish(str(path)))
+        settings, plan = planned(job.settings(), job.placement(), PlanRequest(str(path)))
         check_pipeline(settings, 2)
         render_plan(plan)
         workers = {worker for p in range(plan.pipelines) for worker in plan.operations(8, p)}
@@ -514,8 +514,8 @@ def sweep_flags(source: random.Random, folder: Path, number: int) -> tuple[str, 
 # Run folders
 
 
-def _run(folder: Path) -> RunFolder:
-    found = RunFolder(folder / "run")
+def _run(folder: Path) -> RunDir:
+    found = RunDir(folder / "run")
     _write(found.settings, json.dumps(encode(make_job(FULL).settings())))
     state: dict[str, Any] = {"state": "running", "pid": 1, "started": 1.7e9, "updated": 1.7e9}
     state["workers"] = [{"rank": r, "host": "localhost", "pid": 4000000 + r} for r in (0, 1)]

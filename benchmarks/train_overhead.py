@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -114,7 +114,7 @@ class Ours:
     def __init__(self, settings: TrainSettings, rank: int, world_size: int, folder: Path) -> None:
         parts = components.build(settings, torch.device("cpu"))
         worker: Any = LoneWorker(rank, world_size)
-        self.trainer = Trainer(worker, settings, parts, RunFolder(folder))
+        self.trainer = Trainer(worker, settings, parts, RunDir(folder))
 
     def run(self, steps: int) -> float:
         trainer = self.trainer

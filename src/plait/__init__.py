@@ -1,21 +1,55 @@
 """Plait trains PyTorch models on whatever devices there are.
 
-Importing it starts nothing and loads no optional dependency; names are fetched from their rooms when used.
+Importing it starts nothing and loads no optional dependency: names are imported when they are first used.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
+    from plait.jobs.sweep import sweep
+    from plait.jobs.train import train
+    from plait.pipeline.verify.stages import verify_stages
+    from plait.planner import Cluster, Plan, machines
+    from plait.planner import make_plan as plan
+    from plait.profiler.profile import Profile
+    from plait.profiler.profile import profile_model as profile
+    from plait.schema.job import Job, make_job, read_job
 
 __version__ = "0.1.0"
 
-# What a user needs: the name here, and the room and name it has there.
-_ROOMS: dict[str, tuple[str, str]] = {
+__all__ = [
+    "Cluster",
+    "FusedModule",
+    "FusedOptimizer",
+    "Job",
+    "Plan",
+    "Profile",
+    "Shared",
+    "__version__",
+    "fuse",
+    "machines",
+    "make_job",
+    "plan",
+    "profile",
+    "read_job",
+    "sweep",
+    "train",
+    "verify_stages",
+]
+
+# Where each name is found, and what it is called there.
+_HOMES: dict[str, tuple[str, str]] = {
+    "Cluster": ("plait.planner", "Cluster"),
+    "FusedModule": ("plait.fusion", "FusedModule"),
+    "FusedOptimizer": ("plait.fusion", "FusedOptimizer"),
     "Job": ("plait.schema.job", "Job"),
-    "Machines": ("plait.planner", "Machines"),
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),
+    "Shared": ("plait.fusion", "Shared"),
     "fuse": ("plait.fusion", "fuse"),
     "machines": ("plait.planner", "machines"),
     "make_job": ("plait.schema.job", "make_job"),
@@ -27,15 +61,13 @@ _ROOMS: dict[str, tuple[str, str]] = {
     "verify_stages": ("plait.pipeline.verify.stages", "verify_stages"),
 }
 
-__all__ = ["__version__", *_ROOMS]
-
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        room, there = _ROOMS[name]
-        return getattr(importlib.import_module(room), there)
+    if name in _HOMES:
+        module, there = _HOMES[name]
+        return getattr(importlib.import_module(module), there)
     raise AttributeError(f"module 'plait' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_ROOMS]
+    return [*globals(), *_HOMES]

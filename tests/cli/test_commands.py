@@ -23,7 +23,7 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import InputError
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.job import read_job
 from plait.training import checkpoint as checkpoints
 from plait.training import components
@@ -179,7 +179,7 @@ def test_a_job_trains_over_two_hosts(folder: Path, hosts: Hosts):
     two = json.loads(done.stdout)
     settings = read_job(folder / "job.yaml").settings()
     parts = components.build(settings, torch.device("cpu"))
-    one = Trainer(TestWorker(), settings, parts, RunFolder(folder / "one")).run(resume=False)
+    one = Trainer(TestWorker(), settings, parts, RunDir(folder / "one")).run(resume=False)
     assert two["workers"] == 2
     assert two["test"] == pytest.approx(one["test"], rel=1e-4)
 

@@ -15,7 +15,7 @@ from plait.core.codec import encode
 from plait.core.errors import JobError
 from plait.jobs.train import train
 from plait.launch.run import Silent
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.measure import auto_plan
 from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
 from plait.schema.hosts import LOCAL, Host
@@ -92,7 +92,7 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
     made = [replace(two, machines=machines(4, 1e9))]
     launched: list[tuple[TrainSettings, Placement]] = []
 
-    def launch(settings: Any, placement: Any, folder: RunFolder, *_: Any, **__: Any) -> dict[str, Any]:
+    def launch(settings: Any, placement: Any, folder: RunDir, *_: Any, **__: Any) -> dict[str, Any]:
         launched.append((settings, placement))
         folder.settings.write_text(json.dumps(encode(settings)))
         return {"reason": "stopped"}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.core.errors import InputError, PlaitError
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 
 GOOD: dict[str, Any] = {
     "state": "running",
@@ -34,14 +34,14 @@ def plait(*words: str) -> str:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
+def run(tmp_path: Path) -> RunDir:
+    folder = RunDir(tmp_path / "run")
     folder.path.mkdir()
     folder.status.write_text(json.dumps(GOOD))
     return folder
 
 
-def test_a_run_that_nobody_holds_has_died_and_its_numbers_read_well(run: RunFolder):
+def test_a_run_that_nobody_holds_has_died_and_its_numbers_read_well(run: RunDir):
     shown = plait("status", str(run.path))
     assert f"{run.path}: died, last word" in shown
     assert "step 3/20  loss 0.5  0.34 samples/s  0 s left" in shown
@@ -65,7 +65,7 @@ def test_a_run_that_nobody_holds_has_died_and_its_numbers_read_well(run: RunFold
         ("\xff\x00\n", "ÿ"),
     ],
 )
-def test_a_failed_run_tells_its_cause(run: RunFolder, failure: str, cause: str | None):
+def test_a_failed_run_tells_its_cause(run: RunDir, failure: str, cause: str | None):
     run.status.write_text(json.dumps({**GOOD, "state": "failed"}))
     run.failure.write_text(failure)
     shown = plait("status", str(run.path))
@@ -91,7 +91,7 @@ def test_a_failed_run_tells_its_cause(run: RunFolder, failure: str, cause: str |
     ],
 )
 @pytest.mark.parametrize("flag", ["--no-json", "--json"])
-def test_a_damaged_status_is_answered_in_words(run: RunFolder, change: dict[str, Any], words: str, flag: str):
+def test_a_damaged_status_is_answered_in_words(run: RunDir, change: dict[str, Any], words: str, flag: str):
     run.status.write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(InputError) as caught:
         plait("status", str(run.path), *([flag] if flag == "--json" else []))
@@ -99,7 +99,7 @@ def test_a_damaged_status_is_answered_in_words(run: RunFolder, change: dict[str,
 
 
 @pytest.mark.parametrize("text", ['{"state": "running"}', "{", "[]", "[" * 100_000, "\0"])
-def test_what_is_no_status_at_all_is_refused(run: RunFolder, text: str):
+def test_what_is_no_status_at_all_is_refused(run: RunDir, text: str):
     run.status.write_text(text)
     with pytest.raises(InputError, match="status"):
         plait("status", str(run.path))
@@ -108,12 +108,12 @@ def test_what_is_no_status_at_all_is_refused(run: RunFolder, text: str):
 
 
 @pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e300"])
-def test_only_a_time_to_wait_is_taken_for_one(run: RunFolder, timeout: str):
+def test_only_a_time_to_wait_is_taken_for_one(run: RunDir, timeout: str):
     with pytest.raises(InputError, match="--timeout: found .*, expected seconds"):
         plait("stop", str(run.path), f"--timeout={timeout}")
 
 
-def test_a_run_of_another_user_is_not_stopped(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_of_another_user_is_not_stopped(run: RunDir, monkeypatch: pytest.MonkeyPatch):
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -122,7 +122,7 @@ def test_a_run_of_another_user_is_not_stopped(run: RunFolder, monkeypatch: pytes
         plait("stop", str(run.path))
 
 
-def test_a_run_that_ended_meanwhile_is_stopped(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_ended_meanwhile_is_stopped(run: RunDir, monkeypatch: pytest.MonkeyPatch):
     lock = contextlib.ExitStack()
     lock.enter_context(run.lock())
 
@@ -135,9 +135,7 @@ def test_a_run_that_ended_meanwhile_is_stopped(run: RunFolder, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"host": "%h", "pid": -1}', '{"host": "%h"}', "[]"])
-def test_a_lock_that_names_no_process_signals_nobody(
-    run: RunFolder, text: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_lock_that_names_no_process_signals_nobody(run: RunDir, text: str, monkeypatch: pytest.MonkeyPatch):
     told: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: told.append(pid))
     with run.lock():

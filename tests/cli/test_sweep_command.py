@@ -20,7 +20,7 @@ from plait.cli.sweep import SweepDisplay, show_result, trials_table
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.jobs.sweep import make_sweep, placement_of, sweep
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.planner.plan import Plan, save_plan
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import as_csv
@@ -89,7 +89,7 @@ def test_two_workers_sweep_stop_and_go_on_as_a_team_to_the_table_of_one(folder: 
     one = sweep_here(make_sweep(plait.read_job(folder / "job.yaml"), over, width=3), folder / "one")
     assert found["reason"] == "finished"
     assert same_table(one, found)
-    measured = measure_run(RunFolder(folder / "runs/t-001"))
+    measured = measure_run(RunDir(folder / "runs/t-001"))
     assert measured["metrics"] == pytest.approx(one["best"]["metrics"], abs=1e-9)
     _check_files(folder / "runs/t-001")
 

@@ -19,7 +19,7 @@ from plait.cli.show import describe
 from plait.core import events as core_events
 from plait.core import run_events as events
 from plait.core.errors import DataError, JobError
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.measure.job import profile_job
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
@@ -181,7 +181,7 @@ def job(kind: str = "Images", loaders: int = 0, last_batch: Any = "keep", **chan
 
 
 def run_events(folder: Path, kind: type) -> list[Any]:
-    found = (record.event for record in core_events.read(RunFolder(folder).events()))
+    found = (record.event for record in core_events.read(RunDir(folder).events()))
     return [event for event in found if isinstance(event, kind)]
 
 

@@ -4,24 +4,27 @@ import pytest
 
 from plait.experiments.pipeline import convergence, idle, memory, prediction
 from plait.experiments.pipeline.idle import PIECES, SLEEP_S
-from plait.pipeline.op_timings import Span
+from plait.pipeline.op_timings import OpTiming
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.planner.schedules.orders import operations
-from plait.planner.schedules.simulator import Link, StageCosts, simulate
+from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
 
 
-def replayed(schedule: Schedule, workers: int, slower: float = 1.0) -> list[list[Span]]:
+def replayed(schedule: Schedule, workers: int, slower: float = 1.0) -> list[list[OpTiming]]:
     """What workers would note if messages took no time; operations take `slower` times what they should."""
     chunks = 2 if schedule is Schedule.INTERLEAVED else 1
     layout = Layout(tuple((stage % workers,) for stage in range(workers * chunks)))
     pieces = PIECES if schedule.synchronous else 5 * PIECES
     cost = StageCosts(SLEEP_S * slower, 2 * SLEEP_S * slower, 0.0)
     done = simulate(
-        layout, operations(schedule, layout, pieces), [cost] * len(layout.stages), lambda a, b: Link(1e18)
+        layout,
+        operations(schedule, layout, pieces),
+        [cost] * len(layout.stages),
+        lambda a, b: SimulatedLink(1e18),
     )
     spans = sorted(done.spans, key=lambda s: s.start_s)
-    return [[Span(s.op, s.start_s, s.end_s) for s in spans if s.worker == w] for w in range(workers)]
+    return [[OpTiming(s.op, s.start_s, s.end_s) for s in spans if s.worker == w] for w in range(workers)]
 
 
 @pytest.mark.parametrize("schedule", idle.SCHEDULES)

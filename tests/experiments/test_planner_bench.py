@@ -5,7 +5,7 @@ import json
 import pytest
 
 from plait.experiments import planner
-from plait.experiments.bench import Bench, Claim, as_json, render, write_csv
+from plait.experiments.bench import Bench, BenchClaim, as_json, render, write_csv
 
 # The bench counts its own processor time; on a busy machine that takes as long as it takes.
 pytestmark = pytest.mark.timeout(600)
@@ -43,7 +43,7 @@ def test_a_bench_is_json_with_the_fields_of_the_contract(bench):
 
 def test_a_claim_that_does_not_hold_is_shown_as_such(tmp_path):
     shown = Bench(
-        "x", "plait bench x", ({"case": "a", "seconds": 2.0},), (Claim("fast", 2.0, "at most 1", False),)
+        "x", "plait bench x", ({"case": "a", "seconds": 2.0},), (BenchClaim("fast", 2.0, "at most 1", False),)
     )
     assert not shown.holds
     assert "[DOES NOT HOLD] fast: 2 (goal: at most 1)" in render(shown)

@@ -19,7 +19,7 @@ import pytest
 import plait
 from plait.core.errors import InputError, PlaitError
 from plait.launch.run import Silent
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
 from plait.training.evaluate_run import measure_run
 
@@ -94,11 +94,11 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_a_right_one_goes_on(tmp_p
     before = {
         path: path.read_bytes() for path in run.rglob("*") if path.is_file() and "events" not in str(path)
     }
-    measured = measure_run(RunFolder(run))
+    measured = measure_run(RunDir(run))
     with refused("has shape"):
         plait.train(job(tmp_path, steps=20, model_args={"width": 3}), resume=True)
     assert {path.name for path in before if path.read_bytes() != before[path]} <= {"rank0.err"}
-    assert measure_run(RunFolder(run)) == measured
+    assert measure_run(RunDir(run)) == measured
     assert plait.train(job(tmp_path, steps=20), resume=True)["step"] == 20
     assert "steps: 20" in (run / "job.yaml").read_text()
 
@@ -122,7 +122,7 @@ class KillTheWriter(Silent):
     def printed(self, line: str) -> None:
         self.lines.append(line)
 
-    def started(self, folder: RunFolder, workers: tuple[Any, ...]) -> None:
+    def started(self, folder: RunDir, workers: tuple[Any, ...]) -> None:
         threading.Thread(target=self._kill, args=(workers[0].pid,), daemon=True).start()
 
     def _kill(self, pid: int) -> None:
@@ -158,7 +158,7 @@ def test_where_the_writer_is_lost_another_worker_writes_the_last_checkpoint(
 
 def test_a_sweep_ends_when_one_of_its_workers_is_killed_whatever_the_jobs_sync(tmp_path: Path):
     class KillOne(Silent):
-        def started(self, folder: RunFolder, workers: tuple[Any, ...]) -> None:
+        def started(self, folder: RunDir, workers: tuple[Any, ...]) -> None:
             os.kill(workers[1].pid, signal.SIGKILL)
 
     content = job(tmp_path, steps=100_000, parallel={"workers": 2, "sync": "partial-reduce"})

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.fusion import FusedOptimizer, FusionError, fuse
 from plait.fusion.kernels import can_run_on
-from plait.fusion.trials.array_size import Need, measure_need, saturated_width, step_bytes
+from plait.fusion.trials.array_size import MemoryNeed, measure_need, saturated_width, step_bytes
 
 
 def make_step(width):
@@ -36,7 +36,7 @@ def test_memory_grows_with_the_trials_and_is_at_least_weights_states_gradients_a
 
 
 def test_the_largest_width_fits_and_the_next_does_not():
-    need = Need(fixed_bytes=1e6, trial_bytes=3e6)
+    need = MemoryNeed(fixed_bytes=1e6, trial_bytes=3e6)
     width = need.largest(100e6, overhead_bytes=10e6)
     assert need.of(width) + 10e6 <= 100e6 < need.of(width + 1) + 10e6
     with pytest.raises(FusionError, match="one trial needs 4 MB"):

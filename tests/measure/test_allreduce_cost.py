@@ -11,13 +11,13 @@ from torch import nn
 from plait.measure.allreduce_cost import groups_of, measure_sums
 from plait.measure.overhead import measure_overhead
 from plait.profiler.links import Sum
-from plait.schema.topology_spec import TopologyWish
+from plait.schema.topology_spec import TopologySpec
 from support.meeting import rendezvous_of
 from support.world import run_ranks
 
 
 def sums_of(rank: int, hosts: list[str], topology: str = "native") -> tuple[Sum, ...]:
-    return measure_sums(nn.Linear(512, 512), rendezvous_of(rank, hosts), TopologyWish(topology), repeats=3)
+    return measure_sums(nn.Linear(512, 512), rendezvous_of(rank, hosts), TopologySpec(topology), repeats=3)
 
 
 def test_all_ranks_learn_the_same_speed_of_their_sums() -> None:

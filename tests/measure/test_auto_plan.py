@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from plait.core.codec import decode, encode
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.measure import auto_plan as module
-from plait.measure.auto_plan import PlanWish, planned
+from plait.measure.auto_plan import PlanRequest, planned
 from plait.measure.job import profile_job
 from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
 from plait.profiler.links import Link, Sum
@@ -54,7 +54,7 @@ def profile_of(samples: int) -> Profile:
     return Profile("m", graph, "cpu", "float32", samples, "2", 1, 1, none, (), (), links, sums)
 
 
-def plan_of(batch: int, workers: int, wish: PlanWish, **changes: Any) -> Plan:
+def plan_of(batch: int, workers: int, wish: PlanRequest, **changes: Any) -> Plan:
     settings = digits_job(data=DataSettings("digits", batch), **changes)
     made, plan = planned(settings, Placement((Host(LOCAL, workers),)), wish)
     assert made.pipeline is not None
@@ -66,7 +66,7 @@ def plan_of(batch: int, workers: int, wish: PlanWish, **changes: Any) -> Plan:
 def test_a_free_wish_is_measured_in_whole_batches_and_in_one_piece_a_worker(
     measured: list[list[int]], batch: int, sizes: list[int]
 ) -> None:
-    plan = plan_of(batch, 2, PlanWish("auto"))
+    plan = plan_of(batch, 2, PlanRequest("auto"))
     assert measured == [sizes]
     assert (plan.schedule, plan.microbatches, len(plan.stages)) == (Schedule.STASH, 1, 2)
     # Two layers on the whole batch, forward and backward.
@@ -77,7 +77,7 @@ def test_a_free_wish_is_measured_in_whole_batches_and_in_one_piece_a_worker(
 def test_a_job_that_needs_whole_batches_is_measured_in_small_pieces_and_in_one_a_worker(
     measured: list[list[int]], batch: int, sizes: list[int]
 ) -> None:
-    plan = plan_of(batch, 2, PlanWish("auto"), clip_norm=1.0)
+    plan = plan_of(batch, 2, PlanRequest("auto"), clip_norm=1.0)
     assert measured == [sizes]
     assert (plan.schedule, plan.microbatches, plan.stages[0].replicas) == (Schedule.FLUSH, 2, 2)
     # Four layers on the larger share of the batch, forward and backward.
@@ -87,16 +87,16 @@ def test_a_job_that_needs_whole_batches_is_measured_in_small_pieces_and_in_one_a
 @pytest.mark.parametrize(
     ("wish", "size"),
     [
-        (PlanWish("auto", schedule="stash"), 64),
-        (PlanWish("auto", microbatches=8), 8),
-        (PlanWish("auto", vertical_sync=True), 64),
-        (PlanWish("auto", depths={0: 2}), 64),
-        (PlanWish("model-parallel"), 64),
-        (PlanWish("model-parallel", microbatches=8), 8),
+        (PlanRequest("auto", schedule="stash"), 64),
+        (PlanRequest("auto", microbatches=8), 8),
+        (PlanRequest("auto", vertical_sync=True), 64),
+        (PlanRequest("auto", depths={0: 2}), 64),
+        (PlanRequest("model-parallel"), 64),
+        (PlanRequest("model-parallel", microbatches=8), 8),
     ],
 )
 def test_a_wish_that_steers_the_pipeline_has_its_microbatches_alone_measured(
-    measured: list[list[int]], wish: PlanWish, size: int
+    measured: list[list[int]], wish: PlanRequest, size: int
 ) -> None:
     plan = plan_of(64, 2, wish)
     assert measured == [[size]]
@@ -109,19 +109,19 @@ def test_a_wish_that_steers_the_pipeline_has_its_microbatches_alone_measured(
 def test_a_batch_with_fewer_samples_than_workers_is_planned_as_single_samples(
     measured: list[list[int]], batch: int, workers: int
 ) -> None:
-    plan = plan_of(batch, workers, PlanWish("auto", schedule="2bw"))
+    plan = plan_of(batch, workers, PlanRequest("auto", schedule="2bw"))
     assert measured == [[1]]
     assert (plan.schedule, plan.microbatches) == (Schedule.TWO_BUFFERED, batch)
 
 
 def test_one_worker_takes_its_batch_in_one_piece(measured: list[list[int]]) -> None:
-    plan = plan_of(64, 1, PlanWish("auto"))
+    plan = plan_of(64, 1, PlanRequest("auto"))
     assert measured == [[64]]
     assert (plan.microbatches, plan.devices_used) == (1, 1)
 
 
 def test_a_job_that_clips_gradients_gets_a_schedule_that_can(measured: list[list[int]]) -> None:
-    assert plan_of(1, 2, PlanWish("auto"), clip_norm=1.0).schedule is Schedule.FLUSH
+    assert plan_of(1, 2, PlanRequest("auto"), clip_norm=1.0).schedule is Schedule.FLUSH
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_under_stash_an_update_takes_no_less_than_the_batch_of_the_job(
 
 def test_smaller_updates_than_the_batch_are_told_of(measured: list[list[int]]) -> None:
     settings = digits_job(data=DataSettings("digits", 64))
-    plan = plan_of(64, 2, PlanWish("auto", microbatches=8))
+    plan = plan_of(64, 2, PlanRequest("auto", microbatches=8))
     assert "a batch makes 8 microbatches" in module.describe_updates(plan, settings)
     assert "all stages 8 samples" in module.describe_updates(plan, settings)
-    assert module.describe_updates(plan_of(64, 2, PlanWish("auto", "flush")), settings) == ""
-    double = plan_of(64, 2, PlanWish("auto", "2bw", microbatches=1))
+    assert module.describe_updates(plan_of(64, 2, PlanRequest("auto", "flush")), settings) == ""
+    double = plan_of(64, 2, PlanRequest("auto", "2bw", microbatches=1))
     assert "an update takes 2 microbatches, and a batch makes 1: all stages 128" in module.describe_updates(
         double, settings
     )
@@ -156,7 +156,7 @@ def read_plan(folder: Path, plan: Plan, wish: dict[str, Any], batch: int = 64) -
     path = folder / "plan.json"
     save_plan(plan, path)
     settings = digits_job(data=DataSettings("digits", batch))
-    _, found = planned(settings, Placement(), PlanWish(str(path), **wish))
+    _, found = planned(settings, Placement(), PlanRequest(str(path), **wish))
     return found, module.other_microbatch(found, settings)
 
 
@@ -182,15 +182,17 @@ def test_a_run_that_goes_on_keeps_its_plan_until_the_job_changes(
 ) -> None:
     settings = digits_job(data=DataSettings("digits", 64))
     placement = Placement((Host(LOCAL, 2),))
-    first, plan = planned(settings, placement, PlanWish("auto"))
+    first, plan = planned(settings, placement, PlanRequest("auto"))
     path = tmp_path / "settings.json"
     path.write_text(json.dumps(encode(first)))
     before = module.settings_before(path)
-    assert planned(settings, placement, PlanWish("auto"), before)[1] == plan
+    assert planned(settings, placement, PlanRequest("auto"), before)[1] == plan
     assert len(measured) == 1
-    assert planned(settings, placement, PlanWish("auto", "2bw"), before)[1].schedule is Schedule.TWO_BUFFERED
-    planned(settings, Placement((Host(LOCAL, 3),)), PlanWish("auto"), before)
-    planned(replace(settings, data=DataSettings("digits", 32)), placement, PlanWish("auto"), before)
+    assert (
+        planned(settings, placement, PlanRequest("auto", "2bw"), before)[1].schedule is Schedule.TWO_BUFFERED
+    )
+    planned(settings, Placement((Host(LOCAL, 3),)), PlanRequest("auto"), before)
+    planned(replace(settings, data=DataSettings("digits", 32)), placement, PlanRequest("auto"), before)
     assert len(measured) == 4
     assert module.settings_before(tmp_path / "elsewhere.json") is None
 
@@ -212,7 +214,7 @@ def test_pipelines_that_agree_by_averaging_are_planned_side_by_side(
 ) -> None:
     sync = SyncSettings("partial-reduce")
     settings = digits_job(data=DataSettings("digits", 64), sync=sync)
-    made, plan = planned(settings, Placement((Host(LOCAL, workers),)), PlanWish("auto"))
+    made, plan = planned(settings, Placement((Host(LOCAL, workers),)), PlanRequest("auto"))
     assert plan.pipelines > 1
     assert plan.devices_used == workers
     pipeline.check_pipeline(made, workers)
@@ -230,7 +232,7 @@ def train_rank(rank: int, settings: TrainSettings, folder: Path, opening_s: floa
         return prepare(*arguments)
 
     pipeline.prepare_together = slow_prepare
-    trainer = pipeline.PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size)
+    trainer = pipeline.PipelineTrainer(worker, settings, parts, RunDir(folder), ["here"] * size)
     return trainer.run(resume=False)
 
 
@@ -240,7 +242,7 @@ def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
     monkeypatch.setattr(module, "_MEASURE_S", 0.1)
     model = ModelSettings("plait.workloads.mlp:mlp", {"inputs": 64, "hidden": [32, 32]})
     job = digits_job(model=model, data=DataSettings("digits", 65), steps=25, clip_norm=1.0)
-    made, plan = planned(job, Placement((Host(LOCAL, 2),), threads=1, timeout_s=60.0), PlanWish("auto"))
+    made, plan = planned(job, Placement((Host(LOCAL, 2),), threads=1, timeout_s=60.0), PlanRequest("auto"))
     assert (plan.schedule, plan.microbatches, plan.stages[0].replicas) == (Schedule.FLUSH, 2, 2)
     assert "The same batch as 8 microbatches under schedule flush" in plan.why
     assert 0 < plan.step_s < 0.5

@@ -13,7 +13,7 @@ import torch
 from plait.core.codec import decode
 from plait.measure.auto_plan import describe_memory
 from plait.pipeline.executor import Pipeline
-from plait.pipeline.layout import Arrangement, oldest_needed, stream
+from plait.pipeline.layout import PipelineLayout, oldest_needed, stream
 from plait.pipeline.weight_stash import WeightVersions
 from plait.planner import Plan, machines, with_memory_as_run
 from plait.planner.as_run import versions_of_vertical_sync
@@ -123,7 +123,7 @@ def test_versions_under_vertical_sync_are_those_of_a_replayed_stream(
     own = in_flight(Schedule.STASH, layout, 0, 1 << 40)
     depths = {0: own + deeper} if deeper else {}
     layers = tuple((f"n{s}",) for s in range(len(replicas)))
-    arrangement = Arrangement(layers, (layout,), Schedule.STASH, 8, depths, vertical_sync=True)
+    arrangement = PipelineLayout(layers, (layout,), Schedule.STASH, 8, depths, vertical_sync=True)
     for stage in range(len(replicas)):
         most = max(
             most_versions(arrangement, stage, worker, AllOf(arrangement, 160))
@@ -132,7 +132,7 @@ def test_versions_under_vertical_sync_are_those_of_a_replayed_stream(
         assert versions_of_vertical_sync(layout, stage, depths) == most, stage
 
 
-def most_versions(arrangement: Arrangement, stage: int, worker: int, stretch: AllOf) -> int:
+def most_versions(arrangement: PipelineLayout, stage: int, worker: int, stretch: AllOf) -> int:
     """From the oldest version that a microbatch in flight or the next one uses to the newest."""
     used: dict[int, int] = {}
     most = 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from plait.pipeline.layout import Arrangement, stream
+from plait.pipeline.layout import PipelineLayout, stream
 from plait.planner.errors import PlanError
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, straight_layout
@@ -14,9 +14,9 @@ from plait.planner.schedules.orders import operations
 from support.pipelines import AllOf
 
 
-def arranged(layout: Layout, schedule: Schedule, **changes: object) -> Arrangement:
+def arranged(layout: Layout, schedule: Schedule, **changes: object) -> PipelineLayout:
     stages = tuple((f"layer{s}",) for s in range(len(layout.stages)))
-    return Arrangement(stages, (layout,), schedule, 1, **changes)  # type: ignore[arg-type]
+    return PipelineLayout(stages, (layout,), schedule, 1, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.TWO_BUFFERED])

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.launch.run_dir import RunFolder
-from plait.pipeline.cutting.meta_device import NotInPiecesError, Pieces
+from plait.launch.run_dir import RunDir
+from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import straight_layout
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
@@ -55,7 +55,7 @@ def test_each_workers_tensors_are_those_of_the_whole_model_bit_by_bit(factory: A
     whole = _tensors(make())
     for part in range(3):
         own = set(list(whole)[part::3])
-        pieces = Pieces(make, None, CPU)
+        pieces = OwnTensors(make, None, CPU)
         pieces.fill(own)
         found = _tensors(pieces.model)
         assert found.keys() == whole.keys()
@@ -81,7 +81,7 @@ class Copying(nn.Module):
 
 
 def test_a_model_whose_tensors_depend_on_each_other_is_refused_not_made_wrong():
-    pieces = Pieces(Copying, None, CPU)
+    pieces = OwnTensors(Copying, None, CPU)
     with pytest.raises(NotInPiecesError):
         pieces.fill({"other.weight"})
 
@@ -92,7 +92,7 @@ def train_in_pieces(rank: int, settings: TrainSettings, folder: Path, resume: bo
     parts = components.build(settings, CPU, pieces=pieces)
     worker: Any = TestWorker(rank, dist.get_world_size())
     hosts = ["here"] * dist.get_world_size()
-    return PipelineTrainer(worker, settings, parts, RunFolder(folder), hosts).run(resume)
+    return PipelineTrainer(worker, settings, parts, RunDir(folder), hosts).run(resume)
 
 
 def each_way(rank: int, settings: TrainSettings, folder: Path) -> None:
@@ -121,10 +121,10 @@ def test_a_run_in_pieces_is_that_of_whole_models_and_resumes_to_it(replicas: tup
     )
     settings = replace(settings, steps=4)
     run_ranks(sum(replicas), each_way, settings, tmp_path)
-    (newest, *_) = list_checkpoints(RunFolder(tmp_path / "whole").checkpoints)
+    (newest, *_) = list_checkpoints(RunDir(tmp_path / "whole").checkpoints)
     expected = load(newest)
     for name in ("pieces", "first whole"):
-        (newest, *_) = list_checkpoints(RunFolder(tmp_path / name).checkpoints)
+        (newest, *_) = list_checkpoints(RunDir(tmp_path / name).checkpoints)
         found = load(newest)
         assert found.step == expected.step == 4
         assert largest_difference(found.model, expected.model) == 0.0, name
@@ -142,7 +142,7 @@ def counting_bytes(rank: int, settings: TrainSettings, folder: Path) -> list[flo
         own = replace(settings, steps=steps)
         with MostBytes() as most:
             parts = components.build(own, CPU, pieces=components.make_pieces(own, CPU))
-            PipelineTrainer(worker, own, parts, RunFolder(folder), hosts).run(resume)
+            PipelineTrainer(worker, own, parts, RunDir(folder), hosts).run(resume)
         shares.append(most.peak / (LAYERS * WIDE * WIDE * 4))
         del parts
     return shares

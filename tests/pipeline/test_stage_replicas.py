@@ -9,9 +9,9 @@ from unittest.mock import patch
 import numpy
 import torch
 
-from plait.pipeline.layout import Arrangement
+from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.stage import Flight
-from plait.pipeline.stage_optimizer import Updates, summed_beside_backward
+from plait.pipeline.stage_optimizer import StageOptimizer, summed_beside_backward
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.sync.allreduce.buckets import AllReduce
@@ -39,18 +39,18 @@ def sends_beside_backward(rank: int, case: Case) -> tuple[int, int]:
     """How many sums a rank starts while its backward runs, and how many at its updates."""
     counts = {"backward": 0, "update": 0}
     where = ["backward"]
-    start, agree = Native.start, Updates.agree
+    start, agree = Native.start, StageOptimizer.agree
 
     def counted(self: Native, index: int, fill: Any = None) -> Any:
         counts[where[0]] += 1
         return start(self, index, fill)
 
-    def marked(self: Updates, updates: Any, work: Any) -> None:
+    def marked(self: StageOptimizer, updates: Any, work: Any) -> None:
         where[0] = "update"
         agree(self, updates, work)
         where[0] = "backward"
 
-    with patch.object(Native, "start", counted), patch.object(Updates, "agree", marked):
+    with patch.object(Native, "start", counted), patch.object(StageOptimizer, "agree", marked):
         train_in_pipeline(rank, case)
     return counts["backward"], counts["update"]
 
@@ -110,7 +110,7 @@ def test_what_was_received_is_given_back_once_the_gradients_that_lie_in_it_are_s
 def test_sums_go_on_beside_backward_where_something_else_than_busy_cores_carries_them() -> None:
     layout = Layout(((0, 1), (2,), (3, 4)))
     stages = (("a",), ("b",), ("c",))
-    stash = Arrangement(stages, (layout,), Schedule.STASH, 4)
+    stash = PipelineLayout(stages, (layout,), Schedule.STASH, 4)
     cpu, gpu, here = torch.device("cpu"), torch.device("cuda"), ("here",) * 5
     assert summed_beside_backward(0, stash, cpu, here, cores=5) == frozenset()
     assert summed_beside_backward(0, stash, cpu, here, cores=6) == {0}

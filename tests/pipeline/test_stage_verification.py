@@ -16,7 +16,7 @@ import plait
 from plait.core.errors import InputError, JobError
 from plait.core.events import read
 from plait.core.run_events import Verified
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.pipeline.cutting.cut import StageError, cut_all
 from plait.pipeline.verify import module_state
 from plait.pipeline.verify import stages as verify
@@ -338,7 +338,7 @@ def train_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = 
     torch.set_num_threads(1)
     size = dist.get_world_size()
     parts = components.build(settings, torch.device("cpu"))
-    trainer = PipelineTrainer(TestWorker(rank, size), settings, parts, RunFolder(folder), ["here"] * size)  # type: ignore[arg-type]
+    trainer = PipelineTrainer(TestWorker(rank, size), settings, parts, RunDir(folder), ["here"] * size)  # type: ignore[arg-type]
     return trainer.run(resume)
 
 
@@ -365,7 +365,7 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 def verified(folder: Path) -> list[Verified]:
-    return [e.event for e in read(RunFolder(folder).events(0)) if isinstance(e.event, Verified)]
+    return [e.event for e in read(RunDir(folder).events(0)) if isinstance(e.event, Verified)]
 
 
 def test_a_run_is_verified_once_tells_so_and_ends_bitwise_as_without(tmp_path: Path) -> None:

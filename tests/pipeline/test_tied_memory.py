@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from plait.graph.graph import Tie
-from plait.pipeline.layout import Arrangement, stream
-from plait.pipeline.tied_weights import Tied
+from plait.pipeline.layout import PipelineLayout, stream
+from plait.pipeline.tied_weights import TiedWeights
 from plait.planner.memory import versions
 from plait.planner.partition.ties import find_tied
 from plait.planner.schedules.kinds import Schedule, in_flight
@@ -28,7 +28,9 @@ def most_copies(arrangement, stage):
     module = nn.Linear(3, 3, bias=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     # Each worker takes its own gradients for the sum: how many there are at once does not depend on them.
-    tied = Tied(arrangement, (0, arrangement.last), {stage: module}, [module.weight], optimizer.step, None)
+    tied = TiedWeights(
+        arrangement, (0, arrangement.last), {stage: module}, [module.weight], optimizer.step, None
+    )
     work, used, most = ManyMicrobatches(), {}, [0, 0]
     ops = list(stream(arrangement, arrangement.layout.stages[stage][0], work))
     last = max(place for place, op in enumerate(ops) if isinstance(op, Forward))
@@ -56,7 +58,7 @@ def test_a_run_holds_as_many_versions_and_gradients_of_a_shared_weight_as_planne
     starts = [sum(replicas[:s]) for s in range(len(replicas))]
     layout = Layout(tuple(tuple(range(start, start + n)) for start, n in zip(starts, replicas)))
     layers = tuple((f"n{s}",) for s in range(len(replicas)))
-    arrangement = Arrangement(layers, (layout,), schedule, 8)
+    arrangement = PipelineLayout(layers, (layout,), schedule, 8)
     planned = find_tied([Tie(1.0, ("n0", layers[-1][0]))], layers, layout)
     copies, each = versions(schedule)
     for stage in (0, arrangement.last):

@@ -8,7 +8,7 @@ import pytest
 
 from plait.graph import Graph, pipedream
 from plait.planner import (
-    Machines,
+    Cluster,
     Plan,
     Schedule,
     Settings,
@@ -25,7 +25,7 @@ from support.graphs import PROFILES, chain
 SAMPLES = 32
 
 
-def both_ways(cluster: Machines, parameter_bytes: float, start_s: float) -> tuple[Plan, Plan]:
+def both_ways(cluster: Cluster, parameter_bytes: float, start_s: float) -> tuple[Plan, Plan]:
     """A batch of 32 as 8 microbatches under stash, and as one for each of two workers.
 
     Each of four layers takes `start_s` whatever it holds, and 0.01 s a sample, forward and as much backward.
@@ -67,7 +67,7 @@ def test_the_plan_tells_what_the_other_would_take():
     assert rest == chosen.why
 
 
-def slow_messages() -> tuple[Graph, Machines]:
+def slow_messages() -> tuple[Graph, Cluster]:
     """Four layers with messages nearly as long: the bottleneck counts them, but not who waits for them."""
     return chain([1.0] * 4, 0.4e9, 0.1e9), machines(4, 1e9)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from plait.graph import Graph, Node, pipedream
 from plait.graph.intervals import cover_ideals
 from plait.planner import (
+    Cluster,
     Device,
     Level,
-    Machines,
     MemorySettings,
     PlanError,
     Schedule,
@@ -155,10 +155,10 @@ def _rates(cluster):
         (lambda: machines("4", 1e9), r"found '4' devices .* expected numbers: machines\(4, 1e9\)"),
         (lambda: machines(4.0, 1e9), r"found 4.0 devices"),
         (lambda: machines(10**8, 1e9), "found 100000000 devices, expected 16,384 at most"),
-        (lambda: Machines((Level(2, 1e9, math.inf),)), "found sums at inf bytes/s"),
-        (lambda: Machines((Level(2, 1e9, 1e9, math.nan),)), "with a latency of nan s"),
+        (lambda: Cluster((Level(2, 1e9, math.inf),)), "found sums at inf bytes/s"),
+        (lambda: Cluster((Level(2, 1e9, 1e9, math.nan),)), "with a latency of nan s"),
         (
-            lambda: Machines((Level(2, 1e9),), overhead_s=-1.0),
+            lambda: Cluster((Level(2, 1e9),), overhead_s=-1.0),
             "found an overhead of -1 s, expected 0 or more",
         ),
         (lambda: make_plan(vgg(), 4), r"found 4 as machines, expected plait.machines\(4, 1e9\)"),
@@ -366,7 +366,7 @@ def test_many_unlike_devices_are_planned_with_a_bound():
 @settings(max_examples=80)
 def test_the_lower_bound_is_never_above_the_best_plan(graph, count, rate, intervals, latency):
     level = Level(count, float(rate), 31.0 - rate, float(latency))
-    best = make_plan(graph, Machines((level,))).bottleneck_s
+    best = make_plan(graph, Cluster((level,))).bottleneck_s
     bound = lower_bound(cover_ideals(graph, intervals), (level,), 1.5 * best)
     assert bound <= best * (1 + 1e-6)
 

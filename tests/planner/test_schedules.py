@@ -27,7 +27,7 @@ from plait.planner.schedules.operations import (
     straight_layout,
 )
 from plait.planner.schedules.orders import batch_of_two_buffers, messages_per_channel, operations
-from plait.planner.schedules.simulator import Link, StageCosts, simulate
+from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
 from plait.planner.schedules.zero_bubble import interleaved_depth
 
 replicated = st.lists(st.integers(1, 4), min_size=1, max_size=16).map(straight_layout)
@@ -58,7 +58,9 @@ def test_workers_that_hold_several_stages_never_wait_for_ever_and_each_stage_kee
 ):
     """With the order goes what it promises: versions, microbatches in flight, updates."""
     lists = operations(kind, layout, count)
-    simulate(layout, lists, [StageCosts(1.0, 2.0, 1.0)] * len(layout.stages), lambda a, b: Link(1.0, 3.0))
+    simulate(
+        layout, lists, [StageCosts(1.0, 2.0, 1.0)] * len(layout.stages), lambda a, b: SimulatedLink(1.0, 3.0)
+    )
     # As if every replica of a stage were a worker of its own.
     apart = straight_layout([len(workers) for workers in layout.stages])
     alone = operations(kind, apart, count)
@@ -329,7 +331,7 @@ def runs_through(schedule: Schedule, layout: Layout, microbatches: int, depths: 
         lists = operations(schedule, layout, microbatches, depths)
     costs = [StageCosts(1.0, 2.0, 1.0)] * len(layout.stages)
     try:
-        simulate(layout, lists, costs, lambda sender, receiver: Link(1e9))
+        simulate(layout, lists, costs, lambda sender, receiver: SimulatedLink(1e9))
     except PlanError:
         return False
     return True

@@ -10,10 +10,10 @@ from plait.planner import MemorySettings, PlanError, Schedule, Settings, machine
 from plait.planner.predict import compare_schedules
 from plait.planner.schedules.operations import Backward, Forward, straight_layout
 from plait.planner.schedules.orders import operations
-from plait.planner.schedules.simulator import Link, StageCosts, simulate
+from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
 from support.graphs import chain, graphs
 
-FAST = Link(1e30)
+FAST = SimulatedLink(1e30)
 
 
 def replay(schedule, replicas, count, costs, link=FAST):
@@ -54,14 +54,14 @@ def test_interleaving_halves_the_bubble():
 
 def test_a_link_adds_latency_and_bytes_over_bandwidth_to_the_way():
     costs = [StageCosts(1.0, 1.0, 100.0), StageCosts(1.0, 1.0, 0.0)]
-    found = replay(Schedule.FLUSH, [1, 1], 1, costs, Link(50.0, 0.25))
+    found = replay(Schedule.FLUSH, [1, 1], 1, costs, SimulatedLink(50.0, 0.25))
     # Forward, the way there, forward and backward behind, the way back, backward.
     assert found.end_s == pytest.approx(1 + 2.25 + 2 + 2.25 + 1)
 
 
 def test_messages_of_one_channel_queue_up():
     costs = [StageCosts(1.0, 0.0, 100.0), StageCosts(0.0, 0.0, 0.0)]
-    found = replay(Schedule.GPIPE, [1, 1], 3, costs, Link(10.0))
+    found = replay(Schedule.GPIPE, [1, 1], 3, costs, SimulatedLink(10.0))
     starts = [s.start_s for s in found.spans if s.worker == 1 and isinstance(s.op, Forward)]
     assert starts == pytest.approx([11, 21, 31])
 

@@ -13,7 +13,7 @@ from plait.graph.ideals import all_ideals
 from plait.planner import Level, MemorySettings, Schedule, Settings, machines, make_plan
 from plait.planner.memory import stage_memory
 from plait.planner.partition.front import planning_graph
-from plait.planner.partition.solver import Block, Limits, ranges_of, solve
+from plait.planner.partition.solver import LevelBlock, Limits, ranges_of, solve
 from plait.planner.schedules.kinds import Depth
 from support.graphs import PROFILES, chain, graphs
 
@@ -49,7 +49,7 @@ def solved(
     return ideals, solve(ranges_of(ideals, memory, depth), given_levels, limits or Limits())
 
 
-def flat(blocks: tuple[Block, ...]) -> list[tuple[int, int, int]]:
+def flat(blocks: tuple[LevelBlock, ...]) -> list[tuple[int, int, int]]:
     return [(block.start, block.end, block.replicas) for block in blocks]
 
 

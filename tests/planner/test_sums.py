@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from plait.planner import (
-    Machines,
+    Cluster,
     PlanError,
     Schedule,
     Settings,
@@ -22,12 +22,12 @@ from plait.profiler.links import Link, Sum, sum_of_times
 from support.graphs import chain
 
 
-def slow_sums(cluster: Machines, bytes_per_s: float | None, latency_s: float = 0.0) -> Machines:
+def slow_sums(cluster: Cluster, bytes_per_s: float | None, latency_s: float = 0.0) -> Cluster:
     levels = (replace(x, sum_bytes_per_s=bytes_per_s, sum_latency_s=latency_s) for x in cluster.levels)
     return replace(cluster, levels=tuple(levels))
 
 
-def replicas(cluster: Machines) -> list[int]:
+def replicas(cluster: Cluster) -> list[int]:
     return [stage.replicas for stage in make_plan(chain([1.0] * 3, 1.0, 10.0), cluster).stages]
 
 

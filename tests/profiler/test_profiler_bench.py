@@ -11,7 +11,7 @@ from plait.workloads.vgg import vgg16_tiny
 
 
 def test_the_benchmark_shows_each_model_with_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = profiler.Case("vgg16", vgg16_tiny, lambda batch: torch.randn(batch, 1, 32, 32), 10)
+    case = profiler.ProfiledCase("vgg16", vgg16_tiny, lambda batch: torch.randn(batch, 1, 32, 32), 10)
     monkeypatch.setattr(profiler, "CASES", (case,))
     bench = profiler.run(batch=4, repeats=2)
     (row,) = bench.rows

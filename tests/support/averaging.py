@@ -10,7 +10,7 @@ import torch
 
 from plait.comm.handshake import Address
 from plait.comm.heartbeat import Presence
-from plait.comm.mailbox import Mail, open_mail
+from plait.comm.mailbox import Mailbox, open_mail
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
 from plait.sync.averaging.partial_reduce import PartialReduce
@@ -34,7 +34,7 @@ def open_store(address: str, rank: int = 0) -> JobStore:
 
 def enter(
     rank: int, size: int, address: str, lease_s: float = 1.0, hosts: list[str] | None = None
-) -> tuple[JobStore, Mail, Presence]:
+) -> tuple[JobStore, Mailbox, Presence]:
     """This rank's store, mail and presence."""
     store = open_store(address, rank)
     mail = open_mail(rendezvous_of(rank, hosts or ["a"] * size, store), "t")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from plait.comm.channels import connect
 from plait.data.sampler import mix
 from plait.pipeline.cutting.cut import cut_all
-from plait.pipeline.executor import Parts, Pipeline
-from plait.pipeline.layout import Arrangement, microbatches_per_update, one_batch, stream
+from plait.pipeline.executor import Pipeline, PipelineParts
+from plait.pipeline.layout import PipelineLayout, microbatches_per_update, one_batch, stream
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.profiler.trace import TracedModel, trace
@@ -94,11 +94,11 @@ class Case:
     cores: int = 64
     device: str = "cpu"
 
-    def arrangement(self, traced: TracedModel) -> Arrangement:
+    def arrangement(self, traced: TracedModel) -> PipelineLayout:
         ids = [layer.id for layer in traced.layers]
         count = len(self.layouts[0])
         places = [len(ids) * i // count for i in range(count + 1)]
-        return Arrangement(
+        return PipelineLayout(
             tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(places)),
             tuple(Layout(layout) for layout in self.layouts),
             self.schedule,
@@ -165,7 +165,7 @@ class CaseWork:
     """The microbatches of one pipeline of a case; `first` is the number of the run's first one."""
 
     case: Case
-    arrangement: Arrangement
+    arrangement: PipelineLayout
     rank: int
     first: int = 0
     total: int = 0
@@ -223,7 +223,7 @@ class CaseWork:
 class AllOf:
     """A stretch that does not shrink."""
 
-    arrangement: Arrangement
+    arrangement: PipelineLayout
     total: int
 
     def admits(self, pipeline: int, microbatch: int) -> bool:
@@ -239,7 +239,7 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
     device = torch.device(case.device)
     rendezvous = rendezvous_of(rank, hosts)
     channels = connect(rendezvous, arrangement.workers, device=device)
-    parts = Parts(
+    parts = PipelineParts(
         MODELS[case.model][2],
         lambda parameters: _as_jobs_have_it(make_optimizer(case, parameters)),
         device,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.settings import DataSettings, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.decentralized import OwnPaceTrainer
@@ -39,7 +39,7 @@ def train_at_own_pace(
     size = dist.get_world_size()
     worker = StoreWorker(rank, size, address, folder / "stop" if stop_at else None)
     parts = components.build(settings, torch.device("cpu"))
-    trainer = OwnPaceTrainer(worker, settings, parts, RunFolder(folder), ["a"] * size)  # type: ignore[arg-type]
+    trainer = OwnPaceTrainer(worker, settings, parts, RunDir(folder), ["a"] * size)  # type: ignore[arg-type]
     if stop_at and rank == 1:
         trainer.recorder.step = lambda step, *_: (folder / "stop").touch() if step >= stop_at else None  # type: ignore[method-assign]
     result = trainer.run(resume)

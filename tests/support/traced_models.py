@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.pipeline.cutting.cut import Stage, cut_all
+from plait.pipeline.cutting.cut import StageModule, cut_all
 from plait.profiler.trace import TracedModel, trace
 
 
@@ -256,7 +256,7 @@ def staged_step(model: nn.Module, inputs: Any, example: Any, count: int, seed: i
     stages = cut_all(traced, some_stages(traced, count))
     torch.manual_seed(seed)
     values = dict(zip(traced.inputs, tensors_of(arguments(inputs))))
-    passes: list[tuple[Stage, list[Tensor], tuple[Tensor, ...]]] = []
+    passes: list[tuple[StageModule, list[Tensor], tuple[Tensor, ...]]] = []
     for stage in stages:
         received = [values[v.name].detach().requires_grad_(v.requires_grad) for v in stage.inputs]
         given = stage.module(*received)
@@ -272,7 +272,7 @@ def staged_step(model: nn.Module, inputs: Any, example: Any, count: int, seed: i
 
 
 def _backward(
-    stage: Stage, received: list[Tensor], given: tuple[Tensor, ...], grads: dict[str, Tensor]
+    stage: StageModule, received: list[Tensor], given: tuple[Tensor, ...], grads: dict[str, Tensor]
 ) -> None:
     pairs = [(t, grads[v.name]) for v, t in zip(stage.outputs, given) if v.name in grads and t.requires_grad]
     if pairs:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -173,7 +173,7 @@ def train_here(
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     parts = components.build(settings, torch.device("cpu"))
-    trainer = Trainer(TestWorker(rank, size, stop_file), settings, parts, RunFolder(folder))  # type: ignore[arg-type]
+    trainer = Trainer(TestWorker(rank, size, stop_file), settings, parts, RunDir(folder))  # type: ignore[arg-type]
     result = trainer.run(resume)
     return result, {name: value.clone() for name, value in parts.model.state_dict().items()}
 
@@ -192,7 +192,7 @@ def pipeline_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool
     size = dist.get_world_size()
     parts = components.build(settings, torch.device("cpu"))
     worker: Any = TestWorker(rank, size)
-    return PipelineTrainer(worker, settings, parts, RunFolder(folder), ["here"] * size).run(resume)
+    return PipelineTrainer(worker, settings, parts, RunDir(folder), ["here"] * size).run(resume)
 
 
 def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, dict[str, Any]]:
@@ -208,7 +208,7 @@ def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a run's newest checkpoint."""
-    return checkpoints.load(checkpoints.list_checkpoints(RunFolder(folder).checkpoints)[0]).model
+    return checkpoints.load(checkpoints.list_checkpoints(RunDir(folder).checkpoints)[0]).model
 
 
 def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     DataSettings,
     EarlyStopSettings,
@@ -29,7 +29,7 @@ NORM = ModelSettings("support.sweeping:norm_net")
 
 
 def best_weights(folder: Path) -> dict[str, torch.Tensor]:
-    (path,) = checkpoints.list_checkpoints(RunFolder(folder).checkpoints)
+    (path,) = checkpoints.list_checkpoints(RunDir(folder).checkpoints)
     return checkpoints.load(path).model
 
 
@@ -95,7 +95,7 @@ def test_a_loss_of_ones_own_has_its_numbers_for_each_trial_over_padded_batches(t
 def test_the_run_folder_of_a_sweep_is_that_of_its_best_trial(tmp_path: Path):
     settings = sweep_of("optimizer.lr=0.001,0.1,0.01")
     found = sweep_here(settings, tmp_path)
-    measured = measure_run(RunFolder(tmp_path))
+    measured = measure_run(RunDir(tmp_path))
     assert found["best"] == found["trials"][0]
     assert measured["step"] == 30
     assert measured["metrics"] == pytest.approx(found["best"]["metrics"], abs=1e-12)
@@ -147,7 +147,7 @@ def test_a_narrow_array_is_refilled_and_events_tell_who_sat_together(tmp_path: P
     sweep_here(settings, tmp_path)
     arrays = [
         recorded.event.trials
-        for recorded in core_events.read(RunFolder(tmp_path).events())
+        for recorded in core_events.read(RunDir(tmp_path).events())
         if isinstance(recorded.event, run_events.ArrayChanged)
     ]
     assert max(len(array) for array in arrays) == 2

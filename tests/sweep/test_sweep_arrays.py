@@ -9,7 +9,7 @@ import pytest
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     CheckpointSettings,
     EarlyStopSettings,
@@ -28,7 +28,7 @@ def job_of(model: str, steps: int = 8, **changes: Any) -> Any:
 
 
 def arrays_in(folder: Path) -> list[run_events.ArrayChanged]:
-    found = [recorded.event for recorded in core_events.read(RunFolder(folder).events())]
+    found = [recorded.event for recorded in core_events.read(RunDir(folder).events())]
     return [event for event in found if isinstance(event, run_events.ArrayChanged) and event.trials]
 
 

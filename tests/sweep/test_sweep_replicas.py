@@ -13,7 +13,7 @@ import torch.distributed as dist
 from plait.core.errors import InputError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -28,7 +28,7 @@ from plait.sweep.engines.microbatches import rounds_of
 from plait.sweep.search.values import check
 from plait.sweep.settings import SweepSettings
 from plait.sweep.trial_settings import with_values
-from plait.sweep.worker_group import Team, check_teams
+from plait.sweep.worker_group import WorkerGroup, check_teams
 from plait.training import checkpoint as checkpoints
 from support.sweeping import (
     killed_sweep,
@@ -92,7 +92,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 
 def best_weights(folder: Path) -> dict[str, torch.Tensor]:
-    (path,) = checkpoints.list_checkpoints(RunFolder(folder).checkpoints)
+    (path,) = checkpoints.list_checkpoints(RunDir(folder).checkpoints)
     return checkpoints.load(path).model
 
 
@@ -153,7 +153,7 @@ def test_workers_of_a_team_draw_other_random_numbers_and_the_leader_those_of_a_l
     entries = [make_entry(digits_job(seed=seed), None, torch.device("cpu"), DataSets()) for seed in (0, 1)]
     alone = FusedArray(entries).fused.seeds.tolist()
     # Groups of None are the world's, which nobody asks for before the first step.
-    teams: list[Any] = [Team([0, 1], rank, None, None) for rank in (0, 1)]  # type: ignore[arg-type]
+    teams: list[Any] = [WorkerGroup([0, 1], rank, None, None) for rank in (0, 1)]  # type: ignore[arg-type]
     leader, follower = (FusedArray(entries, team).fused.seeds.tolist() for team in teams)
     assert leader == alone
     assert not set(follower) & set(alone)

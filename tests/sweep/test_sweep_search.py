@@ -13,7 +13,7 @@ import plait
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.schema.settings import EvaluateSettings, TrainSettings
-from plait.sweep.scheduler import Book
+from plait.sweep.scheduler import TrialScheduler
 from plait.sweep.search.halving import goes_on
 from plait.sweep.search.values import Past, Search
 from plait.sweep.trial_settings import array_key, with_values
@@ -21,15 +21,17 @@ from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job
 
 
-def make_book(settings: Any, past: list[Any] = ()) -> tuple[Book, list[Any]]:  # type: ignore[assignment]
+def make_book(settings: Any, past: list[Any] = ()) -> tuple[TrialScheduler, list[Any]]:  # type: ignore[assignment]
     """A book that needs no run, and the events it recorded."""
     recorded: list[Any] = []
-    book = Book(settings, 1, "loss", lambda own: own.steps or 0, recorded.append, lambda winner, loser: None)
+    book = TrialScheduler(
+        settings, 1, "loss", lambda own: own.steps or 0, recorded.append, lambda winner, loser: None
+    )
     book.open(past)
     return book, recorded
 
 
-def play(book: Book, losses: dict[int, float]) -> None:
+def play(book: TrialScheduler, losses: dict[int, float]) -> None:
     """Train every trial as told; its loss never changes."""
     while not book.is_over:
         waiting = book.waiting()
@@ -80,7 +82,9 @@ def _through_json(event: Any) -> Any:
 def test_a_population_copies_winners_and_changes_their_values():
     copies = []
     settings = sweep_of("optimizer.lr=0.1,0.2,0.3,0.4", kind="pbt", least_steps=10)
-    book = Book(settings, 1, "loss", lambda own: 30, lambda e: None, lambda w, s: copies.append((w, s)))
+    book = TrialScheduler(
+        settings, 1, "loss", lambda own: 30, lambda e: None, lambda w, s: copies.append((w, s))
+    )
     book.open()
     play(book, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
     assert copies == [(0, 3), (0, 3)]
@@ -101,7 +105,7 @@ def test_a_population_copies_winners_and_changes_their_values():
 )
 def test_a_population_stays_within_what_was_asked_for(over: str, kind: type):
     settings = sweep_of(over, kind="pbt", least_steps=1, trials=None if "," in over else 8)
-    book = Book(settings, 1, "loss", lambda own: 60, lambda e: None, lambda w, s: None)
+    book = TrialScheduler(settings, 1, "loss", lambda own: 60, lambda e: None, lambda w, s: None)
     book.open()
     (dimension,) = settings.over
     seen, rounds = set(), 0
@@ -123,7 +127,7 @@ def test_a_population_takes_no_switches():
 
 
 def test_a_trial_without_the_metric_is_never_the_best():
-    book = Book(
+    book = TrialScheduler(
         sweep_of("evaluate.metric=accuracy,none", job=digits_job(steps=5)),
         1,
         "accuracy",

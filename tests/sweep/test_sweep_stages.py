@@ -16,8 +16,8 @@ from plait.core.codec import decode
 from plait.core.errors import InputError, JobError, PlaitError
 from plait.fusion.errors import FusionError
 from plait.jobs.sweep import make_sweep
-from plait.launch.run_dir import RunFolder
-from plait.measure.auto_plan import PlanWish
+from plait.launch.run_dir import RunDir
+from plait.measure.auto_plan import PlanRequest
 from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
@@ -37,7 +37,7 @@ from plait.sweep.search.space import combinations
 from plait.sweep.search.values import check
 from plait.sweep.settings import SweepSettings
 from plait.sweep.trial_settings import with_values
-from plait.sweep.worker_group import Team, check_teams
+from plait.sweep.worker_group import WorkerGroup, check_teams
 from plait.training import checkpoint as checkpoints
 from support.meeting import rendezvous_of
 from support.plans import planned
@@ -144,7 +144,7 @@ def test_a_trial_in_two_stages_equals_that_on_one_worker(
     assert same_table(sweep_here(one, tmp_path / "one"), found[name], tolerance=1e-10)
     if name != "pbt":
         _, weights = trial_alone(one, found[name]["best"]["values"], tmp_path / "alone")
-        (path,) = checkpoints.list_checkpoints(RunFolder(folder / name).checkpoints)
+        (path,) = checkpoints.list_checkpoints(RunDir(folder / name).checkpoints)
         assert largest_difference(checkpoints.load(path).model, weights) < 1e-10
 
 
@@ -210,7 +210,7 @@ class MeasuredError(Exception):
 def test_a_plan_to_be_measured_has_a_schedule_that_drains_or_is_refused_before(
     schedule: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ):
-    def measure(settings: Any, placement: Any, wish: PlanWish) -> Any:
+    def measure(settings: Any, placement: Any, wish: PlanRequest) -> Any:
         raise MeasuredError(wish.schedule)
 
     monkeypatch.setattr("plait.measure.auto_plan.planned", measure)
@@ -250,7 +250,7 @@ def make_stage(settings: SweepSettings) -> PipelinedArray:
     plan = arrange(decode(Plan, settings.train.pipeline.plan, "plan"))
     nobody: Any = None
     meeting = rendezvous_of(0, ["here"] * 2, dist.HashStore())
-    team, pipeline = Team([0, 1], 0, nobody, nobody), TeamPipeline(0, plan, nobody, meeting)
+    team, pipeline = WorkerGroup([0, 1], 0, nobody, nobody), TeamPipeline(0, plan, nobody, meeting)
     trials = [with_values(settings.train, values) for values in combinations(settings.over)]
     entries = [make_entry(one, None, torch.device("cpu"), DataSets()) for one in trials]
     return PipelinedArray(entries, team, pipeline)

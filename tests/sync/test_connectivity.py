@@ -21,8 +21,8 @@ from plait.sync.averaging.group_graph import (
 )
 from plait.sync.averaging.round_rules import (
     VOID,
+    Arrival,
     Closed,
-    Entry,
     Open,
     Round,
     Rules,
@@ -140,7 +140,7 @@ def test_spans_cover_everything_in_order(length: int, owners: int):
 def test_a_round_survives_being_written_down():
     before = Round(3, (1, 4), (4,), ((1, 2.5), (4, 1794721899.8039)), ((0, 1), (2,)), 2.25)
     assert read_round(3, before.text()) == before
-    opened = Open((Entry(4, -1, 0.25, 1.5), Entry(1, 2, 0.125, 1.75)))
+    opened = Open((Arrival(4, -1, 0.25, 1.5), Arrival(1, 2, 0.125, 1.75)))
     for outcome in (opened, Closed(before)):
         assert read_outcome(3, outcome.text().encode()) == outcome
     assert opened.leader == 4
@@ -184,7 +184,7 @@ def test_a_worker_that_lives_and_never_comes_is_waited_for_once_and_no_more():
     def opened(before: Round, at: float, now: float) -> tuple[Round, bool]:
         """The round after `before`, which two join `at` once, and whether it may close at `now`."""
         empty = next_round(before, before.number + 1, 3, 1)
-        entries = [Entry(0, before.number, 1.0, at), Entry(1, before.number, 1.0, at)]
+        entries = [Arrival(0, before.number, 1.0, at), Arrival(1, before.number, 1.0, at)]
         round_ = with_members(empty, entries, everyone, now, 1)
         return round_, may_close(round_, everyone, now - at, now, 1.0, rules)
 
@@ -195,9 +195,9 @@ def test_a_worker_that_lives_and_never_comes_is_waited_for_once_and_no_more():
 
 
 def test_where_all_members_missed_many_rounds_their_states_count():
-    past, entries = ((0, 1), (0, 1)), [Entry(2, 10, 0.1, 0.0), Entry(3, 11, 0.1, 0.0)]
+    past, entries = ((0, 1), (0, 1)), [Arrival(2, 10, 0.1, 0.0), Arrival(3, 11, 0.1, 0.0)]
     assert with_members(Round(50, past=past), entries, ALL[:4], 1.0, 10).behind == ()
-    both = [*entries, Entry(0, 49, 0.1, 0.0)]
+    both = [*entries, Arrival(0, 49, 0.1, 0.0)]
     assert with_members(Round(50, past=past), both, ALL[:4], 1.0, 10).behind == (2, 3)
 
 

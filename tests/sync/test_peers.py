@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from plait.comm.links.packing import Content, Message
-from plait.sync.averaging.peers import Inbox, SharedClock, Stopwatch
+from plait.sync.averaging.peers import Inbox, SharedClock, WaitTimer
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
 def test_a_stopwatch_is_over_when_nothing_happened_for_long_while_this_process_ran():
     clock = Clock()
-    watch = Stopwatch(clock, 5.0)
+    watch = WaitTimer(clock, 5.0)
     for _ in range(40):
         clock.now += 0.1
         assert not watch.is_over()

@@ -15,7 +15,7 @@ from plait.core.errors import PeerError
 from plait.sync.averaging import group_mean, partial_reduce
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.peers import Peers
-from plait.sync.averaging.round_rules import Closed, Entry, Open, Round, Rules, Step, next_step
+from plait.sync.averaging.round_rules import Arrival, Closed, NextStep, Open, Round, Rules, next_step
 from support.simulated import SimulatedWorker, Simulation, changed
 
 
@@ -181,20 +181,22 @@ def test_keys_of_meetings_that_nobody_comes_to_any_more_are_deleted():
 
 
 def test_who_joined_a_round_obeys_its_outcome():
-    entries = (Entry(0, -1, 0.1, 0.0), Entry(1, 3, 0.1, 0.0))
+    entries = (Arrival(0, -1, 0.1, 0.0), Arrival(1, 3, 0.1, 0.0))
     opened, closed = Open(entries), Closed(Round(4, (0, 1)))
     others = Closed(Round(4, (0, 2)))
 
-    def step(outcome: Any, *, brings_mean: bool = True, there: bool = True, too_long: bool = False) -> Step:
+    def step(
+        outcome: Any, *, brings_mean: bool = True, there: bool = True, too_long: bool = False
+    ) -> NextStep:
         return next_step(outcome, 1, brings_mean, there, too_long)
 
-    assert step(opened) is Step.WAIT
-    assert step(opened, there=False) is step(opened, too_long=True) is Step.MAKE_VOID
+    assert step(opened) is NextStep.WAIT
+    assert step(opened, there=False) is step(opened, too_long=True) is NextStep.MAKE_VOID
     for there in (True, False):
         for too_long in (True, False):
-            assert step(None, there=there, too_long=too_long) is Step.GO_ON
-            assert step(others, there=there, too_long=too_long) is Step.GO_ON
-            assert step(closed, brings_mean=False, there=there, too_long=too_long) is Step.TAKE_PART
-    assert step(closed) is Step.WAIT
-    assert step(closed, there=False) is Step.LEAVE
-    assert step(closed, too_long=True) is Step.COMPLAIN
+            assert step(None, there=there, too_long=too_long) is NextStep.GO_ON
+            assert step(others, there=there, too_long=too_long) is NextStep.GO_ON
+            assert step(closed, brings_mean=False, there=there, too_long=too_long) is NextStep.TAKE_PART
+    assert step(closed) is NextStep.WAIT
+    assert step(closed, there=False) is NextStep.LEAVE
+    assert step(closed, too_long=True) is NextStep.COMPLAIN

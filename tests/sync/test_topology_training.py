@@ -11,7 +11,7 @@ import pytest
 
 from plait.core import events as core_events
 from plait.core.errors import InputError
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.job import make_job
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.schema.topology import TOPOLOGIES
@@ -60,7 +60,7 @@ def test_three_workers_equal_one_process_over_every_topology(tmp_path: Path):
 def train_and_switch(rank: int, folder: Path) -> dict[str, Any]:
     """Take the job's steps, with another topology after each."""
     parts = components.build(JOB, components.choose_device("cpu", 0))
-    trainer = Trainer(TestWorker(rank, 3), JOB, parts, RunFolder(folder))  # type: ignore[arg-type]
+    trainer = Trainer(TestWorker(rank, 3), JOB, parts, RunDir(folder))  # type: ignore[arg-type]
     assert trainer.engine is not None
     trainer._agree_on_start()
     for steps, name in enumerate(["ring", "native", "clique", "star:2", "binary-tree", "native"], 1):

@@ -17,7 +17,7 @@ from plait.core import run_events
 from plait.core.errors import JobError
 from plait.core.events import read
 from plait.jobs.train import train
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.job import make_job
 from plait.schema.settings import (
     DataSettings,
@@ -63,7 +63,7 @@ class Watch:
         self._at_step = at_step
         self._act = act
 
-    def started(self, folder: RunFolder, workers: Any) -> None:
+    def started(self, folder: RunDir, workers: Any) -> None:
         self.workers = workers
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path)
     assert any(f"worker {rank} on localhost is lost (ended by SIGKILL)" in line for line in watch.lines)
     lost = [e for e in all_events(Path(result["run"]))[1] if isinstance(e, run_events.WorkerLost)]
     assert [e.worker for e in lost] == [rank]
-    assert len(list_checkpoints(RunFolder(Path(result["run"])).checkpoints)) == 1
+    assert len(list_checkpoints(RunDir(Path(result["run"])).checkpoints)) == 1
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
@@ -202,7 +202,7 @@ def choose_in_a_world(
     worker = StoreWorker(rank, size, port, None)
     parts = components.build(settings, torch.device("cpu"))
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
-    trainer = make_trainer(worker, settings, parts, RunFolder(folder))  # type: ignore[arg-type]
+    trainer = make_trainer(worker, settings, parts, RunDir(folder))  # type: ignore[arg-type]
     assert largest_difference(before, parts.model.state_dict()) == 0
     return type(trainer).__name__
 

@@ -17,14 +17,14 @@ from plait.core.events import read
 from plait.core.run_events import Operations
 from plait.core.run_events import Step as StepEvent
 from plait.data.sampler import GlobalBatch, Position
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.pipeline.layout import stream
-from plait.pipeline.microbatches import Microbatch, StretchWork, cut_step
+from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
-from plait.schema.topology_spec import TopologyWish
+from plait.schema.topology_spec import TopologySpec
 from plait.training import checkpoint, components
 from plait.training.engines.pipeline import PipelineTrainer, check_pipeline
 from support.plans import placed, planned
@@ -39,7 +39,7 @@ def test_steps_whose_loss_is_read_later_have_the_times_they_took(tmp_path: Path)
         (1, 1), Schedule.FLUSH, checkpoint=CheckpointSettings(every_steps=5), log_every_steps=1
     )
     run_ranks(2, train_rank, settings, tmp_path / "run")
-    events = [entry.event for entry in read(RunFolder(tmp_path / "run").events(0))]
+    events = [entry.event for entry in read(RunDir(tmp_path / "run").events(0))]
     seconds = [event.seconds for event in events if isinstance(event, StepEvent)]
     assert len(seconds) == settings.steps
     assert min(seconds[4::5]) > 0.1 * sorted(seconds)[len(seconds) // 2]
@@ -57,7 +57,7 @@ def train_rank(
     size = dist.get_world_size()
     parts = components.build(settings, torch.device("cpu"))
     worker: Any = TestWorker(rank, size, stop_file)
-    trainer = PipelineTrainer(worker, settings, parts, RunFolder(folder), hosts or ["here"] * size)
+    trainer = PipelineTrainer(worker, settings, parts, RunDir(folder), hosts or ["here"] * size)
     return trainer.run(resume)
 
 
@@ -111,12 +111,12 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     assert result["reason"] == "finished"
     assert result["test"]["accuracy"] > 0.5
     for rank in range(3):
-        found = [r.event for r in read(RunFolder(tmp_path / "whole").events(rank))]
+        found = [r.event for r in read(RunDir(tmp_path / "whole").events(rank))]
         stretches = [event for event in found if isinstance(event, Operations)]
         assert [event.step for event in stretches] == [16, 20]
         assert all(s <= e for event in stretches for s, e in zip(event.starts, event.ends))
         assert stretches[0].letters.count("F") == stretches[0].letters.count("B") == (64 if rank == 2 else 32)
-    steps = [r.event for r in read(RunFolder(tmp_path / "whole").events(0)) if isinstance(r.event, StepEvent)]
+    steps = [r.event for r in read(RunDir(tmp_path / "whole").events(0)) if isinstance(r.event, StepEvent)]
     assert [event.step for event in steps] == list(range(1, 21))
     stop = tmp_path / "stop"
     stop.touch()
@@ -271,7 +271,7 @@ def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple
     found = []
     for rank in arrangement.holders(stage):
         steps: list[int] = []
-        work = StretchWork(
+        work = MicrobatchSource(
             arrangement,
             rank,
             pieces,
@@ -306,7 +306,7 @@ def test_workers_that_hold_several_stages_agree_on_a_stretch_that_ends_early(
     ends = replace(arrangement, microbatches=1)
     expected = operations(schedule, ends.layout, 15)
     for rank in layout.workers:
-        work = StretchWork(
+        work = MicrobatchSource(
             ends,
             rank,
             pieces,
@@ -320,7 +320,7 @@ def test_workers_that_hold_several_stages_agree_on_a_stretch_that_ends_early(
 
 @pytest.mark.parametrize("topology", ["ring", "auto"])
 def test_replicas_of_a_stage_sum_over_the_topology_that_was_asked_for(tmp_path: Path, topology: str) -> None:
-    settings = replace(planned((3, 1), Schedule.FLUSH), topology=TopologyWish(topology))
+    settings = replace(planned((3, 1), Schedule.FLUSH), topology=TopologySpec(topology))
     run_ranks(4, train_rank, settings, tmp_path / "pipeline", hosts=["a", "a", "b", "b"])
     _, weights = train_here(digits_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10

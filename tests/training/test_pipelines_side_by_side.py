@@ -16,7 +16,7 @@ from plait.core import run_events
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError, PeerError
 from plait.core.events import read
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
@@ -28,7 +28,7 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint, components
 from plait.training.engines.pipeline import check_pipeline
-from plait.training.engines.pipeline_replica import Column
+from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.replica_layout import columns_of
 from plait.training.worker import make_trainer
 from support.averaging import job_store
@@ -51,7 +51,7 @@ def train_rank(rank: int, port: int, settings: TrainSettings, folder: Path, host
     worker: Any = StoreWorker(rank, dist.get_world_size(), port, None)
     worker.host = hosts[rank]
     parts = components.build(settings, torch.device("cpu"))
-    return make_trainer(worker, settings, parts, RunFolder(folder)).run(resume=False)
+    return make_trainer(worker, settings, parts, RunDir(folder)).run(resume=False)
 
 
 def train(settings: TrainSettings, folder: Path) -> list[Any]:
@@ -64,7 +64,7 @@ def final_weights(folder: Path) -> dict[str, Any]:
 
 
 def recorded(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
-    return [r.event for r in read(RunFolder(folder).events(rank)) if isinstance(r.event, kind)]
+    return [r.event for r in read(RunDir(folder).events(rank)) if isinstance(r.event, kind)]
 
 
 def test_where_all_average_after_every_update_two_pipelines_equal_one_process(tmp_path: Path):
@@ -104,14 +104,14 @@ def lose_a_worker(
 ) -> Any:
     """The run of one rank; the victim is killed before its fifth update, others say why they end."""
     if rank == victim:
-        update, count = Column.update, iter(range(5))
+        update, count = PipelineReplica.update, iter(range(5))
 
-        def update_or_end(column: Column, *given: Any) -> float:
+        def update_or_end(column: PipelineReplica, *given: Any) -> float:
             if next(count) == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
             return update(column, *given)
 
-        Column.update = update_or_end  # type: ignore[method-assign]
+        PipelineReplica.update = update_or_end  # type: ignore[method-assign]
     try:
         return train_rank(rank, port, settings, folder, hosts)
     except PeerError as failure:

@@ -12,7 +12,7 @@ import torch
 from plait.core.errors import CheckpointError, JobError
 from plait.core.events import read
 from plait.core.run_events import Step
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
     CheckpointSettings,
@@ -24,7 +24,7 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.metrics import Recorder
+from plait.training.metrics import MetricsLogger
 from support.averaging import job_store
 from support.plans import cut_in_two
 from support.syncs import train_at_own_pace
@@ -67,7 +67,7 @@ def test_a_best_checkpoint_that_is_gone_is_not_held_against_later_ones(tmp_path:
     rule = CheckpointSettings(every_steps=100, keep_last=1, keep_best="loss")
     job = replace(JOB, checkpoint=rule, evaluate=EvaluateSettings(every_steps=3))
     train_here(job, tmp_path)
-    folder = RunFolder(tmp_path).checkpoints
+    folder = RunDir(tmp_path).checkpoints
     assert (folder / "best").resolve().name == "step-000000006"
     state = checkpoints.load(folder / "step-000000006")
     gone = {**state.progress, "best": {"step": 5, "loss": 0.0, "accuracy": 1.0}}
@@ -83,7 +83,7 @@ def test_a_checkpoint_with_damaged_progress_gives_way_to_the_one_before(
     damage: dict[str, Any], tmp_path: Path
 ):
     train_here(JOB, tmp_path)
-    folder = RunFolder(tmp_path).checkpoints
+    folder = RunDir(tmp_path).checkpoints
     newest = checkpoints.load(folder / "step-000000006")
     progress = {**newest.progress, **damage}
     if damage == {"best": 3}:
@@ -96,7 +96,7 @@ def test_a_checkpoint_with_damaged_progress_gives_way_to_the_one_before(
 
 def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path):
     train_here(JOB, tmp_path)
-    folder = RunFolder(tmp_path).checkpoints
+    folder = RunDir(tmp_path).checkpoints
     for path in checkpoints.list_checkpoints(folder)[1:]:
         path.rename(folder / f".gone-{path.name}")
     (folder / "step-000000006").rename(folder / ".old-step-000000006.123")
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path):
 )  # fmt: skip
 def test_a_state_that_was_changed_is_refused(damage: tuple[str, str], tmp_path: Path):
     train_here(JOB, tmp_path)
-    state = RunFolder(tmp_path).checkpoints / "step-000000006" / "state.json"
+    state = RunDir(tmp_path).checkpoints / "step-000000006" / "state.json"
     text = state.read_text()
     assert damage[0] in text
     state.write_text(text.replace(*damage))
@@ -184,8 +184,8 @@ def test_an_evaluation_is_no_time_of_the_steps_that_an_event_is_yet_to_tell_of(t
     """The steps of a pipeline are told of later, with the moment at which they ended."""
     settings = digits_job(steps=10)
     settings = replace(settings, log_every_steps=None)
-    folder, worker = RunFolder(tmp_path), TestWorker()
-    recorder = Recorder(worker, settings, components.build(settings, torch.device("cpu")), folder)  # type: ignore[arg-type]
+    folder, worker = RunDir(tmp_path), TestWorker()
+    recorder = MetricsLogger(worker, settings, components.build(settings, torch.device("cpu")), folder)  # type: ignore[arg-type]
     recorder.start(0, 10)
     began = recorder._mark
     recorder.step(1, 0, torch.tensor(1.0), 0.1, 64, began + 0.5)

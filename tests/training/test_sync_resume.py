@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.pipeline import named_state
 from plait.schema.settings import (
     CheckpointSettings,
@@ -58,7 +58,7 @@ def train(rank: int, port: int, settings: TrainSettings, folder: Path, resume: b
     size = dist.get_world_size()
     parts = components.build(settings, torch.device("cpu"))
     worker: Any = StoreWorker(rank, size, port, None)
-    OwnPaceTrainer(worker, settings, parts, RunFolder(folder), ["a"] * size).run(resume)
+    OwnPaceTrainer(worker, settings, parts, RunDir(folder), ["a"] * size).run(resume)
     model = {f"model/{name}": value for name, value in parts.model.state_dict().items()}
     return model | named_state.optimizer_state(parts.optimizer, parts.names)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.data.sampler import GlobalBatch, Position
-from plait.training.engines.work_queue import WINDOW, Claim, Claims, Speed, leaves_the_rest
+from plait.training.engines.work_queue import WINDOW, Speed, WorkItem, WorkQueue, leaves_the_rest
 from support.simulated import DictStore, SimulatedWorker, Simulation
 
 ORDERS = st.integers(2, 6).flatmap(
@@ -26,9 +26,11 @@ def batches(count: int, size: int = 6) -> list[GlobalBatch]:
     ]
 
 
-def make(store: Any, key: str, count: int, workers: int, **more: Any) -> list[Claims]:
+def make(store: Any, key: str, count: int, workers: int, **more: Any) -> list[WorkQueue]:
     """The claims of one segment as each worker sees them."""
-    return [Claims(store, key, batches(count), workers, place, workers, **more) for place in range(workers)]
+    return [
+        WorkQueue(store, key, batches(count), workers, place, workers, **more) for place in range(workers)
+    ]
 
 
 @given(ORDERS, st.integers(2, WINDOW))
@@ -54,7 +56,7 @@ def test_nor_do_they_over_several_segments_and_all_shares_are_taken(
     for number, count in enumerate(segments):
         store = DictStore()
         claims = [
-            Claims(store, f"c{number}", batches(count), workers, place, workers, speed=speeds[place])
+            WorkQueue(store, f"c{number}", batches(count), workers, place, workers, speed=speeds[place])
             for place in range(workers)
         ]
         takers = [each.take() for each in claims]
@@ -73,15 +75,15 @@ def test_a_clearly_slower_worker_leaves_the_last_claims_to_the_others():
     assert not leaves_the_rest(29, 1, 8, lambda: 0)
 
 
-def run_at_own_pace(step_s: list[float], segments: list[int]) -> tuple[list[list[Claim]], float]:
+def run_at_own_pace(step_s: list[float], segments: list[int]) -> tuple[list[list[WorkItem]], float]:
     """What each worker took where worker i needs `step_s[i]` a claim, and when the last segment was over."""
     workers, now = len(step_s), 0.0
     speeds = [Speed() for _ in range(workers)]
-    taken: list[list[Claim]] = [[] for _ in range(workers)]
+    taken: list[list[WorkItem]] = [[] for _ in range(workers)]
     for number, count in enumerate(segments):
         store = DictStore()
         claims = [
-            Claims(store, f"c{number}", batches(count), workers, place, workers, speed=speeds[place])
+            WorkQueue(store, f"c{number}", batches(count), workers, place, workers, speed=speeds[place])
             for place in range(workers)
         ]
         free = [(now, place, claims[place].take()) for place in range(workers)]
@@ -116,7 +118,8 @@ def test_a_worker_that_was_slow_and_is_no_more_takes_as_much_as_the_others():
         speed.note(number)
     speed.end_segment(120)
     slow, other = (
-        Claims(store, "c", batches(20), 2, place, 2, speed=own) for place, own in enumerate([speed, Speed()])
+        WorkQueue(store, "c", batches(20), 2, place, 2, speed=own)
+        for place, own in enumerate([speed, Speed()])
     )
     takers = [slow.take(), other.take()]
     counts = Counter(place for _ in range(20) for place in (0, 1) if next(takers[place], None) is not None)
@@ -140,7 +143,7 @@ class Interleaved(DictStore):
 def test_workers_with_equal_steps_stop_after_the_same_one_whenever_it_is_asked_for(moment: tuple[str, str]):
     """While one stops, the others go on as far as they can."""
     steps = [0, 0, 0]
-    takers: list[Iterator[Claim]] = []
+    takers: list[Iterator[WorkItem]] = []
 
     def go_on() -> None:
         for place in (1, 2):
@@ -181,13 +184,13 @@ def take_all(
 
     def body(worker: SimulatedWorker) -> None:
         size = len(step_s)
-        claims = Claims(worker.store, "c", batches(count), size, worker.rank, size, ahead=True)
+        claims = WorkQueue(worker.store, "c", batches(count), size, worker.rank, size, ahead=True)
 
-        def work(claim: Claim) -> None:
+        def work(claim: WorkItem) -> None:
             worker.sleep(step_s[worker.rank])
             ended.append(claim.number)
 
-        reserved: list[Claim] = []
+        reserved: list[WorkItem] = []
         source = claims.take()
         while not claims.leaves():
             reserved += [claim for _ in range(ahead - len(reserved)) if (claim := next(source, None))]

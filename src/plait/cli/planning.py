@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from plait.graph.graph import Graph
-    from plait.planner import Device, Machines, Plan, Schedule
+    from plait.planner import Cluster, Device, Plan, Schedule
     from plait.profiler.profile import Profile
     from plait.schema.placement import Placement
     from plait.schema.settings import TrainSettings
@@ -279,7 +279,7 @@ def _machines(
     speeds: str | None,
     memories: str | None,
     measured: Profile | None,
-) -> Machines:
+) -> Cluster:
     from plait.planner import machines, measured_machines
 
     counts = tuple(_number(part, "--devices", int, "4 or 4x4") for part in devices.split("x"))

@@ -17,18 +17,18 @@ from plait.cli.status_file import read_cause, read_status
 from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
 from plait.core.units import show_seconds
-from plait.launch.run_dir import RunFolder, find_run
+from plait.launch.run_dir import RunDir, find_run
 
 RunArgument = Annotated[
     str, typer.Argument(help="A run's folder, its name, or a job's name.", show_default=False)
 ]
-RunDir = Annotated[Path, typer.Option(help="Where runs are looked up by name.")]
+RunsFolder = Annotated[Path, typer.Option(help="Where runs are looked up by name.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 LONGEST_S = 1e6
 
 
-def status(run: RunArgument, run_dir: RunDir = Path("runs"), json_: JsonFlag = False) -> None:
+def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag = False) -> None:
     """Tell who is alive, the step, samples/s and time left of a run.
 
     Example: plait status runs/digits-001
@@ -55,7 +55,7 @@ def status(run: RunArgument, run_dir: RunDir = Path("runs"), json_: JsonFlag = F
 
 def stop(
     run: RunArgument,
-    run_dir: RunDir = Path("runs"),
+    run_dir: RunsFolder = Path("runs"),
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the run to end.")] = 120.0,
     json_: JsonFlag = False,
 ) -> None:
@@ -85,7 +85,7 @@ def stop(
         print(f"next: plait {on} {folder.path}")
 
 
-def _ask_to_stop(folder: RunFolder) -> None:
+def _ask_to_stop(folder: RunDir) -> None:
     """Ask the supervisor of a run, which must be running here, to end it."""
     holder = folder.holder()
     if holder is None:
@@ -107,7 +107,7 @@ def _ask_to_stop(folder: RunFolder) -> None:
         ) from None
 
 
-def _state(folder: RunFolder) -> str:
+def _state(folder: RunDir) -> str:
     """How a run that does not go on ended, as far as can be told."""
     if not folder.status.exists():
         return "never started"
@@ -119,7 +119,7 @@ def _state(folder: RunFolder) -> str:
 
 def evaluate(
     run: RunArgument,
-    run_dir: RunDir = Path("runs"),
+    run_dir: RunsFolder = Path("runs"),
     best: Annotated[bool, typer.Option(help="The best checkpoint instead of the newest.")] = False,
     json_: JsonFlag = False,
 ) -> None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from plait.core.units import count_of, show_rate, show_seconds
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.supervisor import WorkerState
 
 PLAIN_LINE_S = 5.0
@@ -48,7 +48,7 @@ class RunDisplay:
         if self._live:
             self._progress.stop()
 
-    def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None:
+    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
         hosts = sorted({worker.host for worker in workers})
         count = count_of(len(workers), "worker")
         self._say(f"{folder.path}: {count} on {', '.join(hosts)}")

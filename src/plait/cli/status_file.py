@@ -12,7 +12,7 @@ import psutil
 from plait.core.artefact import read_json
 from plait.core.errors import ArtefactError
 from plait.core.shown import shortened, shown
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.hosts import LOCAL
 
 # How the messages begin with which runs fail; what follows is a log's place, or what an agent printed.
@@ -21,7 +21,7 @@ _AGENT_FAILED = re.compile(r"the agent on .* (ended|is still there|has shown no 
 _MOST_BYTES = 1_000_000
 
 
-def read_status(folder: RunFolder) -> dict[str, Any]:
+def read_status(folder: RunDir) -> dict[str, Any]:
     """The run's status file, with what is true of it now: is the supervisor there, is each worker."""
     found = read_json(folder.status, "status")
     _check(found, folder)
@@ -34,7 +34,7 @@ def read_status(folder: RunFolder) -> dict[str, Any]:
     return found
 
 
-def _check(found: Mapping[str, Any], folder: RunFolder) -> None:
+def _check(found: Mapping[str, Any], folder: RunDir) -> None:
     """Refuse a status that was not written by a run, naming the first thing that is wrong."""
 
     def expect(holds: bool, content: Mapping[str, Any], key: str, expected: str) -> None:
@@ -83,7 +83,7 @@ def _is_alive(pid: int) -> bool:
         return True
 
 
-def read_cause(folder: RunFolder) -> str | None:
+def read_cause(folder: RunDir) -> str | None:
     """The line of the run's failure file that says why it failed; None where there is no such file."""
     try:
         with folder.failure.open("rb") as file:

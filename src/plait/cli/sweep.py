@@ -23,7 +23,7 @@ from plait.cli.train import STOPPED, JsonFlag, placed
 from plait.core.errors import InputError
 from plait.core.shown import shown
 from plait.core.units import count_of, show_rate, show_seconds
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 
 if TYPE_CHECKING:
     from plait.launch.supervisor import WorkerState
@@ -146,7 +146,7 @@ class SweepDisplay:
         if self._live is not None:
             self._live.stop()
 
-    def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None:
+    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
         count = count_of(len(workers), "worker")
         self._say(f"{folder.path}: {count} on {', '.join(sorted({worker.host for worker in workers}))}")
 
@@ -238,7 +238,7 @@ def _show(value: Any) -> str:
 
 def show_result(result: dict[str, Any], job: Path) -> None:
     """The trials, best first, and where to look next."""
-    folder = RunFolder(Path(result["run"]))
+    folder = RunDir(Path(result["run"]))
     print_table(trials_table(result["trials"][:SHOWN]))
     if len(result["trials"]) > SHOWN:
         print(f"and {len(result['trials']) - SHOWN} more in {folder.path}/trials.csv")

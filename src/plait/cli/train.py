@@ -12,7 +12,7 @@ import typer
 from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import JobError
 from plait.core.shown import shown
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 
 if TYPE_CHECKING:
     from plait.schema.job import Job
@@ -115,7 +115,7 @@ def show_result(result: dict[str, Any]) -> None:
     """The result table, and where to look next."""
     from plait.cli.show import print_table, result_table
 
-    folder = RunFolder(Path(result["run"]))
+    folder = RunDir(Path(result["run"]))
     print_table(result_table(result))
     if result["reason"] == "stopped":
         print(f"stopped; go on with: plait train {folder.job} --resume --run {folder.path}")

@@ -22,7 +22,7 @@ Link = SharedLink | WireLink
 WINDOW = 8
 
 
-class Mail:
+class Mailbox:
     """This worker's mail with its peers; one thread at a time uses it.
 
     A channel is a number that both ends use for one stream of messages.
@@ -93,7 +93,7 @@ class Mail:
 
 def open_mail(
     rendezvous: Rendezvous, name: str, own: int | None = None, hosts: Sequence[str] | None = None
-) -> Mail:
+) -> Mailbox:
     """Mail with all other ranks; all of them call it with the same `name`.
 
     Where members have other numbers than their ranks, `own` is this worker's and `hosts` names the host of
@@ -102,7 +102,7 @@ def open_mail(
     own = rendezvous.rank if own is None else own
     hosts = rendezvous.hosts if hosts is None else hosts
     met = rendezvous.meet(name, range(len(hosts)), own, hosts)
-    return Mail(own, {peer: _link(connection) for peer, connection in met.items()})
+    return Mailbox(own, {peer: _link(connection) for peer, connection in met.items()})
 
 
 def _link(connection: socket.socket) -> Link:

@@ -23,7 +23,7 @@ Row = dict[str, Cell]
 
 
 @dataclass(frozen=True)
-class Claim:
+class BenchClaim:
     """Something said before measuring: in words, with the number found, the goal, and whether it holds."""
 
     claim: str
@@ -39,7 +39,7 @@ class Bench:
     name: str
     command: str
     rows: tuple[Row, ...]
-    claims: tuple[Claim, ...]
+    claims: tuple[BenchClaim, ...]
     machine: dict[str, Cell] = field(default_factory=lambda: this_machine())
     versions: dict[str, str] = field(default_factory=lambda: these_versions())
 

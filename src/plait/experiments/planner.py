@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.experiments.bench import Bench, Claim, Row
+from plait.experiments.bench import Bench, BenchClaim, Row
 from plait.graph import Edge, Graph, Node, pipedream
-from plait.planner import Machines, Plan, machines, make_plan
+from plait.planner import Cluster, Plan, machines, make_plan
 
 PROFILES = Path(__file__).parent / "profiles"
 CLUSTERS = {
@@ -58,7 +58,7 @@ def run(profiles: Path | None = None, repeats: int = 3, command: str = "plait be
 
 
 def _measure(
-    name: str, graph: Graph, cluster: str, machine: Machines, theirs: Published | None, repeats: int
+    name: str, graph: Graph, cluster: str, machine: Cluster, theirs: Published | None, repeats: int
 ) -> Row:
     seconds, plans = [], []
     for _ in range(repeats):
@@ -84,7 +84,7 @@ def _measure(
     }
 
 
-def _claims(rows: list[Row]) -> list[Claim]:
+def _claims(rows: list[Row]) -> list[BenchClaim]:
     """What was said before measuring, with what was found."""
     seconds = {(row["profile"], row["devices"]): float(row["cpu_s"] or 0) for row in rows}
     named = {key: value for key, value in seconds.items() if key[0] in PUBLISHED}
@@ -94,7 +94,7 @@ def _claims(rows: list[Row]) -> list[Claim]:
     memory = peak_bytes()
     return [
         # The published bottlenecks have six decimals.
-        Claim("bottleneck over PipeDream's, the worst of all", worst, "at most 1", worst <= 1),
+        BenchClaim("bottleneck over PipeDream's, the worst of all", worst, "at most 1", worst <= 1),
         _within("CPU seconds for resnet50 on 4x4", seconds[_FIRST], 0.25),
         _within("CPU seconds for any other profile that PipeDream finished", max(others), 2.0),
         _within("CPU seconds for nasnetamobile on 16", seconds["nasnetamobile", "16"], 10.0),
@@ -107,8 +107,8 @@ def _claims(rows: list[Row]) -> list[Claim]:
 _FIRST = ("resnet50", "4x4")
 
 
-def _within(claim: str, value: float, goal: float) -> Claim:
-    return Claim(claim, value, f"at most {goal:g}", value <= goal)
+def _within(claim: str, value: float, goal: float) -> BenchClaim:
+    return BenchClaim(claim, value, f"at most {goal:g}", value <= goal)
 
 
 def _ratio(row: Row) -> float:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.experiments.bench import Bench, Claim, Row
+from plait.experiments.bench import Bench, BenchClaim, Row
 from plait.pipeline.cutting.cut import cut
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.timing import Clock, Loss, Timed, time_whole
@@ -20,7 +20,7 @@ from plait.workloads.vgg import vgg16
 
 
 @dataclass(frozen=True)
-class Case:
+class ProfiledCase:
     """A model and its input and classes, for a batch of a given size."""
 
     name: str
@@ -35,9 +35,9 @@ class Case:
 
 
 CASES = (
-    Case("vgg16", vgg16, lambda batch: torch.randn(batch, 3, 224, 224), 1000),
-    Case("resnet50", resnet50, lambda batch: torch.randn(batch, 3, 224, 224), 1000),
-    Case(
+    ProfiledCase("vgg16", vgg16, lambda batch: torch.randn(batch, 3, 224, 224), 1000),
+    ProfiledCase("resnet50", resnet50, lambda batch: torch.randn(batch, 3, 224, 224), 1000),
+    ProfiledCase(
         "transformer",
         lambda: transformer(vocabulary=8192, context=128),
         lambda batch: torch.randint(0, 8192, (batch, 128)),
@@ -54,7 +54,7 @@ def run(
     return Bench("profiler", command, rows, tuple(_claims(rows)))
 
 
-def _measure(case: Case, device: torch.device, batch: int, repeats: int) -> Row:
+def _measure(case: ProfiledCase, device: torch.device, batch: int, repeats: int) -> Row:
     torch.manual_seed(0)
     model = case.model().to(device)
     inputs = case.inputs(batch).to(device)
@@ -111,14 +111,14 @@ def _parameter_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def _claims(rows: tuple[Row, ...]) -> list[Claim]:
+def _claims(rows: tuple[Row, ...]) -> list[BenchClaim]:
     claims = []
     for row in rows:
         share, ratio = float(row["sum_over_step"] or 0), float(row["stage_over_model"] or 0)
         claims += [
-            Claim(f"{row['model']}: layers over whole step", share, "0.9 to 1.1", 0.9 <= share <= 1.1),
-            Claim(f"{row['model']}: one stage over the model", ratio, "at most 1.05", ratio <= 1.05),
+            BenchClaim(f"{row['model']}: layers over whole step", share, "0.9 to 1.1", 0.9 <= share <= 1.1),
+            BenchClaim(f"{row['model']}: one stage over the model", ratio, "at most 1.05", ratio <= 1.05),
         ]
     exact = [row["parameters_exact"] is True for row in rows]
-    claims.append(Claim("models with exact parameter bytes", sum(exact), f"all {len(rows)}", all(exact)))
+    claims.append(BenchClaim("models with exact parameter bytes", sum(exact), f"all {len(rows)}", all(exact)))
     return claims

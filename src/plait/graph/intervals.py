@@ -31,7 +31,7 @@ class Interval:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class CutPoint:
     """The fewest bytes that any ideal of an interval lets cross, and its smallest and largest such ideal."""
 
     crossing_bytes: float
@@ -45,7 +45,7 @@ class Cover:
 
     graph: Graph
     intervals: tuple[Interval, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[CutPoint, ...]
 
     def ideals(self, steps: int) -> Ideals:
         """The cheapest ideals of all the intervals, and `steps` more that follow the graph's order.
@@ -152,7 +152,7 @@ class _Network:
         self._tensors = [(source, size, targets) for (source, _), (size, targets) in tensors.items()]
         self._nodes = len(graph.order)
 
-    def cheapest(self, interval: Interval) -> Cut:
+    def cheapest(self, interval: Interval) -> CutPoint:
         arcs = self._arcs(interval)
         flow = 0.0
         while True:
@@ -166,7 +166,7 @@ class _Network:
         for node in np.flatnonzero(interval.free).tolist():
             smallest[node] = node in from_source
             largest[node] = node not in to_sink
-        return Cut(flow, smallest, largest)
+        return CutPoint(flow, smallest, largest)
 
     def _arcs(self, interval: Interval) -> dict[int, dict[int, float]]:
         """Residual capacities; the source stands for all nodes inside, the sink for all outside."""

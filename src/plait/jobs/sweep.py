@@ -16,7 +16,7 @@ from plait.core.names import did_you_mean
 from plait.core.shown import shown
 from plait.fusion.errors import FusionError
 from plait.launch.run import Display, Silent, launch_entry, tracing_modules
-from plait.launch.run_dir import RunFolder, choose_folder, find_run
+from plait.launch.run_dir import RunDir, choose_folder, find_run
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import write_sweep
 from plait.schema.hosts import LOCAL, Host
@@ -134,13 +134,13 @@ def make_sweep(
 
 def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
     """`settings` with the job's plan, under a schedule that drains between two steps."""
-    from plait.measure.auto_plan import PlanWish, planned
+    from plait.measure.auto_plan import PlanRequest, planned
 
     wish = job.parallel
     depths, recompute = wish.depths, tuple(wish.recompute)
     is_made = wish.plan in ("auto", "model-parallel")
     schedule = wish.schedule or ("flush" if is_made else None)
-    asked = PlanWish(wish.plan, schedule, wish.microbatches, wish.vertical_sync, depths, recompute)
+    asked = PlanRequest(wish.plan, schedule, wish.microbatches, wish.vertical_sync, depths, recompute)
     made, plan = planned(settings, job.placement(), asked)
     if wish.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
@@ -219,7 +219,7 @@ def _text(settings: SweepSettings) -> str:
     return json.dumps({"plait": KIND, "version": VERSION, **encode(settings)}, indent=1) + "\n"
 
 
-def read_sweep(folder: RunFolder) -> SweepSettings:
+def read_sweep(folder: RunDir) -> SweepSettings:
     """What the sweep in `folder` was asked for."""
     path = folder.path / "sweep.json"
     if not path.exists():

@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.core.codec import encode
 from plait.launch.run import Display, Silent, launch
-from plait.launch.run_dir import RunFolder, choose_folder
+from plait.launch.run_dir import RunDir, choose_folder
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, check_slow
 from plait.schema.placement import Placement
@@ -39,11 +39,11 @@ def train(
 
 
 def _planned(
-    job: Job, settings: TrainSettings, placement: Placement, display: Display, before: RunFolder | None
+    job: Job, settings: TrainSettings, placement: Placement, display: Display, before: RunDir | None
 ) -> tuple[TrainSettings, Placement]:
     """The job's settings with its plan, which says how many workers there are where the job does not."""
     from plait.measure.auto_plan import (
-        PlanWish,
+        PlanRequest,
         describe_clipping,
         describe_memory,
         describe_updates,
@@ -59,7 +59,7 @@ def _planned(
     settings, plan = planned(
         settings,
         placement,
-        PlanWish(
+        PlanRequest(
             wish.plan,
             wish.schedule,
             wish.microbatches,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from plait.core.codec import encode
 from plait.core.errors import DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.supervisor import Launch, Supervisor, WorkerState
 from plait.schema.placement import Placement
 from plait.schema.settings import TrainSettings
@@ -32,7 +32,7 @@ TRACING = (
 class Display(Protocol):
     """Who shows a run to a person."""
 
-    def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None: ...
+    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None: ...
     def progressed(self, progress: Mapping[str, Any]) -> None: ...
     def printed(self, line: str) -> None: ...
     def stopping(self) -> None: ...
@@ -41,7 +41,7 @@ class Display(Protocol):
 class Silent:
     """A display that shows nothing."""
 
-    def started(self, folder: RunFolder, workers: tuple[WorkerState, ...]) -> None:
+    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
         pass
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
@@ -54,14 +54,14 @@ class Silent:
         pass
 
 
-class _Status:
+class _StatusFile:
     """Keeps the run's status file up to date and passes everything on to the display.
 
     Neither a disk that takes no status nor a closed terminal ends a run. `on_training` is called once, when
     the workers have taken up the run.
     """
 
-    def __init__(self, folder: RunFolder, display: Display, on_training: Callable[[], None]) -> None:
+    def __init__(self, folder: RunDir, display: Display, on_training: Callable[[], None]) -> None:
         self._folder = folder
         self._display = display
         self._on_training = on_training
@@ -122,7 +122,7 @@ def _unless_closed() -> Iterator[None]:
 def launch(
     settings: TrainSettings,
     placement: Placement,
-    folder: RunFolder,
+    folder: RunDir,
     display: Display,
     *,
     resume: bool = False,
@@ -166,7 +166,7 @@ def launch_entry(
     entry: str,
     settings: Any,
     placement: Placement,
-    folder: RunFolder,
+    folder: RunDir,
     display: Display,
     resume: bool,
     files: Mapping[Path, str],
@@ -207,11 +207,11 @@ def _check_alone() -> None:
 class _Run:
     """One launch in its folder: what it writes, and what it takes back where it is refused."""
 
-    def __init__(self, folder: RunFolder, display: Display, resume: bool, files: Mapping[Path, str]) -> None:
+    def __init__(self, folder: RunDir, display: Display, resume: bool, files: Mapping[Path, str]) -> None:
         self._folder = folder
         self._resume = resume
         self._files = files
-        self._status = _Status(folder, display, self._write_files)
+        self._status = _StatusFile(folder, display, self._write_files)
         self._before = folder.status.read_bytes() if folder.status.exists() else None
 
     def supervise(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _of_lowest(results: Mapping[int, Any]) -> Any:
     return results[min(results)]
 
 
-def _earlier_result(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any] | None:
+def _earlier_result(folder: RunDir, result: Mapping[str, Any]) -> dict[str, Any] | None:
     """The result of the run as it ended before, where going on had nothing left to do."""
     if result["train_loss"] is not None or not folder.result.exists():
         return None

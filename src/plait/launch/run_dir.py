@@ -18,7 +18,7 @@ from plait.core.files import writing
 from plait.core.names import nearest
 
 
-class RunFolder:
+class RunDir:
     """The paths of one run below `path`; `made` are the folders that were created for it, innermost first."""
 
     def __init__(self, path: Path, made: tuple[Path, ...] = ()) -> None:
@@ -116,7 +116,7 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def new_run(run_dir: Path, name: str) -> RunFolder:
+def new_run(run_dir: Path, name: str) -> RunDir:
     """A fresh folder `run_dir/name-NNN`, numbered after the last one."""
     made = () if run_dir.exists() else (run_dir,)
     try:
@@ -127,7 +127,7 @@ def new_run(run_dir: Path, name: str) -> RunFolder:
             try:
                 path = run_dir / f"{name}-{number:03d}"
                 path.mkdir()
-                return RunFolder(path, (path, *made))
+                return RunDir(path, (path, *made))
             except FileExistsError:  # another job of this name was quicker
                 number += 1
     except OSError as failure:
@@ -137,9 +137,9 @@ def new_run(run_dir: Path, name: str) -> RunFolder:
         ) from None
 
 
-def latest_run(run_dir: Path, name: str) -> RunFolder | None:
+def latest_run(run_dir: Path, name: str) -> RunDir | None:
     runs = _runs(run_dir, name)
-    return RunFolder(max(runs)[1]) if runs else None
+    return RunDir(max(runs)[1]) if runs else None
 
 
 def _runs(run_dir: Path, name: str) -> list[tuple[int, Path]]:
@@ -148,11 +148,11 @@ def _runs(run_dir: Path, name: str) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in found if match]
 
 
-def find_run(text: str, run_dir: Path = Path("runs")) -> RunFolder:
+def find_run(text: str, run_dir: Path = Path("runs")) -> RunDir:
     """The run that `text` means: a folder, a name below `run_dir`, or a job's name (its latest run)."""
     for path in (Path(text), run_dir / text):
         if (path / "status.json").exists() or (path / "settings.json").exists():
-            return RunFolder(path)
+            return RunDir(path)
     if (latest := latest_run(run_dir, text)) is not None:
         return latest
     known = [p.name for p in run_dir.iterdir()] if run_dir.is_dir() else []
@@ -161,13 +161,13 @@ def find_run(text: str, run_dir: Path = Path("runs")) -> RunFolder:
     raise InputError(f"RUN: found {text!r}, expected a run's folder or name{hint}")
 
 
-def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None) -> RunFolder:
+def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None) -> RunDir:
     """The run's folder: a new one, the one named, or on resume the latest of this job."""
     if run is not None and resume:
         return find_run(run, run_dir)
     if run is not None:
         path = Path(run)
-        folder = RunFolder(path, () if path.exists() else (path,))
+        folder = RunDir(path, () if path.exists() else (path,))
         if folder.settings.exists():
             raise InputError(f"--run: {run} holds a run already; go on with --resume, or name another folder")
         return folder

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.profiler.links import Sum, sum_of_times
-from plait.schema.topology_spec import TopologyWish
+from plait.schema.topology_spec import TopologySpec
 from plait.sync.allreduce.autotune import settle
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import Members
@@ -26,7 +26,7 @@ BEYOND_CACHES_BYTES = 16 << 20
 def measure_sums(
     model: nn.Module,
     rendezvous: Rendezvous,
-    topology: TopologyWish | None = None,
+    topology: TopologySpec | None = None,
     repeats: int = 15,
     device: torch.device | None = None,
 ) -> tuple[Sum, ...]:
@@ -79,7 +79,7 @@ def _time(
     groups: Sequence[Sequence[int]],
     rendezvous: Rendezvous,
     probes: Sequence[Sequence[Parameter]],
-    topology: TopologyWish | None,
+    topology: TopologySpec | None,
     repeats: int,
     device: torch.device,
 ) -> list[float]:
@@ -102,7 +102,7 @@ def _time(
 def _time_one(
     probe: Sequence[Parameter],
     members: Members,
-    topology: TopologyWish | None,
+    topology: TopologySpec | None,
     repeats: int,
     device: torch.device,
 ) -> float:

@@ -18,7 +18,7 @@ from plait.graph.graph import Graph
 from plait.measure.job import profile_together
 from plait.pipeline.layout import arrange, microbatches_per_update
 from plait.planner import (
-    Machines,
+    Cluster,
     MemorySettings,
     Plan,
     PlanError,
@@ -50,7 +50,7 @@ _MEASURE_S = 3.0
 
 
 @dataclass(frozen=True)
-class PlanWish:
+class PlanRequest:
     """What a job says of its plan: `auto`, `model-parallel` or a file, and what it sets over that."""
 
     plan: str
@@ -72,7 +72,7 @@ class PlanWish:
 
 
 def planned(
-    settings: TrainSettings, placement: Placement, wish: PlanWish, before: TrainSettings | None = None
+    settings: TrainSettings, placement: Placement, wish: PlanRequest, before: TrainSettings | None = None
 ) -> tuple[TrainSettings, Plan]:
     """`settings` with the plan that `wish` asks for, and the plan; measures the job where it must.
 
@@ -97,7 +97,7 @@ def settings_before(path: Path) -> TrainSettings | None:
 
 
 def _kept(
-    settings: TrainSettings, placement: Placement, wish: PlanWish, before: TrainSettings | None
+    settings: TrainSettings, placement: Placement, wish: PlanRequest, before: TrainSettings | None
 ) -> Plan | None:
     """The plan that the run had, if the job asks for the same now on as many workers."""
     if before is None or before.pipeline is None:
@@ -202,7 +202,7 @@ def with_whole_batches(plan: Plan) -> Plan:
     return replace(plan, microbatches=min(counts) if plan.schedule is Schedule.STASH else max(counts))
 
 
-def _read(path: Path, settings: TrainSettings, wish: PlanWish) -> Plan:
+def _read(path: Path, settings: TrainSettings, wish: PlanRequest) -> Plan:
     plan = load_plan(path)
     if wish.schedule not in (None, plan.schedule.value):
         plan = replace(plan, schedule=Schedule(wish.schedule), depths=())
@@ -218,7 +218,7 @@ def _read(path: Path, settings: TrainSettings, wish: PlanWish) -> Plan:
     return plan
 
 
-def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan:
+def _make(settings: TrainSettings, placement: Placement, wish: PlanRequest) -> Plan:
     workers = sum(host.slots for host in placement.hosts)
     batch = settings.data.batch_size
     schedule = _schedule(settings, wish)
@@ -250,7 +250,7 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanWish) -> Plan
     return best
 
 
-def _side_by_side(graph: Graph, cluster: Machines, asked: Settings, kind: str) -> Plan:
+def _side_by_side(graph: Graph, cluster: Cluster, asked: Settings, kind: str) -> Plan:
     """The fastest plan of pipelines side by side, which agree by averaging: equal workers in every stage."""
     found = []
     for pipelines in range(2, cluster.count + 1):
@@ -268,7 +268,7 @@ def _side_by_side(graph: Graph, cluster: Machines, asked: Settings, kind: str) -
     return min(found, key=lambda plan: plan.step_s / plan.microbatches)
 
 
-def _schedule(settings: TrainSettings, wish: PlanWish) -> Schedule:
+def _schedule(settings: TrainSettings, wish: PlanRequest) -> Schedule:
     """The schedule of a pipeline: the job's, or stash where nothing in the job needs whole batches."""
     if wish.schedule is not None:
         return Schedule(wish.schedule)
@@ -280,7 +280,7 @@ def _schedule(settings: TrainSettings, wish: PlanWish) -> Schedule:
     return Schedule.FLUSH if needs_batches and open_ else Schedule.STASH
 
 
-def _machines(placement: Placement, profile: Profile) -> Machines:
+def _machines(placement: Placement, profile: Profile) -> Cluster:
     """Hosts with as many workers each are two levels; others are one, as fast as its slowest link."""
     slots = [host.slots for host in placement.hosts]
     if not profile.links:

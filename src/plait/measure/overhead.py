@@ -14,9 +14,9 @@ from torch import nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
-from plait.pipeline.executor import Parts, Pipeline
-from plait.pipeline.layout import Arrangement, stream
-from plait.pipeline.microbatches import Microbatch, StretchWork
+from plait.pipeline.executor import Pipeline, PipelineParts
+from plait.pipeline.layout import PipelineLayout, stream
+from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.profiler.trace import trace
@@ -37,7 +37,7 @@ def measure_overhead(rendezvous: Rendezvous) -> float:
     peers = arrangement.workers if rank in arrangement.workers else ()
     channels = connect(rendezvous, peers, deadline_s=DEADLINE_S)
     if peers:
-        parts = Parts(F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext, rendezvous)
+        parts = PipelineParts(F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext, rendezvous)
         pipeline = Pipeline(rank, arrangement, traced, channels, parts)
 
         def run(count: int) -> None:
@@ -61,17 +61,17 @@ def _busy_s(run: Callable[[int], None]) -> float:
     return (time.process_time() - started) / MICROBATCHES
 
 
-def _small_pipeline() -> tuple[Arrangement, Callable[[int, int], StretchWork], Any]:
+def _small_pipeline() -> tuple[PipelineLayout, Callable[[int, int], MicrobatchSource], Any]:
     x, y = torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)
     traced = trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), (x,))
     stages = tuple((layer.id,) for layer in traced.layers)
-    arrangement = Arrangement(stages, (Layout(((0,), (1,))),), Schedule.STASH, 8)
+    arrangement = PipelineLayout(stages, (Layout(((0,), (1,))),), Schedule.STASH, 8)
 
     def fetch(microbatches: list[Microbatch]) -> Iterator[Any]:
         return (((x,), y) for _ in microbatches)
 
-    def work(rank: int, count: int) -> StretchWork:
-        return StretchWork(
+    def work(rank: int, count: int) -> MicrobatchSource:
+        return MicrobatchSource(
             arrangement,
             rank,
             [Microbatch(i // 8, i % 8, 0, range(4)) for i in range(count)],

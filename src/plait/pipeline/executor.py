@@ -23,21 +23,21 @@ from plait.comm.rendezvous import Rendezvous
 from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, quicken
 from plait.pipeline.cpu.linear import laid_out_as
-from plait.pipeline.cutting.cut import Stage, check_buffers, check_stages, cut, evaluation_stages
-from plait.pipeline.cutting.edges import Route, find_routes
+from plait.pipeline.cutting.cut import StageModule, check_buffers, check_stages, cut, evaluation_stages
+from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
-from plait.pipeline.layout import Arrangement
+from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.named_state import optimizer_state
-from plait.pipeline.op_timings import Span
+from plait.pipeline.op_timings import OpTiming
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
-from plait.pipeline.stage_optimizer import Updates, summed_beside_backward
+from plait.pipeline.stage_optimizer import StageOptimizer, summed_beside_backward
 from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced import TracedModel
-from plait.schema.topology_spec import TopologyWish
+from plait.schema.topology_spec import TopologySpec
 from plait.sync.buffers import average
 
 _SPANS_AT_ONCE = 1024
@@ -66,7 +66,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class PipelineParts:
     """What a pipeline needs of the job."""
 
     loss: Loss
@@ -75,11 +75,11 @@ class Parts:
     autocast: Autocast
     rendezvous: Rendezvous
     clip_norm: float | None = None
-    topology: TopologyWish | None = None
+    topology: TopologySpec | None = None
     # Around each forward and backward, where a worker is made slower on purpose.
     slowed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     # What a stage of these layers is; a sweep's hold many trials.
-    make_stage: Callable[[TracedModel, Sequence[str]], Stage] = cut
+    make_stage: Callable[[TracedModel, Sequence[str]], StageModule] = cut
     # Those of the host, which its workers share.
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     # For fp16, under schedules that drain.
@@ -91,11 +91,11 @@ class _Hop:
     """A route as one stage sees it: its number serves as channel, even for forward, odd for backward."""
 
     number: int
-    route: Route
+    route: StageEdge
 
 
 @dataclass
-class _Held:
+class _LocalStage:
     """A stage of this worker, with its hops and what is in flight in it.
 
     `landing` has come back, but gradients on their way to the other holders may lie in what it received.
@@ -118,7 +118,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, rank: int, arrangement: Arrangement, traced: TracedModel, channels: Channels, parts: Parts
+        self,
+        rank: int,
+        arrangement: PipelineLayout,
+        traced: TracedModel,
+        channels: Channels,
+        parts: PipelineParts,
     ) -> None:
         check_stages(traced, arrangement.stages)
         check_buffers(traced, arrangement.stages)
@@ -126,7 +131,7 @@ class Pipeline:
         self.arrangement = arrangement
         self.layout = arrangement.layouts[arrangement.pipeline_of(rank)]
         self.losses: dict[int, Tensor] = {}
-        self.spans: list[Span] = []
+        self.spans: list[OpTiming] = []
         # Who takes the spans away while a long run goes on, and the first worker's clock less this one's.
         self.on_spans: Callable[[], None] | None = None
         # What comes before each update, and what follows it before anything else uses the new weights.
@@ -172,7 +177,9 @@ class Pipeline:
         )
         cores = parts.cores // torch.get_num_threads()
         beside = summed_beside_backward(rank, arrangement, parts.device, rendezvous.hosts, cores)
-        self._updates = Updates(rank, arrangement, self.modules, self.optimizer, agreements, tied, beside)
+        self._updates = StageOptimizer(
+            rank, arrangement, self.modules, self.optimizer, agreements, tied, beside
+        )
         self._first_held = first_held(rank, arrangement, stages_of)
         self._replicas = replica_groups(arrangement, rendezvous)
         hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, arrangement.stages))]
@@ -184,7 +191,7 @@ class Pipeline:
         output = replace(traced, model=nn.Module(), constants={}, evaluation=None, mode=None)
         self._traced = output
         self._evaluated = replace(evaluated, model=nn.Module(), constants={}, evaluation=None, mode=None)
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _LocalStage] = {}
         for number, stage in stages.items():
             runner = StageRunner(
                 stage,
@@ -195,7 +202,7 @@ class Pipeline:
                 split=arrangement.schedule is Schedule.ZERO_BUBBLE,
                 scale=parts.loss_scale,
             )
-            self._held[number] = _Held(
+            self._held[number] = _LocalStage(
                 runner,
                 [hop for hop in hops if hop.route.target == number],
                 [hop for hop in hops if hop.route.source == number],
@@ -293,7 +300,7 @@ class Pipeline:
 
     def _note(self, op: Op, start: float) -> None:
         offset = self.clock_offset_s
-        self.spans.append(Span(op, start + offset, time.time() + offset))
+        self.spans.append(OpTiming(op, start + offset, time.time() + offset))
 
     def _forward(self, op: Forward, work: Work) -> None:
         held = self._held[op.stage]
@@ -391,7 +398,7 @@ class Pipeline:
         return flight
 
     def _receive_backward(
-        self, op: Backward | BackwardInput, held: _Held
+        self, op: Backward | BackwardInput, held: _LocalStage
     ) -> tuple[dict[str, Tensor], list[Message]]:
         """The gradients of the stage's outputs, summed over the stages that used them."""
         grads: dict[str, Tensor] = {}
@@ -412,7 +419,7 @@ class Pipeline:
                     grads[name] = grads[name] + grad if name in grads else grad
         return grads, messages
 
-    def _send_backward(self, op: Backward | BackwardInput, held: _Held, flight: Flight) -> None:
+    def _send_backward(self, op: Backward | BackwardInput, held: _LocalStage, flight: Flight) -> None:
         for hop in held.incoming:
             if not hop.route.grad_names:
                 continue

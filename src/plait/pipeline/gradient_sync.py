@@ -11,11 +11,11 @@ from torch.nn import Parameter
 
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
-from plait.pipeline.layout import Arrangement
+from plait.pipeline.layout import PipelineLayout
 from plait.planner.errors import PlanError
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.traced import TracedModel
-from plait.schema.topology_spec import TopologyWish
+from plait.schema.topology_spec import TopologySpec
 from plait.sync.allreduce.autotune import settle
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import Members
@@ -23,17 +23,17 @@ from plait.sync.allreduce.reducer import Members
 Holders = dict[str, tuple[int, ...]]
 
 
-def find_holders(traced: TracedModel, arrangement: Arrangement) -> Holders:
+def find_holders(traced: TracedModel, arrangement: PipelineLayout) -> Holders:
     """The workers that hold each parameter, by the first name that the model has for it."""
     return {name: arrangement.holders(*own) for name, own in find_stages(traced, arrangement).items()}
 
 
-def first_held(rank: int, arrangement: Arrangement, stages_of: Mapping[str, Sequence[int]]) -> set[str]:
+def first_held(rank: int, arrangement: PipelineLayout, stages_of: Mapping[str, Sequence[int]]) -> set[str]:
     """The parameters of which this worker is the first holder, by name."""
     return {name for name, stages in stages_of.items() if arrangement.holders(*stages)[0] == rank}
 
 
-def replica_groups(arrangement: Arrangement, rendezvous: Rendezvous) -> dict[int, dist.ProcessGroup]:
+def replica_groups(arrangement: PipelineLayout, rendezvous: Rendezvous) -> dict[int, dist.ProcessGroup]:
     """A group for each stage that several workers hold; all workers call it together."""
     return {
         stage: new_group(rendezvous, arrangement.holders(stage))
@@ -42,7 +42,7 @@ def replica_groups(arrangement: Arrangement, rendezvous: Rendezvous) -> dict[int
     }
 
 
-def find_stages(traced: TracedModel, arrangement: Arrangement) -> dict[str, tuple[int, ...]]:
+def find_stages(traced: TracedModel, arrangement: PipelineLayout) -> dict[str, tuple[int, ...]]:
     """The stages that use each parameter, in the order of the model; several where it is tied."""
     found: dict[str, tuple[int, ...]] = {}
     for stage, ids in enumerate(arrangement.stages):
@@ -52,7 +52,7 @@ def find_stages(traced: TracedModel, arrangement: Arrangement) -> dict[str, tupl
     return found
 
 
-def _check_ties(arrangement: Arrangement, stages_of: Mapping[str, tuple[int, ...]]) -> None:
+def _check_ties(arrangement: PipelineLayout, stages_of: Mapping[str, tuple[int, ...]]) -> None:
     """Under `stash`, stages with other numbers of replicas update after other microbatches."""
     if arrangement.schedule is not Schedule.STASH:
         return
@@ -66,7 +66,7 @@ def _check_ties(arrangement: Arrangement, stages_of: Mapping[str, tuple[int, ...
             )
 
 
-class Agreement:
+class GradientReducer:
     """Sums the gradients of each parameter over its holders. All workers make one together.
 
     Sums travel over `topology`, made for each set of holders, or as the backend does it.
@@ -77,7 +77,7 @@ class Agreement:
         rendezvous: Rendezvous,
         own: Mapping[str, Parameter],
         holders: Holders,
-        topology: TopologyWish | None = None,
+        topology: TopologySpec | None = None,
     ) -> None:
         self._own = dict(own)
         rank = rendezvous.rank
@@ -160,11 +160,11 @@ def _scale_down(parameters: Iterable[Parameter], most: float, norm: float) -> No
 
 def make_agreements(
     rendezvous: Rendezvous,
-    arrangement: Arrangement,
+    arrangement: PipelineLayout,
     stages_of: Mapping[str, Sequence[int]],
     own: Mapping[str, Parameter],
-    topology: TopologyWish | None = None,
-) -> dict[int, Agreement]:
+    topology: TopologySpec | None = None,
+) -> dict[int, GradientReducer]:
     """The agreement that an update of each stage needs; all workers call it together.
 
     Under a synchronous schedule all stages agree at once. Under the others each does when it has come so
@@ -173,12 +173,12 @@ def make_agreements(
     holders = {name: arrangement.holders(*used_by) for name, used_by in stages_of.items()}
     stages = range(len(arrangement.stages))
     if arrangement.schedule.synchronous:
-        whole = Agreement(rendezvous, own, holders, topology)
+        whole = GradientReducer(rendezvous, own, holders, topology)
         return dict.fromkeys(stages, whole)
     found = {}
     for stage in stages:
         names = {name for name, used_by in stages_of.items() if tuple(used_by) == (stage,)}
         part = {name: parameter for name, parameter in own.items() if name in names}
         by_name = {name: workers for name, workers in holders.items() if name in names}
-        found[stage] = Agreement(rendezvous, part, by_name, topology)
+        found[stage] = GradientReducer(rendezvous, part, by_name, topology)
     return found

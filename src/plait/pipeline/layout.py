@@ -19,7 +19,7 @@ from plait.schema.settings import PipelineSettings
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class PipelineLayout:
     """Stages by their layers, and for each pipeline the workers of each stage.
 
     `microbatches` is how many all pipelines together take a step. `depths` overrides how many a stage keeps
@@ -108,10 +108,10 @@ class Arrangement:
         return apart * self.pipelines
 
 
-def arrange(plan: Plan) -> Arrangement:
+def arrange(plan: Plan) -> PipelineLayout:
     """The arrangement that `plan` describes, under its own schedule."""
     stages = tuple(stage.layers for stage in plan.stages)
-    return Arrangement(
+    return PipelineLayout(
         stages,
         tuple(plan.layout(p) for p in range(plan.pipelines)),
         plan.schedule,
@@ -121,7 +121,7 @@ def arrange(plan: Plan) -> Arrangement:
     )
 
 
-def with_choices(arrangement: Arrangement, choices: PipelineSettings) -> Arrangement:
+def with_choices(arrangement: PipelineLayout, choices: PipelineSettings) -> PipelineLayout:
     """The arrangement with what the job chooses beside its plan."""
     return replace(
         arrangement,
@@ -131,7 +131,7 @@ def with_choices(arrangement: Arrangement, choices: PipelineSettings) -> Arrange
     )
 
 
-def one_batch(arrangement: Arrangement, worker: int, microbatches: int) -> tuple[Op, ...]:
+def one_batch(arrangement: PipelineLayout, worker: int, microbatches: int) -> tuple[Op, ...]:
     """A worker's operations for one batch under a synchronous schedule; all end with an update."""
     layout = arrangement.layouts[arrangement.pipeline_of(worker)]
     if microbatches == 0:
@@ -148,7 +148,7 @@ def _operations(
     return operations(schedule, layout, microbatches, dict(depths))
 
 
-def microbatches_per_update(arrangement: Arrangement, stage: int) -> int:
+def microbatches_per_update(arrangement: PipelineLayout, stage: int) -> int:
     """How many microbatches of one pipeline make one update of `stage` under an asynchronous schedule."""
     if arrangement.schedule is Schedule.STASH:
         return arrangement.layout.replicas(stage)
@@ -168,7 +168,7 @@ class Stretch(Protocol):
         """Whether a microbatch of a pipeline, whose own forwards up to it are done, is still among them."""
 
 
-def stream(arrangement: Arrangement, worker: int, stretch: Stretch) -> Iterator[Op]:
+def stream(arrangement: PipelineLayout, worker: int, stretch: Stretch) -> Iterator[Op]:
     """A worker's operations under an asynchronous schedule, made as they are needed.
 
     Where workers hold several stages, each plays through what all do, and all come to the same order.
@@ -186,7 +186,9 @@ def stream(arrangement: Arrangement, worker: int, stretch: Stretch) -> Iterator[
     return (op for who, op in every if who == worker)
 
 
-def _lane(arrangement: Arrangement, pipeline: int, stage: int, worker: int, stretch: Stretch) -> Iterator[Op]:
+def _lane(
+    arrangement: PipelineLayout, pipeline: int, stage: int, worker: int, stretch: Stretch
+) -> Iterator[Op]:
     """What a worker does for one of its stages."""
     layout = arrangement.layouts[pipeline]
     replicas, replica = layout.replicas(stage), layout.stages[stage].index(worker)
@@ -217,7 +219,7 @@ def _lane(arrangement: Arrangement, pipeline: int, stage: int, worker: int, stre
         yield Update(stage, updates)
 
 
-def update_behind(arrangement: Arrangement, backward: Backward) -> Update | None:
+def update_behind(arrangement: PipelineLayout, backward: Backward) -> Update | None:
     """The update that a stage makes after `backward` and before anything else; None if it goes on.
 
     Under an asynchronous schedule. The last update of a stretch may come behind another backward.
@@ -228,11 +230,11 @@ def update_behind(arrangement: Arrangement, backward: Backward) -> Update | None
     return None if rest else Update(backward.stage, updates)
 
 
-def _depth(arrangement: Arrangement, stage: int) -> int:
+def _depth(arrangement: PipelineLayout, stage: int) -> int:
     return in_flight(arrangement.schedule, arrangement.layout, stage, 1 << 60, arrangement.depths)
 
 
-def version_of(arrangement: Arrangement, stage: int, microbatch: int) -> int:
+def version_of(arrangement: PipelineLayout, stage: int, microbatch: int) -> int:
     """The version that a microbatch meets in `stage` under an asynchronous schedule."""
     layout = arrangement.layout
     if arrangement.schedule is Schedule.TWO_BUFFERED:
@@ -252,7 +254,7 @@ def version_of(arrangement: Arrangement, stage: int, microbatch: int) -> int:
     return version
 
 
-def oldest_needed(arrangement: Arrangement, worker: int, update: Update) -> int:
+def oldest_needed(arrangement: PipelineLayout, worker: int, update: Update) -> int:
     """The version that a worker's next forward in the stage of `update` meets, once that is done."""
     stage = update.stage
     layout = arrangement.layouts[arrangement.pipeline_of(worker)]

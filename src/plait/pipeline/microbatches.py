@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.data.sampler import GlobalBatch, mix, share
-from plait.pipeline.layout import Arrangement, microbatches_per_update
+from plait.pipeline.layout import PipelineLayout, microbatches_per_update
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Update
 
@@ -43,7 +43,7 @@ def cut_step(step: int, batch: GlobalBatch, pieces: int, usual: int) -> list[Mic
     return [Microbatch(step, i, batch.epoch, share(batch.samples, i, pieces)) for i in range(pieces)]
 
 
-def loaded_by(arrangement: Arrangement, rank: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+def loaded_by(arrangement: PipelineLayout, rank: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
     """Those that enter the pipeline through this worker, in order; none but in the first stage."""
     pipeline = arrangement.pipeline_of(rank)
     layout = arrangement.layouts[pipeline]
@@ -51,7 +51,7 @@ def loaded_by(arrangement: Arrangement, rank: int, microbatches: Sequence[Microb
     return [microbatch for i, microbatch in own if layout.worker(0, i) == rank]
 
 
-class StretchWork:
+class MicrobatchSource:
     """The microbatches of some steps, taken without draining, as the pipeline of `rank` sees them.
 
     `fetch` gives the contents of this worker's microbatches, in order; only the first stage asks.
@@ -61,7 +61,7 @@ class StretchWork:
 
     def __init__(
         self,
-        arrangement: Arrangement,
+        arrangement: PipelineLayout,
         rank: int,
         microbatches: Sequence[Microbatch],
         *,

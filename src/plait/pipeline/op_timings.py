@@ -10,7 +10,7 @@ from plait.planner.schedules.operations import Backward, BackwardInput, Backward
 
 
 @dataclass(frozen=True)
-class Span:
+class OpTiming:
     """One operation as it was carried out, in seconds since the epoch by the first worker's clock."""
 
     op: Op
@@ -27,7 +27,7 @@ _LETTERS: dict[type[Op], str] = {
 }
 
 
-def operations_event(step: int, spans: Sequence[Span]) -> Operations:
+def operations_event(step: int, spans: Sequence[OpTiming]) -> Operations:
     """What a worker did up to `step`, as an event."""
     ops = [span.op for span in spans]
     return Operations(

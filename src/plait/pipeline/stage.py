@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from plait.comm.links.packing import Message
 from plait.data.calling import telling_of_types
 from plait.data.loader import seed_all
-from plait.pipeline.cutting.cut import Stage
+from plait.pipeline.cutting.cut import StageModule
 from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.split_backward import DeferWeights
 from plait.pipeline.verify.module_state import ModuleMemory, Remembered
@@ -85,7 +85,7 @@ class StageRunner:
     Backward starts from `scale` times the loss, where there is one.
     """
 
-    stage: Stage
+    stage: StageModule
     versions: Sequence[WeightVersions]
     loss_of: Callable[[Mapping[str, Tensor], Any], Tensor] | None
     autocast: Autocast

@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn import Parameter
 
 from plait.core.errors import LostPeer, PeerError
-from plait.pipeline.gradient_sync import Agreement
-from plait.pipeline.layout import Arrangement, oldest_needed, update_behind
-from plait.pipeline.tied_weights import Rounds, Tied
+from plait.pipeline.gradient_sync import GradientReducer
+from plait.pipeline.layout import PipelineLayout, oldest_needed, update_behind
+from plait.pipeline.tied_weights import TiedWeights, UpdateRounds
 from plait.pipeline.weight_stash import WeightVersions
 from plait.planner.schedules.operations import Backward, Forward, Update
 
 
-class Updates:
+class StageOptimizer:
     """What one worker does at updates, and the versions of its weights under an asynchronous schedule.
 
     `modules` are its stages, `agreements` those that their updates need. The optimizer holds all of the
@@ -27,11 +27,11 @@ class Updates:
     def __init__(
         self,
         rank: int,
-        arrangement: Arrangement,
+        arrangement: PipelineLayout,
         modules: Mapping[int, nn.Module],
         optimizer: torch.optim.Optimizer,
-        agreements: Mapping[int, Agreement],
-        tied: Sequence[Tied],
+        agreements: Mapping[int, GradientReducer],
+        tied: Sequence[TiedWeights],
         beside: Collection[int] = (),
     ) -> None:
         self._rank = rank
@@ -58,7 +58,7 @@ class Updates:
         """The parameters of a stage that were frozen in a version of its weights."""
         return [parameter for versions in self.versions(stage) for parameter in versions.frozen()]
 
-    def bring_tied(self, op: Forward, work: Rounds) -> tuple[int, ...]:
+    def bring_tied(self, op: Forward, work: UpdateRounds) -> tuple[int, ...]:
         """The versions that a forward uses of what its stage shares with others; they are there now."""
         return tuple(each.bring(op, work) for each in self._tied[op.stage])
 
@@ -72,7 +72,7 @@ class Updates:
         for agreement in set(self._agreements.values()):
             agreement.before_last_backward()
 
-    def before_backward(self, op: Backward, work: Rounds) -> bool:
+    def before_backward(self, op: Backward, work: UpdateRounds) -> bool:
         """Let the gradients that `op` completes, if any, be summed while it goes on; whether it does.
 
         Then they are on their way until the next update of the stage.
@@ -84,7 +84,7 @@ class Updates:
         self._agreements[op.stage].before_last_backward(work.factor(update), leaves)
         return True
 
-    def agree(self, updates: Sequence[Update], work: Rounds) -> None:
+    def agree(self, updates: Sequence[Update], work: UpdateRounds) -> None:
         """Sum the gradients of the stages that `updates` are of over all holders."""
         work.set_rate(updates[-1])
         factor = work.factor(updates[-1])
@@ -135,7 +135,7 @@ class Updates:
         assert not self._versions
         self._agreements[updates[-1].stage].clear()
 
-    def finish(self, work: Rounds) -> None:
+    def finish(self, work: UpdateRounds) -> None:
         """Let the modules hold the newest weights, as version 0; nothing is in flight."""
         for each in {id(each): each for own in self._tied.values() for each in own}.values():
             each.finish(work)
@@ -149,7 +149,7 @@ class Updates:
 
 
 def summed_beside_backward(
-    rank: int, arrangement: Arrangement, device: torch.device, hosts: Sequence[str], cores: int
+    rank: int, arrangement: PipelineLayout, device: torch.device, hosts: Sequence[str], cores: int
 ) -> frozenset[int]:
     """The stages of a worker whose gradients are better summed beside backward, if pipelines never drain.
 

@@ -20,12 +20,12 @@ from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError
 from plait.pipeline.gradient_sync import clip_alone
-from plait.pipeline.layout import Arrangement, version_of
+from plait.pipeline.layout import PipelineLayout, version_of
 from plait.pipeline.weight_stash import WeightVersions
 from plait.planner.schedules.operations import Forward, Update
 
 
-class Rounds(Protocol):
+class UpdateRounds(Protocol):
     """What is known of the microbatches between two updates."""
 
     def set_rate(self, update: Update) -> None:
@@ -35,7 +35,7 @@ class Rounds(Protocol):
         """What this worker's gradients are multiplied by before they are summed."""
 
 
-class Tied:
+class TiedWeights:
     """The parameters that a set of stages shares, on one of the workers that hold them.
 
     `modules` are the worker's stages among them. `group` sums over all holders; None where there is one.
@@ -45,7 +45,7 @@ class Tied:
 
     def __init__(
         self,
-        arrangement: Arrangement,
+        arrangement: PipelineLayout,
         stages: Sequence[int],
         modules: Mapping[int, nn.Module],
         masters: Sequence[Parameter],
@@ -67,7 +67,7 @@ class Tied:
         self._oldest = dict.fromkeys(modules, 0)
         self._rounds: dict[int, _Round] = {}
 
-    def bring(self, op: Forward, work: Rounds) -> int:
+    def bring(self, op: Forward, work: UpdateRounds) -> int:
         """The version that `op` uses, which is there now; it may have to wait for the others."""
         version = version_of(self._arrangement, min(self._stages), op.microbatch)
         self._oldest[op.stage] = version
@@ -92,14 +92,14 @@ class Tied:
         if round_.given == len(self._left) and self._group is not None:
             round_.send(self.masters, self._group)
 
-    def finish(self, work: Rounds) -> None:
+    def finish(self, work: UpdateRounds) -> None:
         """Take all rounds that were given, and call what comes out version 0; nothing is in flight."""
         self._advance(max(self._rounds, default=self.versions.newest), work)
         assert not self._rounds
         self.versions.restart()
         self._oldest = dict.fromkeys(self._oldest, 0)
 
-    def _advance(self, version: int, work: Rounds) -> None:
+    def _advance(self, version: int, work: UpdateRounds) -> None:
         while self.versions.newest < version:
             following = self.versions.newest + 1
             round_ = self._rounds.pop(following)
@@ -143,16 +143,16 @@ class _Round:
 
 
 def make_tied(
-    arrangement: Arrangement,
+    arrangement: PipelineLayout,
     stages_of: Mapping[str, Sequence[int]],
     modules: Mapping[int, nn.Module],
     parameters: Mapping[str, Parameter],
     step: Callable[[], Any],
     rendezvous: Rendezvous,
     clip_norm: float | None = None,
-) -> list[Tied]:
+) -> list[TiedWeights]:
     """Those that this worker holds; all workers call it together. None where pipelines drain at updates."""
-    found: list[Tied] = []
+    found: list[TiedWeights] = []
     if arrangement.schedule.synchronous:
         return found
     for stages in sorted({tuple(stages) for stages in stages_of.values() if len(stages) > 1}):
@@ -162,7 +162,7 @@ def make_tied(
         masters = [master for master in masters if master.requires_grad]
         own = {stage: modules[stage] for stage in stages if stage in modules}
         if own and masters:
-            found.append(Tied(arrangement, stages, own, masters, step, group, clip_norm))
+            found.append(TiedWeights(arrangement, stages, own, masters, step, group, clip_norm))
     return found
 
 

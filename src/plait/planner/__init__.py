@@ -4,7 +4,7 @@ Nothing here runs a model. A plan is data: print it, save it, compare it.
 """
 
 from plait.planner.as_run import with_memory_as_run
-from plait.planner.cluster import Device, Level, Machines, machines, measured_machines
+from plait.planner.cluster import Cluster, Device, Level, machines, measured_machines
 from plait.planner.errors import PlanError
 from plait.planner.explain import describe_plan, render_plan
 from plait.planner.memory import MemorySettings
@@ -22,9 +22,9 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.timeline import draw_plan
 
 __all__ = [
+    "Cluster",
     "Device",
     "Level",
-    "Machines",
     "MemorySettings",
     "Plan",
     "PlanError",

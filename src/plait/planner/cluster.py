@@ -55,7 +55,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Machines:
+class Cluster:
     """Levels from the innermost out (devices in a host, hosts in a cluster), and the devices' memory.
 
     `devices` is empty where all are like the profiled one; else it names each, in the order of placement.
@@ -111,7 +111,7 @@ def machines(
     memory_bytes: float | None = None,
     devices: tuple[Device, ...] = (),
     latency_s: float = 0.0,
-) -> Machines:
+) -> Cluster:
     """`machines(4, 1e9)`, or `machines((4, 4), (10e9, 1.25e9))` with the innermost level first."""
     counts = (counts,) if isinstance(counts, int) else counts
     rates = (bytes_per_s,) if isinstance(bytes_per_s, (int, float)) else bytes_per_s
@@ -126,7 +126,7 @@ def machines(
             f"bandwidths; expected one bandwidth for each level, the innermost first"
         )
     levels = tuple(Level(count, float(rate)) for count, rate in zip(counts, rates))
-    return Machines(levels, memory_bytes, devices, latency_s)
+    return Cluster(levels, memory_bytes, devices, latency_s)
 
 
 def _are(values: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -140,7 +140,7 @@ def measured_machines(
     memory_bytes: float | None = None,
     devices: tuple[Device, ...] = (),
     overhead_s: float = 0.0,
-) -> Machines:
+) -> Cluster:
     """Machines with one or two levels as fast as what was measured within and between hosts.
 
     Every level goes by its slowest link and sum, and one level alone by the slowest of all.
@@ -158,7 +158,7 @@ def measured_machines(
             f"found {len(counts)} levels ({'x'.join(map(str, counts))}), but links of {kinds} were measured; "
             f"expected a bandwidth for each level, the innermost first"
         )
-    return Machines(found, memory_bytes, devices, max(link.latency_s for link in links), overhead_s)
+    return Cluster(found, memory_bytes, devices, max(link.latency_s for link in links), overhead_s)
 
 
 def _measured(count: int, links: Sequence[Link], sums: Sequence[Sum]) -> Level | None:
@@ -172,7 +172,7 @@ def _measured(count: int, links: Sequence[Link], sums: Sequence[Sum]) -> Level |
     )
 
 
-def _check(value: Machines) -> None:
+def _check(value: Cluster) -> None:
     if not value.levels:
         raise PlanError("found no level of devices; expected at least one, such as 4 devices at 1e9 bytes/s")
     for number, level in enumerate(value.levels, 1):
@@ -198,7 +198,7 @@ def _check(value: Machines) -> None:
     _check_devices(value)
 
 
-def _check_devices(value: Machines) -> None:
+def _check_devices(value: Cluster) -> None:
     if value.devices and len(value.devices) != value.count:
         raise PlanError(
             f"found {len(value.devices)} devices described for {value.count} devices in "

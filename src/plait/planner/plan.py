@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.core import artefact
-from plait.planner.cluster import Machines
+from plait.planner.cluster import Cluster
 from plait.planner.errors import PlanError
 from plait.planner.memory import Held
 from plait.planner.plan_checks import check_plan
@@ -119,7 +119,7 @@ class Plan:
     """
 
     stages: tuple[Stage, ...]
-    machines: Machines
+    machines: Cluster
     schedule: Schedule
     microbatches: int
     pipelines: int

@@ -12,7 +12,7 @@ from typing import Protocol
 from plait.core.shown import shown
 from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, trivial_ideals
-from plait.planner.cluster import Machines
+from plait.planner.cluster import Cluster
 from plait.planner.errors import PlanError
 from plait.planner.explain import (
     Replays,
@@ -55,7 +55,7 @@ class HasGraph(Protocol):
     def loaded_graph(self) -> Graph: ...
 
 
-def make_plan(graph: Graph | HasGraph, machines: Machines, settings: Settings | None = None) -> Plan:
+def make_plan(graph: Graph | HasGraph, machines: Cluster, settings: Settings | None = None) -> Plan:
     """The best plan for `graph` or a profile on `machines`, with what it should cost and why it won."""
     graph = _graph_of(graph, machines)
     settings = _settled(settings or Settings(), machines)
@@ -66,9 +66,9 @@ def make_plan(graph: Graph | HasGraph, machines: Machines, settings: Settings | 
     return _finish(graph, machines, settings, partition)
 
 
-def _graph_of(graph: Graph | HasGraph, machines: Machines) -> Graph:
+def _graph_of(graph: Graph | HasGraph, machines: Cluster) -> Graph:
     """The graph to plan, which may come in a profile; refuses other things in the words of the Python API."""
-    if not isinstance(machines, Machines):
+    if not isinstance(machines, Cluster):
         raise PlanError(f"plan: found {shown(machines)} as machines, expected plait.machines(4, 1e9)")
     if isinstance(graph, Graph):
         return graph
@@ -79,7 +79,7 @@ def _graph_of(graph: Graph | HasGraph, machines: Machines) -> Graph:
     )
 
 
-def fastest_plan(graph: Graph | HasGraph, machines: Machines, settings: Settings | None = None) -> Plan:
+def fastest_plan(graph: Graph | HasGraph, machines: Cluster, settings: Settings | None = None) -> Plan:
     """The plan whose replayed step is the shortest: the best cut, one replica a stage, or one stage for all.
 
     The best cut has the lowest bottleneck, which knows nothing of pipelines that fill and drain, nor of
@@ -114,7 +114,7 @@ def _replays(plan: Plan) -> Replays:
     return Replays(replayed(plan.stages), replayed([replace(stage, update_s=0.0) for stage in plan.stages]))
 
 
-def _fastest(graph: Graph, machines: Machines, settings: Settings, best: Plan) -> Plan:
+def _fastest(graph: Graph, machines: Cluster, settings: Settings, best: Plan) -> Plan:
     """`best`, or a plain plan whose replayed step is shorter."""
     if settings.straight or settings.pipelines > 1 or settings.schedule is Schedule.INTERLEAVED:
         return best
@@ -148,7 +148,7 @@ def _replayed_s(plan: Plan) -> float:
     return plan.step_s / plan.microbatches
 
 
-def data_parallel_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
+def data_parallel_plan(graph: Graph, machines: Cluster, settings: Settings | None = None) -> Plan:
     """Every device holds the whole model; only gradients travel."""
     settings = replace(_settled(settings or Settings(), machines), pipelines=1)
     if settings.schedule is Schedule.INTERLEAVED:
@@ -161,7 +161,7 @@ def data_parallel_plan(graph: Graph, machines: Machines, settings: Settings | No
     return _finish(graph, machines, settings, Partition(ideals, stages, seconds, 0.0, False, 0.0))
 
 
-def model_parallel_plan(graph: Graph, machines: Machines, settings: Settings | None = None) -> Plan:
+def model_parallel_plan(graph: Graph, machines: Cluster, settings: Settings | None = None) -> Plan:
     """One stage a device, no replicas, and one microbatch at a time."""
     settings = replace(settings or Settings(), schedule=Schedule.NONE, straight=True, pipelines=1)
     graph = planning_graph(graph)
@@ -172,14 +172,14 @@ def model_parallel_plan(graph: Graph, machines: Machines, settings: Settings | N
     return _finish(graph, machines, settings, plain)
 
 
-def _settled(settings: Settings, machines: Machines) -> Settings:
+def _settled(settings: Settings, machines: Cluster) -> Settings:
     """GPipe's memory depends on the number of microbatches, so that has to be known before planning."""
     if settings.schedule is Schedule.GPIPE and settings.microbatches is None:
         return replace(settings, microbatches=4 * machines.count)
     return settings
 
 
-def _finish(graph: Graph, machines: Machines, settings: Settings, partition: Partition) -> Plan:
+def _finish(graph: Graph, machines: Cluster, settings: Settings, partition: Partition) -> Plan:
     count = settings.microbatches
     stages = _build_stages(graph, machines, settings, partition, count or machines.count * 8)
     plan = _bare(stages, machines, settings, partition)
@@ -214,7 +214,7 @@ def _finish(graph: Graph, machines: Machines, settings: Settings, partition: Par
     return replace(plan, why=reasons(plan, graph, _limits(machines, settings)))
 
 
-def _limits(machines: Machines, settings: Settings) -> list[str]:
+def _limits(machines: Cluster, settings: Settings) -> list[str]:
     """What a person asked for that may stand in the way of a faster plan, in words."""
     limits = ["the memory"] if math.isfinite(machines.smallest_memory_bytes) else []
     shaped = settings.schedule in (Schedule.INTERLEAVED, Schedule.NONE)
@@ -223,7 +223,7 @@ def _limits(machines: Machines, settings: Settings) -> list[str]:
     return limits
 
 
-def _bare(stages: tuple[Stage, ...], machines: Machines, settings: Settings, partition: Partition) -> Plan:
+def _bare(stages: tuple[Stage, ...], machines: Cluster, settings: Settings, partition: Partition) -> Plan:
     """A plan whose predictions are still to come."""
     return Plan(
         stages=stages,
@@ -246,7 +246,7 @@ def _bare(stages: tuple[Stage, ...], machines: Machines, settings: Settings, par
 
 def _build_stages(
     graph: Graph,
-    machines: Machines,
+    machines: Cluster,
     settings: Settings,
     partition: Partition,
     microbatches: int,
@@ -292,7 +292,7 @@ def _most_held(ops: Sequence[Op], stage: int) -> int:
 
 def _build_stage(
     graph: Graph,
-    machines: Machines,
+    machines: Cluster,
     settings: Settings,
     ideals: Ideals,
     placed: Placed,
@@ -342,7 +342,7 @@ def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
     return weights + stage.held.state(settings.schedule, memory) + held * stage.held.microbatch(memory)
 
 
-def _agree_s(machines: Machines, devices: Sequence[int], parameter_bytes: float) -> float:
+def _agree_s(machines: Cluster, devices: Sequence[int], parameter_bytes: float) -> float:
     """Seconds in which the replicas agree, level by level; an inner level leaves each a share of the sum."""
     seconds, unit, shared = 0.0, 1, 1
     for level in machines.levels:
@@ -354,7 +354,7 @@ def _agree_s(machines: Machines, devices: Sequence[int], parameter_bytes: float)
     return seconds
 
 
-def _interleaved(partition: Partition, machines: Machines) -> Partition:
+def _interleaved(partition: Partition, machines: Cluster) -> Partition:
     """Deal the stages to the devices in turn; a device's stages add up."""
     stages = tuple(
         replace(placed, devices=(s % machines.count,)) for s, placed in enumerate(partition.stages)
@@ -368,7 +368,7 @@ def _interleaved(partition: Partition, machines: Machines) -> Partition:
     return replace(partition, stages=stages, bottleneck_s=max(seconds), lower_bound_s=floor, exact=False)
 
 
-def _speedups(graph: Graph, machines: Machines, settings: Settings, partition: Partition) -> Speedups:
+def _speedups(graph: Graph, machines: Cluster, settings: Settings, partition: Partition) -> Speedups:
     straight = straight_partition(partition.ideals, machines)
     stages = _build_stages(graph, machines, settings, replace(partition, stages=straight), 1)
     seconds = partition.bottleneck_s

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.graph.graph import Graph
-from plait.planner.cluster import Machines
+from plait.planner.cluster import Cluster
 from plait.planner.memory import MemorySettings
 from plait.planner.plan import Plan, Stage
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.planner.schedules.orders import batch_of_two_buffers, least_depth, operations
-from plait.planner.schedules.simulator import Link, Simulation, StageCosts, simulate
+from plait.planner.schedules.simulator import SimulatedLink, Simulation, StageCosts, simulate
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def predict(plan: Plan, schedule: Schedule | None = None, microbatches: int | No
 
 def predict_stages(
     stages: Sequence[Stage],
-    machines: Machines,
+    machines: Cluster,
     layout: Layout,
     schedule: Schedule,
     microbatches: int,
@@ -62,7 +62,7 @@ def predict_stages(
         layout,
         ops,
         costs,
-        lambda sender, receiver: Link(_rate(machines, sender, receiver), machines.latency_s),
+        lambda sender, receiver: SimulatedLink(_rate(machines, sender, receiver), machines.latency_s),
         lambda worker: machines.device(worker).speed,
     )
     start = 0.0 if schedule.synchronous else result.finished_s(fill)
@@ -106,7 +106,7 @@ def _costs(stage: Stage, schedule: Schedule, memory: MemorySettings, overhead_s:
     )
 
 
-def _rate(machines: Machines, sender: int, receiver: int) -> float:
+def _rate(machines: Cluster, sender: int, receiver: int) -> float:
     """The bandwidth of the outermost level that a message between two devices has to cross."""
     rate, unit = machines.levels[0].bytes_per_s, 1
     for level in machines.levels:
@@ -116,12 +116,12 @@ def _rate(machines: Machines, sender: int, receiver: int) -> float:
     return rate
 
 
-def single_s(graph: Graph, machines: Machines) -> float:
+def single_s(graph: Graph, machines: Cluster) -> float:
     """Seconds a microbatch on the fastest device alone."""
     return graph.compute_s() / max(machines.device(i).speed for i in range(machines.count))
 
 
-def data_parallel_s(graph: Graph, machines: Machines) -> float:
+def data_parallel_s(graph: Graph, machines: Cluster) -> float:
     """Seconds a microbatch when every device holds the whole model, level by level as the planner counts."""
     seconds = graph.compute_s() / min(machines.device(i).speed for i in range(machines.count))
     below = 1
@@ -132,19 +132,19 @@ def data_parallel_s(graph: Graph, machines: Machines) -> float:
     return seconds
 
 
-def model_parallel_s(stages: Sequence[Stage], machines: Machines) -> float:
+def model_parallel_s(stages: Sequence[Stage], machines: Cluster) -> float:
     """Seconds a microbatch when the stages take turns: one works, the others wait."""
     seconds = 0.0
     for stage, behind in zip(stages, [*stages[1:], None]):
         seconds += stage.compute_s / machines.device(stage.devices[0]).speed
         if behind is not None:
-            link = Link(_rate(machines, stage.devices[0], behind.devices[0]), machines.latency_s)
+            link = SimulatedLink(_rate(machines, stage.devices[0], behind.devices[0]), machines.latency_s)
             seconds += 2 * link.seconds(stage.output_bytes)
     return seconds
 
 
 def depths_that_hide_messages(
-    stages: Sequence[Stage], machines: Machines, layout: Layout, bottleneck_s: float
+    stages: Sequence[Stage], machines: Cluster, layout: Layout, bottleneck_s: float
 ) -> tuple[int, ...]:
     """Microbatches in flight in each stage when messages take time.
 
@@ -157,7 +157,7 @@ def depths_that_hide_messages(
     for s in range(len(stages) - 1, -1, -1):
         if s + 1 < len(stages):
             rate = _rate(machines, layout.stages[s][0], layout.stages[s + 1][0])
-            travel += 2 * Link(rate, machines.latency_s).seconds(stages[s].output_bytes)
+            travel += 2 * SimulatedLink(rate, machines.latency_s).seconds(stages[s].output_bytes)
         own = math.ceil(layout.devices_from(s) / layout.replicas(s))
         wanted = own + math.ceil(travel / (bottleneck_s * stages[s].replicas))
         if depths:
@@ -168,7 +168,7 @@ def depths_that_hide_messages(
 
 def choose_microbatches(
     stages: Sequence[Stage],
-    machines: Machines,
+    machines: Cluster,
     layout: Layout,
     schedule: Schedule,
     optimizer_copies: float,

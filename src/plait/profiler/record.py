@@ -92,7 +92,7 @@ def is_leaf(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, CONTAINERS)
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Writes the torch calls of one forward pass of `model` into `graph`.
 
     The modules whose paths are in `whole` are one call each; MustOpen is raised where one cannot be.
@@ -157,7 +157,7 @@ class Recorder(TorchFunctionMode):
                         self._kept.append(stand_in)
                         holder[name] = stand_in
 
-    def follow(self, other: Recorder) -> None:
+    def follow(self, other: CallRecorder) -> None:
         """Know the parameters and buffers of a model whose tensors `other` has replaced."""
         self._attributes |= other._attributes
 

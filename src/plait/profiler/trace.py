@@ -20,7 +20,13 @@ from torch.utils import _pytree as pytree
 
 from plait.profiler.arguments import PLAIN, SizeArgument
 from plait.profiler.failures import TraceError, explain, refusal
-from plait.profiler.record import MustOpen, Recorder, operation_name, own_random_numbers, python_random_state
+from plait.profiler.record import (
+    CallRecorder,
+    MustOpen,
+    operation_name,
+    own_random_numbers,
+    python_random_state,
+)
 from plait.profiler.symbols import Sizes, fake_inputs
 from plait.profiler.traced import Concern, Guards, Layer, TracedModel, place_tensors
 
@@ -122,7 +128,7 @@ def _trace_whole(
     assert isinstance(sizes, Sizes)
     sizes.silent = 1
     sizes.branches.clear()
-    recorder = Recorder(model, sizes, whole, constants)
+    recorder = CallRecorder(model, sizes, whole, constants)
     fakes = fake_inputs(mode, tensors, [_tensors_like(inputs, other) for other in others])
     nodes = [recorder.add_input(n, f) for n, f in zip(_input_names(model, args, kwargs), fakes)]
     shapes = tuple(node.meta["shape"] for node in nodes)
@@ -168,7 +174,7 @@ def _tensors_like(inputs: Inputs, others: Inputs) -> list[Tensor]:
 
 
 def _run(
-    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, recorder: Recorder, sizes: Sizes
+    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, recorder: CallRecorder, sizes: Sizes
 ) -> tuple[list[Any], pytree.TreeSpec, tuple[Concern, ...], frozenset[str]]:
     """Record one forward pass; the parts of what it returned, nodes in place of tensors.
 
@@ -233,7 +239,7 @@ class _Kept:
         )
 
 
-def _kept(recorder: Recorder, before: Mapping[int, Mapping[str, Any]]) -> list[_Kept]:
+def _kept(recorder: CallRecorder, before: Mapping[int, Mapping[str, Any]]) -> list[_Kept]:
     found = []
     for path, module in recorder.opened.items():
         known = before[id(module)]
@@ -250,7 +256,7 @@ def _shown(path: str, module: nn.Module) -> str:
 
 
 def _carried_over(
-    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, first: Recorder, kept: list[_Kept]
+    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, first: CallRecorder, kept: list[_Kept]
 ) -> list[Concern]:
     """What of `kept` changes a second forward in a row, or one after many; the rest is harmless."""
     if not _does_the_same(model, args, kwargs, mode, first):
@@ -264,9 +270,11 @@ def _carried_over(
     return []
 
 
-def _does_the_same(model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, first: Recorder) -> bool:
+def _does_the_same(
+    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, first: CallRecorder
+) -> bool:
     """Whether a further forward makes the calls that `first` has recorded."""
-    again = Recorder(model, None, first.whole)
+    again = CallRecorder(model, None, first.whole)
     again.follow(first)
     try:
         with torch.enable_grad(), mode, enable_python_dispatcher(), again.watching():
@@ -293,7 +301,7 @@ def _written(graph: fx.Graph) -> list[str]:
     ]
 
 
-def _output_leaf(recorder: Recorder, leaf: Any) -> Any:
+def _output_leaf(recorder: CallRecorder, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return recorder.node_of(leaf)
     return leaf if isinstance(leaf, PLAIN) else None
@@ -397,7 +405,7 @@ def _settle_sizes(graph: fx.Graph, sizes: Sizes) -> None:
             node.meta["symbols"] = tuple(sorted(free, key=str))
 
 
-def _layers(model: nn.Module, recorder: Recorder) -> tuple[Layer, ...]:
+def _layers(model: nn.Module, recorder: CallRecorder) -> tuple[Layer, ...]:
     groups: dict[int, list[fx.Node]] = {}
     for node in recorder.graph.nodes:
         if node.op != "placeholder":

@@ -87,7 +87,7 @@ class Data(OpenSection):
     collate_fn: Text | None = None
 
 
-class Group(OpenSection):
+class GroupSection(OpenSection):
     """An entry of `optimizer.groups`: which parameters, and the options that they have of their own."""
 
     match: Text = Field(min_length=1)
@@ -97,7 +97,7 @@ class Optimizer(OpenSection):
     """`optimizer`: any of torch.optim in lower case, or a user's own."""
 
     kind: Text = "sgd"
-    groups: list[Group] = Field(default_factory=list)
+    groups: list[GroupSection] = Field(default_factory=list)
 
 
 class LrSchedule(OpenSection):
@@ -107,7 +107,7 @@ class LrSchedule(OpenSection):
     warmup_steps: int = Field(default=0, ge=0, le=MOST)
 
 
-class Evaluate(Section):
+class EvaluateSection(Section):
     """`evaluate`: when, and by which metric beside the loss."""
 
     every_steps: Count | None = None
@@ -123,7 +123,7 @@ class EarlyStop(Section):
     min_change: float = Field(default=0.0, ge=0)
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """`checkpoint`: when to write one and which to keep."""
 
     every_steps: Count = 1000
@@ -160,7 +160,7 @@ class Parallel(Section):
     timeout_s: Seconds = 300.0
 
 
-class Cluster(Section):
+class ClusterSection(Section):
     """`cluster`: the hosts and how they are reached."""
 
     hosts: list[Text] = Field(default_factory=list)
@@ -189,15 +189,15 @@ class Job(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     clip_norm: float | None = Field(default=None, gt=0)
     accumulate: Count = 1
-    evaluate: Evaluate = Field(default_factory=Evaluate)
+    evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
     early_stop: EarlyStop | None = None
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tensorboard: bool = False
     log_every_steps: Count | None = None
     stop_on_nan: bool = True
     verify: run.Verify = "first"
     parallel: Parallel = Field(default_factory=Parallel)
-    cluster: Cluster = Field(default_factory=Cluster)
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
     run_dir: Text = Field(default="runs", min_length=1)
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from plait.schema.topology_spec import TopologyWish
+from plait.schema.topology_spec import TopologySpec
 
 Precision = Literal["float32", "float64", "bf16", "fp16"]
 # Whether what a run built is compared with the plain model first: never, once, or at every start.
@@ -109,7 +109,7 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How workers that hold the same model agree: a kind of plait.schema.sync_options or `auto`, and its options."""
+    """How workers that hold the same model agree: a kind of sync, or `auto`, and its options."""
 
     kind: str = "all-reduce"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class TrainSettings:
     log_every_steps: int | None = None
     stop_on_nan: bool = True
     pipeline: PipelineSettings | None = None
-    topology: TopologyWish = field(default_factory=TopologyWish)
+    topology: TopologySpec = field(default_factory=TopologySpec)
     sync: SyncSettings = field(default_factory=SyncSettings)
     slow: SlowSettings = field(default_factory=SlowSettings)
     verify: Verify = "first"

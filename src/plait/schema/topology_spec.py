@@ -31,7 +31,7 @@ MOST_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
-class TopologyWish:
+class TopologySpec:
     """`name` as the user wrote it; where that is a file, the `graphs` in it."""
 
     name: str = DEFAULT
@@ -43,13 +43,13 @@ class TopologyWish:
         return self.name.partition(":")[0] in NAMES
 
 
-def read_wish(text: str) -> TopologyWish:
+def read_wish(text: str) -> TopologySpec:
     """What `parallel.topology` asks for; a file is read here, so that workers need not have it."""
-    wish = TopologyWish(text)
+    wish = TopologySpec(text)
     if wish.by_name:
         return wish
     if text.endswith((".json", ".yaml", ".yml")):
-        return TopologyWish(text, tuple(_read(Path(text))))
+        return TopologySpec(text, tuple(_read(Path(text))))
     if ":" in text:
         return wish
     raise TopologyError(
@@ -74,7 +74,7 @@ def _read(path: Path) -> list[Any]:
     return graphs
 
 
-def check_wish(wish: TopologyWish, size: int) -> None:
+def check_wish(wish: TopologySpec, size: int) -> None:
     """Refuse a topology that cannot be made over `size` ranks; a function is not called."""
     kind, colon, _ = wish.name.partition(":")
     if wish.graphs:
@@ -86,7 +86,7 @@ def check_wish(wish: TopologyWish, size: int) -> None:
         check_name(wish.name, size)
 
 
-def find_topology(wish: TopologyWish, hosts: Hosts) -> Topology | None:
+def find_topology(wish: TopologySpec, hosts: Hosts) -> Topology | None:
     """The topology wished for, over ranks on these hosts; None for the backend's own way.
 
     A `package.module:function` is called, by every worker, with the host of each rank and returns graphs as a

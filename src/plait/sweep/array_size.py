@@ -15,11 +15,11 @@ from plait.core.errors import InputError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
-from plait.fusion.trials.array_size import Need, measure_need, saturated_width
+from plait.fusion.trials.array_size import MemoryNeed, measure_need, saturated_width
 from plait.fusion.verify import Verdict
 from plait.schema.settings import TrainSettings
-from plait.sweep.engines.batch_streams import Feed
-from plait.sweep.engines.fused import Entry, FusedArray
+from plait.sweep.engines.batch_streams import BatchStream
+from plait.sweep.engines.fused import FusedArray, TrialInit
 from plait.training import components
 
 # What a process beside the tensors of its models takes on a CPU.
@@ -50,7 +50,7 @@ def choose_width(
     if trials < 2:
         return 1, ""
     # The last worker's share is the largest.
-    batch = Feed(sets[0], settings, Position(), False, replicas - 1, replicas).next()
+    batch = BatchStream(sets[0], settings, Position(), False, replicas - 1, replicas).next()
     # Sums of gradients need buffers.
     beside = _weight_bytes(settings) if replicas > 1 else 0
     width = min(trials, MOST, _fitting(settings, device, sets, batch, beside, verdict))
@@ -91,7 +91,7 @@ def _fitting(
     except Exception as failure:  # not every model runs on tensors without memory
         log.info("no step on tensors without memory (%s); an upper bound of its memory is used", failure)
         need = _rough_need(settings, batch)
-    need = Need(need.fixed_bytes, need.trial_bytes + beside)
+    need = MemoryNeed(need.fixed_bytes, need.trial_bytes + beside)
     try:
         if device.type == "cuda":
             return need.largest(torch.cuda.mem_get_info(device)[0] * SHARE)
@@ -110,15 +110,15 @@ def try_two(
     verdict: Verdict | None = None,
 ) -> None:
     """Take a step with two fused trials; raises what it raises."""
-    batch = Feed(sets[0], settings, Position(), False, replicas - 1, replicas).next()
+    batch = BatchStream(sets[0], settings, Position(), False, replicas - 1, replicas).next()
     _stepper(_entries(settings, device, sets, 2), batch, verdict)()
 
 
-def _rough_need(settings: TrainSettings, batch: Batch) -> Need:
+def _rough_need(settings: TrainSettings, batch: Batch) -> MemoryNeed:
     """A rough upper bound: weights, gradients and states, and as much again for what a step keeps."""
     weights = _weight_bytes(settings)
     rows = sum(x.numel() * x.element_size() for x in batch.content if isinstance(x, torch.Tensor))
-    return Need(0.0, 8.0 * weights + 200.0 * rows)
+    return MemoryNeed(0.0, 8.0 * weights + 200.0 * rows)
 
 
 def _weight_bytes(settings: TrainSettings) -> int:
@@ -126,11 +126,13 @@ def _weight_bytes(settings: TrainSettings) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _entries(settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], count: int) -> list[Entry]:
-    return [Entry(settings, components.build(settings, device, sets)) for _ in range(count)]
+def _entries(
+    settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], count: int
+) -> list[TrialInit]:
+    return [TrialInit(settings, components.build(settings, device, sets)) for _ in range(count)]
 
 
-def _stepper(entries: Sequence[Entry], batch: Batch, verdict: Verdict | None = None) -> Callable[[], Any]:
+def _stepper(entries: Sequence[TrialInit], batch: Batch, verdict: Verdict | None = None) -> Callable[[], Any]:
     array, width = FusedArray(entries, verdict=verdict), len(entries)
     return lambda: array.step([batch] * width, [1.0] * width)
 

@@ -26,13 +26,13 @@ _CLOSE: Question = {"ask": "close"}
 PATIENCE = timedelta(days=365)
 
 
-class Desk(Protocol):
+class Client(Protocol):
     """Whom a worker asks."""
 
     def ask(self, **question: Any) -> Answer: ...
 
 
-class OwnDesk:
+class LocalClient:
     """The desk in the process that keeps the book; one question at a time."""
 
     def __init__(self, answer: Answerer) -> None:
@@ -44,7 +44,7 @@ class OwnDesk:
             return self._answer(question)
 
 
-class FarDesk:
+class RemoteClient:
     """The desk as other workers reach it."""
 
     def __init__(self, store: dist.Store) -> None:
@@ -61,10 +61,10 @@ class FarDesk:
         return answer
 
 
-class Clerk:
+class AnswerThread:
     """Answers the other workers' questions in a thread of rank 0, in the order they come."""
 
-    def __init__(self, worker: Worker, desk: OwnDesk) -> None:
+    def __init__(self, worker: Worker, desk: LocalClient) -> None:
         self._store = worker.store
         self._desk = desk
         self._thread = threading.Thread(target=self._serve, daemon=True)

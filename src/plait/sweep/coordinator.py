@@ -16,14 +16,14 @@ from plait.core.codec import finite
 from plait.core.errors import InputError
 from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.sweep.array_record import Arrays
 from plait.sweep.client import Answer, Question
 from plait.sweep.datasets import DataSets
 from plait.sweep.running_trial import newest, save_state, trial_folder
-from plait.sweep.scheduler import Book, Trial
+from plait.sweep.scheduler import Trial, TrialScheduler
 from plait.sweep.settings import SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
@@ -35,11 +35,11 @@ ROWS = 12
 LINES = 32
 
 
-class Office:
+class Coordinator:
     """Keeps the book and its record; `answer` is the only way in."""
 
     def __init__(
-        self, worker: Worker, settings: SweepSettings, folder: RunFolder, sets: DataSets, resume: bool
+        self, worker: Worker, settings: SweepSettings, folder: RunDir, sets: DataSets, resume: bool
     ) -> None:
         self._worker = worker
         self._settings = settings
@@ -48,7 +48,9 @@ class Office:
         past = [recorded.event for recorded in _read(folder)] if resume else []
         self._log = EventLog(folder.events(), rank=0)
         teams = worker.world_size // settings.team_size
-        self.book = Book(settings, teams, choose_metric(settings), self._steps_of, self._keep, self._copy)
+        self.book = TrialScheduler(
+            settings, teams, choose_metric(settings), self._steps_of, self._keep, self._copy
+        )
         self.book.open(past)
         self.arrays = Arrays(past)
         self._tidy()
@@ -283,5 +285,5 @@ def _order(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _read(folder: RunFolder) -> list[core_events.Recorded]:
+def _read(folder: RunDir) -> list[core_events.Recorded]:
     return list(core_events.read(folder.events())) if folder.events().exists() else []

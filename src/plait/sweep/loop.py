@@ -16,25 +16,25 @@ from torch import Tensor
 from plait.core.codec import finite
 from plait.fusion.errors import FusionError
 from plait.fusion.verify import Verdict, tell
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.pipeline.layout import Arrangement
+from plait.pipeline.layout import PipelineLayout
 from plait.schema.settings import TrainSettings
 from plait.sweep.array_size import choose_width, try_two
-from plait.sweep.client import Desk
+from plait.sweep.client import Client
 from plait.sweep.datasets import DataSets
-from plait.sweep.engines.batch_streams import Feed, Feeds, next_batches, reseated
-from plait.sweep.engines.fused import Array, Entry
-from plait.sweep.engines.leader import LedArray, make_array, make_entry, position_of
+from plait.sweep.engines.batch_streams import BatchStream, BatchStreams, next_batches, reseated
+from plait.sweep.engines.fused import Array, TrialInit
+from plait.sweep.engines.leader import LeaderArray, make_array, make_entry, position_of
 from plait.sweep.engines.verified_arrays import verify_entries
 from plait.sweep.reasons import NotFusedError, fused_work, split_by_kind, why_optimizer
-from plait.sweep.running_trial import Seat, newest, save_seat
+from plait.sweep.running_trial import RunningTrial, newest, save_seat
 from plait.sweep.settings import SweepSettings
 from plait.sweep.trial_settings import with_values
-from plait.sweep.worker_group import Team, share_of
+from plait.sweep.worker_group import WorkerGroup, share_of
 from plait.training import components
 from plait.training.components import DataPair
-from plait.training.early_stopping import Patience
+from plait.training.early_stopping import EarlyStopping
 from plait.training.optim import build_lr_factor
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class SweepLoop:
         self,
         worker: Worker,
         settings: SweepSettings,
-        folder: RunFolder,
-        desk: Desk,
+        folder: RunDir,
+        desk: Client,
         sets: DataSets,
         device: torch.device,
-        team: Team | None = None,
+        team: WorkerGroup | None = None,
     ) -> None:
         self._worker = worker
         self._team = team
@@ -65,9 +65,9 @@ class SweepLoop:
         self._desk = desk
         self._sets = sets
         self._device = device
-        self._seats: list[Seat] = []
+        self._seats: list[RunningTrial] = []
         self._array: Array | None = None
-        self._feeds: Feeds | None = None
+        self._feeds: BatchStreams | None = None
         self._group = ""
         self._width = 1
         # How many trials an array of a group holds, and, where that is one, why.
@@ -111,7 +111,7 @@ class SweepLoop:
         self._group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
-        self._feeds = Feeds(sets[0], self._device.type == "cuda", *share_of(self._team))
+        self._feeds = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._team))
         if self._group not in self._widths:
             own = math.ceil(found["waiting"] * self._settings.team_size / self._worker.world_size)
             self._widths[self._group] = self._choose_width(settings, sets, own)
@@ -134,7 +134,7 @@ class SweepLoop:
             if self._settings.train.verify == "off":
                 return 1, str(failure)
         # Some module may have to run trial by trial.
-        entries = [Entry(settings, components.build(settings, self._device, sets)) for _ in range(2)]
+        entries = [TrialInit(settings, components.build(settings, self._device, sets)) for _ in range(2)]
         try:
             return self._try_width(settings, sets, trials, self._verify(entries))
         except NotFusedError as failure:
@@ -165,7 +165,7 @@ class SweepLoop:
         self._dissolve()
         self._tell_array()
 
-    def _take(self, count: int, begin: bool = False) -> list[tuple[Seat, Entry]]:
+    def _take(self, count: int, begin: bool = False) -> list[tuple[RunningTrial, TrialInit]]:
         self._asked = time.monotonic()
         answer = self._desk.ask(ask="take", group=self._group, count=count, begin=begin)
         self._may_get_more = answer["more"]
@@ -177,13 +177,13 @@ class SweepLoop:
             taken.append((seat, entry))
         return taken
 
-    def _seat(self, order: Mapping[str, Any], used: list[Feed]) -> tuple[Seat, Entry]:
+    def _seat(self, order: Mapping[str, Any], used: list[BatchStream]) -> tuple[RunningTrial, TrialInit]:
         """A trial ready to join: from its newest checkpoint where it has one, else from its beginning."""
         settings = with_values(self._settings.train, order["values"])
         state = newest(self._folder, order["trial"])
         position = position_of(state)
         assert self._feeds is not None
-        seat = Seat(
+        seat = RunningTrial(
             trial=order["trial"],
             settings=settings,
             steps=order["steps"],
@@ -191,13 +191,13 @@ class SweepLoop:
             lr_factor=build_lr_factor(settings.lr_schedule, order["steps"]),
             feed=self._feeds.find(settings, position, used),
             position=position,
-            patience=Patience(settings.early_stop),
+            patience=EarlyStopping(settings.early_stop),
         )
         if state is not None:
             seat.take_up(state.step, state.progress)
         return seat, make_entry(settings, state, self._device, self._sets)
 
-    def _change(self, leaving: Sequence[int], joining: list[tuple[Seat, Entry]]) -> None:
+    def _change(self, leaving: Sequence[int], joining: list[tuple[RunningTrial, TrialInit]]) -> None:
         """Let trials leave the array and others join; an array without trials is gone."""
         if not leaving and not joining:
             return
@@ -226,7 +226,9 @@ class SweepLoop:
         why = self._closed or self._apart or self._widths[self._group][1]
         self._desk.ask(ask="array", worker=self._worker.rank, trials=numbers, fused=is_fused, why=why)
 
-    def _of_one_kind(self, joining: list[tuple[Seat, Entry]]) -> list[tuple[Seat, Entry]]:
+    def _of_one_kind(
+        self, joining: list[tuple[RunningTrial, TrialInit]]
+    ) -> list[tuple[RunningTrial, TrialInit]]:
         """Those that can be fused with the first; the others wait for an array of their own."""
         if len(joining) < 2 or self._settings.train.pipeline is not None:
             return joining
@@ -235,7 +237,9 @@ class SweepLoop:
             self._desk.ask(ask="split", trials=[joining[number][0].trial for number in others])
         return [one for number, one in enumerate(joining) if number not in others]
 
-    def _admitted(self, joining: list[tuple[Seat, Entry]]) -> list[tuple[Seat, Entry]]:
+    def _admitted(
+        self, joining: list[tuple[RunningTrial, TrialInit]]
+    ) -> list[tuple[RunningTrial, TrialInit]]:
         """Those that may join the array: none where its trials have changed in a way that others have not."""
         assert self._array is not None
         try:
@@ -256,19 +260,19 @@ class SweepLoop:
         can_separate = self._team is None and self._width > 1
         return fused_work() if can_separate else nullcontext()
 
-    def _make_array(self, entries: Sequence[Entry]) -> Array:
+    def _make_array(self, entries: Sequence[TrialInit]) -> Array:
         if self._team is not None and self._team.pipeline is not None:
             stages, found = self._verify_in_stages(entries, self._team.pipeline.arrangement)
-            return LedArray(self._team, entries, True, found, stages)
+            return LeaderArray(self._team, entries, True, found, stages)
         fused = self._width > 1
         verdict = self._verify(entries) if fused else None
         with self._fused_work():
             if self._team is not None:
-                return LedArray(self._team, entries, fused, verdict)
+                return LeaderArray(self._team, entries, fused, verdict)
             return make_array(entries, fused, None, verdict)
 
     def _verify_in_stages(
-        self, entries: Sequence[Entry], arrangement: Arrangement
+        self, entries: Sequence[TrialInit], arrangement: PipelineLayout
     ) -> tuple[StagesOfTrials, Verdict]:
         """The stages of these trials, and how they are fused rightly; see `_verify`.
 
@@ -298,7 +302,7 @@ class SweepLoop:
         mode = self._settings.train.verify
         return mode != "off" and (known is None or mode != "first")
 
-    def _verify(self, entries: Sequence[Entry]) -> Verdict:
+    def _verify(self, entries: Sequence[TrialInit]) -> Verdict:
         """How these trials are fused rightly: what the first array of a kind showed, unless asked anew.
 
         Raises NotFusedError where they are not fused at all.
@@ -372,7 +376,7 @@ class SweepLoop:
         if leaving or (free and self._may_get_more and time.monotonic() - self._asked > POLL_S):
             self._change(sorted(leaving), self._take(free) if free else [])
 
-    def _note(self, seat: Seat) -> tuple[int, int, float | None] | None:
+    def _note(self, seat: RunningTrial) -> tuple[int, int, float | None] | None:
         if not seat.is_note_due:
             return None
         return seat.trial, seat.step, finite(seat.take_mean_loss())
@@ -428,7 +432,7 @@ class SweepLoop:
         self._desk.ask(ask="stop", trial=seat.trial, step=seat.step, state=state, **result)
         return True
 
-    def _is_wanted(self, seat: Seat, result: Mapping[str, Any]) -> bool:
+    def _is_wanted(self, seat: RunningTrial, result: Mapping[str, Any]) -> bool:
         return bool(self._desk.ask(ask="wanted", trial=seat.trial, **result)["wanted"])
 
     def _save(self, place: int) -> None:

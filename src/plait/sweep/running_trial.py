@@ -12,24 +12,24 @@ from plait.core.codec import encode
 from plait.core.errors import CheckpointError
 from plait.core.files import write_atomic
 from plait.data.sampler import Position
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.settings import TrainSettings
-from plait.sweep.engines.batch_streams import Feed
+from plait.sweep.engines.batch_streams import BatchStream
 from plait.sweep.engines.fused import TrialTensors
 from plait.training import checkpoint as checkpoints
-from plait.training.early_stopping import Patience
+from plait.training.early_stopping import EarlyStopping
 from plait.training.optim import LrFactor
 
 NOTES = 200
 
 
-def trial_folder(folder: RunFolder, trial: int) -> RunFolder:
+def trial_folder(folder: RunDir, trial: int) -> RunDir:
     """The folder of one trial: that of an ordinary run, below the sweep's."""
-    return RunFolder(folder.path / "trials" / f"{trial:04d}")
+    return RunDir(folder.path / "trials" / f"{trial:04d}")
 
 
 @dataclass
-class Seat:
+class RunningTrial:
     """A trial while it trains on this worker. It reports when it has made `until` steps."""
 
     trial: int
@@ -37,10 +37,10 @@ class Seat:
     steps: int
     until: int
     lr_factor: LrFactor
-    feed: Feed
+    feed: BatchStream
     step: int = 0
     position: Position = field(default_factory=Position)
-    patience: Patience = field(default_factory=Patience)
+    patience: EarlyStopping = field(default_factory=EarlyStopping)
     loss_sum: float = 0.0
     loss_steps: int = 0
     train_loss: float | None = None
@@ -130,7 +130,7 @@ class Seat:
         }
 
 
-def save_seat(folder: RunFolder, seat: Seat, tensors: TrialTensors) -> None:
+def save_seat(folder: RunDir, seat: RunningTrial, tensors: TrialTensors) -> None:
     """Write the trial's checkpoint into its folder, which is that of an ordinary run; older ones go."""
     own = trial_folder(folder, seat.trial)
     write_atomic(own.settings, json.dumps(encode(seat.settings), indent=1))
@@ -138,14 +138,14 @@ def save_seat(folder: RunFolder, seat: Seat, tensors: TrialTensors) -> None:
     save_state(folder, seat.trial, state)
 
 
-def save_state(folder: RunFolder, trial: int, state: checkpoints.Checkpoint) -> None:
+def save_state(folder: RunDir, trial: int, state: checkpoints.Checkpoint) -> None:
     """Make `state` the one checkpoint of a trial."""
     own = trial_folder(folder, trial)
     checkpoints.save(own.checkpoints, state)
     checkpoints.prune(own.checkpoints, state.step, keep_last=1, best=None)
 
 
-def newest(folder: RunFolder, trial: int) -> checkpoints.Checkpoint | None:
+def newest(folder: RunDir, trial: int) -> checkpoints.Checkpoint | None:
     """The newest whole checkpoint of a trial; what is damaged is passed over."""
     for path in checkpoints.list_checkpoints(trial_folder(folder, trial).checkpoints):
         try:

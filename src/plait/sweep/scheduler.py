@@ -58,7 +58,7 @@ class Trial:
         return self.reached[max(self.reached)] if self.reached else math.nan
 
 
-class Book:
+class TrialScheduler:
     """All trials of a sweep. `record` keeps an event for good; `copy` gives a trial another's weights."""
 
     def __init__(

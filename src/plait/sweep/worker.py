@@ -14,18 +14,18 @@ from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.sweep.client import Clerk, FarDesk, OwnDesk
-from plait.sweep.coordinator import Office, choose_metric
+from plait.sweep.client import AnswerThread, LocalClient, RemoteClient
+from plait.sweep.coordinator import Coordinator, choose_metric
 from plait.sweep.datasets import DataSets, check_data
-from plait.sweep.engines.commands import End
+from plait.sweep.engines.commands import EndCommand
 from plait.sweep.engines.leader import Follower
 from plait.sweep.loop import SweepLoop
 from plait.sweep.search.values import Search
 from plait.sweep.settings import SweepSettings
 from plait.sweep.trial_settings import check_key, with_values
-from plait.sweep.worker_group import Team, check_teams, make_team
+from plait.sweep.worker_group import WorkerGroup, check_teams, make_team
 from plait.training import components
 from plait.training.eager_optimizers import use_eager_optimizers
 
@@ -51,7 +51,7 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     show_logs()
     use_eager_optimizers()
     settings = decode(SweepSettings, order["settings"], "settings")
-    folder = RunFolder(Path(order["folder"]))
+    folder = RunDir(Path(order["folder"]))
     device = components.choose_device(settings.train.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -75,9 +75,9 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
 def _take_part(
     worker: Worker,
     settings: SweepSettings,
-    folder: RunFolder,
+    folder: RunDir,
     device: torch.device,
-    team: Team | None,
+    team: WorkerGroup | None,
     resume: bool,
 ) -> dict[str, Any]:
     """Lead a team, or a team of one, or follow; what rank 0 has to tell."""
@@ -88,12 +88,12 @@ def _take_part(
     teams = worker.world_size // settings.team_size
     if teams > 1:
         _check_shared(worker, folder)
-    office = Office(worker, settings, folder, sets, resume) if worker.rank == 0 else None
-    desk = FarDesk(worker.store) if office is None else OwnDesk(office.answer)
-    clerk = Clerk(worker, desk) if isinstance(desk, OwnDesk) and teams > 1 else None
+    office = Coordinator(worker, settings, folder, sets, resume) if worker.rank == 0 else None
+    desk = RemoteClient(worker.store) if office is None else LocalClient(office.answer)
+    clerk = AnswerThread(worker, desk) if isinstance(desk, LocalClient) and teams > 1 else None
     reason = SweepLoop(worker, settings, folder, desk, sets, device, team).run()
     if team is not None:
-        team.tell(End(), 0)
+        team.tell(EndCommand(), 0)
     if office is None:
         return desk.ask(ask="leave")
     # The others may still train; the launcher ends us when one of them fails.
@@ -104,7 +104,7 @@ def _take_part(
     return office.close("finished" if office.book.is_over else reason)
 
 
-def _check_shared(worker: Worker, folder: RunFolder) -> None:
+def _check_shared(worker: Worker, folder: RunDir) -> None:
     """Refuse hosts that do not see one run folder: trials move between teams as files in it."""
     token = folder.path / ".token"
     if worker.rank == 0:

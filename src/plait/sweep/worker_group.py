@@ -18,7 +18,7 @@ from plait.comm.groups import new_group
 from plait.core.errors import InputError
 from plait.fusion.trials.unfused import note_trials, trials_without_gradient
 from plait.launch.worker import Worker
-from plait.sweep.engines.commands import Order, Step, from_message, to_message
+from plait.sweep.engines.commands import Order, StepCommand, from_message, to_message
 from plait.sweep.engines.stages import TeamPipeline, link_stages
 from plait.sweep.settings import SweepSettings
 from plait.sync.allreduce.buckets import AllReduce
@@ -29,7 +29,7 @@ PATIENCE = timedelta(days=365)
 _OTHER, _STEP = 0.0, 1.0
 
 
-class Team:
+class WorkerGroup:
     """This worker's team: it is number `place` of `size`, and 0 leads.
 
     `sums` carries gradients, `orders` what the leader says. All members make the same calls in one order.
@@ -63,7 +63,7 @@ class Team:
     def tell(self, order: Order, trials: int) -> None:
         """Give the followers an order; `trials` is how many their array has now."""
         head = torch.zeros(_head_length(trials), dtype=torch.float64)
-        if isinstance(order, Step):
+        if isinstance(order, StepCommand):
             # All that a step needs: each worker loads its own share of the batches.
             head[0] = _STEP
             head[1:] = torch.tensor(order.factors, dtype=torch.float64)
@@ -80,7 +80,7 @@ class Team:
         head = torch.zeros(_head_length(trials), dtype=torch.float64)
         self._broadcast(head)
         if head[0] == _STEP:
-            return Step(tuple(head[1:].tolist()))
+            return StepCommand(tuple(head[1:].tolist()))
         value = broadcast_value(None, self._leader, self._orders)
         return from_message(value, broadcast_named(None, self._leader, self._orders))
 
@@ -107,7 +107,7 @@ class Team:
             self.pipeline.channels.close()
 
 
-def share_of(team: Team | None) -> tuple[int, int]:
+def share_of(team: WorkerGroup | None) -> tuple[int, int]:
     """Which share of a batch is this worker's, and of how many; all of it without a team."""
     return (0, 1) if team is None else team.share
 
@@ -124,7 +124,7 @@ class TeamSum:
     """
 
     def __init__(
-        self, team: Team, parameters: Sequence[Parameter], trials: int, partial: bool = False
+        self, team: WorkerGroup, parameters: Sequence[Parameter], trials: int, partial: bool = False
     ) -> None:
         self._parameters = list(parameters)
         # The losses travel as one more gradient. First, so in the last bucket: no other waits for them. Then,
@@ -175,7 +175,7 @@ def check_teams(settings: SweepSettings, workers: int) -> None:
         )
 
 
-def make_team(worker: Worker, settings: SweepSettings, device: torch.device) -> Team:
+def make_team(worker: Worker, settings: SweepSettings, device: torch.device) -> WorkerGroup:
     """This worker's team; all workers call it together, in the process group of all."""
     found = None
     for first in range(0, worker.world_size, settings.team_size):
@@ -183,7 +183,7 @@ def make_team(worker: Worker, settings: SweepSettings, device: torch.device) -> 
         sums = new_group(worker.rendezvous, ranks)
         orders = new_group(worker.rendezvous, ranks, PATIENCE, backend="gloo")
         if worker.rank in ranks:
-            found = Team(ranks, worker.rank, sums, orders)
+            found = WorkerGroup(ranks, worker.rank, sums, orders)
     assert found is not None
     if settings.train.pipeline is not None:
         found.pipeline = link_stages(worker, settings.train, worker.rank - found.place, device)

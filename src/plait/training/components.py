@@ -23,7 +23,7 @@ from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
-from plait.pipeline.cutting.meta_device import NotInPiecesError, Pieces
+from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training.evaluate import Metric, find_metric
 from plait.training.optim import build_optimizer, check_groups, check_lr_schedule
@@ -44,7 +44,7 @@ DataPair = tuple[DataSource, DataSource | None]
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """The pieces of one worker's run, ready to train."""
 
     model: torch.nn.Module
@@ -60,7 +60,7 @@ class Parts:
     dtype: torch.dtype | None
     autocast: Callable[[], AbstractContextManager[Any]]
     # Where the model has no memory yet: what gives a worker's own tensors theirs.
-    pieces: Pieces | None = None
+    pieces: OwnTensors | None = None
 
 
 def check(settings: TrainSettings) -> None:
@@ -206,7 +206,7 @@ def agree_on_backend(worker: Worker, wanted: str) -> str:
     return wanted if len(wishes) == 1 else "gloo"
 
 
-def find_pieces(settings: TrainSettings, device: torch.device) -> Pieces | None:
+def find_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors | None:
     """The model without memory, where a pipeline's worker could not hold all of it; else None."""
     if settings.pipeline is None or settings.sync.kind != "all-reduce":
         return None
@@ -218,10 +218,10 @@ def find_pieces(settings: TrainSettings, device: torch.device) -> Pieces | None:
     return pieces if pieces.weight_bytes() * WHOLE_COPIES > _free_bytes(device) else None
 
 
-def make_pieces(settings: TrainSettings, device: torch.device) -> Pieces:
+def make_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors:
     """The model of the settings without memory."""
     dtype = torch.float64 if settings.precision == "float64" else None
-    return Pieces(lambda: build_model(settings.model, settings.seed), dtype, device)
+    return OwnTensors(lambda: build_model(settings.model, settings.seed), dtype, device)
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -242,8 +242,8 @@ def build(
     settings: TrainSettings,
     device: torch.device,
     sets: DataPair | None = None,
-    pieces: Pieces | None = None,
-) -> Parts:
+    pieces: OwnTensors | None = None,
+) -> Components:
     """All parts of a run on `device`, the same on every worker; `sets` are its data where they are there.
 
     With `pieces` the model is theirs, without memory.
@@ -268,7 +268,7 @@ def build(
     if pieces is not None:
         # Some begin with a state for all parameters; a worker's own optimizer is that of its stages.
         optimizer.state.clear()
-    return Parts(
+    return Components(
         model=model,
         names=names,
         loss=build_loss(settings.loss, settings.loss_args),

@@ -10,7 +10,7 @@ from plait.schema.settings import EarlyStopSettings
 
 
 @dataclass
-class Patience:
+class EarlyStopping:
     """The best value so far of what `rule` watches, and how many evaluations brought nothing better."""
 
     rule: EarlyStopSettings | None = None

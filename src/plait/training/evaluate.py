@@ -19,7 +19,7 @@ from plait.schema.settings import TrainSettings
 from plait.workloads.metrics import accuracy
 
 if TYPE_CHECKING:
-    from plait.training.components import Parts
+    from plait.training.components import Components
 
 Metric = Callable[[Tensor, Tensor], tuple[Any, int]]
 
@@ -40,13 +40,15 @@ def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
     )
 
 
-def evaluate_parts(parts: Parts, settings: TrainSettings, rank: int, world_size: int) -> dict[str, float]:
+def evaluate_parts(
+    parts: Components, settings: TrainSettings, rank: int, world_size: int
+) -> dict[str, float]:
     """Mean loss and metric over the test split; all ranks call it together and get the same numbers."""
     return mean_of_all(parts, sums_over_share(parts, settings, rank, world_size), world_size)
 
 
 def evaluation_batches(
-    parts: Parts, settings: TrainSettings, size: int, rank: int, world_size: int
+    parts: Components, settings: TrainSettings, size: int, rank: int, world_size: int
 ) -> Iterator[Batch]:
     """What falls to `rank` of each batch of `size` of the test split."""
     source, loaders, pin = parts.test_set, settings.data.loaders, parts.device.type == "cuda"
@@ -65,7 +67,7 @@ def evaluation_batches(
     source.note_length(samples)
 
 
-def sums_over_share(parts: Parts, settings: TrainSettings, rank: int, world_size: int) -> Tensor:
+def sums_over_share(parts: Components, settings: TrainSettings, rank: int, world_size: int) -> Tensor:
     """The sums (see `sums_of`) over the part of the test split that falls to `rank` of `world_size`."""
     sums = torch.zeros(4, dtype=torch.float64)
     size = settings.evaluate.batch_size or settings.data.batch_size
@@ -76,7 +78,7 @@ def sums_over_share(parts: Parts, settings: TrainSettings, rank: int, world_size
     return sums
 
 
-def mean_of_all(parts: Parts, sums: Tensor, world_size: int) -> dict[str, float]:
+def mean_of_all(parts: Components, sums: Tensor, world_size: int) -> dict[str, float]:
     """Mean loss and metric from every worker's sums; see `sums_of`."""
     if world_size > 1:
         carried = sums.to(parts.device)
@@ -85,7 +87,7 @@ def mean_of_all(parts: Parts, sums: Tensor, world_size: int) -> dict[str, float]
     return means(parts, sums)
 
 
-def means(parts: Parts, sums: Tensor) -> dict[str, float]:
+def means(parts: Components, sums: Tensor) -> dict[str, float]:
     """Mean loss and metric from sums over all samples."""
     results = {"loss": (sums[0] / sums[1]).item()}
     if parts.metric is not None:
@@ -93,14 +95,14 @@ def means(parts: Parts, sums: Tensor) -> dict[str, float]:
     return results
 
 
-def _measure(parts: Parts, batch: Batch) -> Tensor:
+def _measure(parts: Components, batch: Batch) -> Tensor:
     inputs, target = to_device(batch.content, parts.device, parts.dtype)
     with parts.autocast():
         output = forward(parts.model, inputs)
     return sums_of(parts, output, target, batch.count)
 
 
-def sums_of(parts: Parts, output: Any, target: Any, count: int) -> Tensor:
+def sums_of(parts: Components, output: Any, target: Any, count: int) -> Tensor:
     """Loss times samples, samples, what the metric found good, and out of how many."""
     with parts.autocast():
         mean = parts.loss(output, target)

@@ -8,7 +8,7 @@ from typing import Any
 from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
@@ -17,7 +17,7 @@ from plait.training.evaluate import evaluate_parts
 log = logging.getLogger(__name__)
 
 
-def measure_run(folder: RunFolder, best: bool = False) -> dict[str, Any]:
+def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     """The step and metrics of a run's newest, or best, checkpoint, computed in this process."""
     if not folder.settings.exists():
         raise InputError(f"{folder.path}: no settings.json in it: the run never started, nothing to measure")
@@ -32,7 +32,7 @@ def measure_run(folder: RunFolder, best: bool = False) -> dict[str, Any]:
     return {"step": state.step, "metrics": evaluate_parts(parts, settings, rank=0, world_size=1)}
 
 
-def _newest(folder: RunFolder) -> checkpoints.Checkpoint:
+def _newest(folder: RunDir) -> checkpoints.Checkpoint:
     refused = ""
     for path in checkpoints.list_checkpoints(folder.checkpoints):
         try:
@@ -43,7 +43,7 @@ def _newest(folder: RunFolder) -> checkpoints.Checkpoint:
     raise CheckpointError(f"{folder.path}: no usable checkpoint in it{refused}")
 
 
-def _best(folder: RunFolder) -> checkpoints.Checkpoint:
+def _best(folder: RunDir) -> checkpoints.Checkpoint:
     best = _newest(folder).progress.get("best")
     if best is None:
         raise CheckpointError(

@@ -8,17 +8,17 @@ from typing import Any
 
 from plait.core.events import Event, EventLog
 from plait.data.sampler import GlobalBatch
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
-from plait.training.components import Parts
+from plait.training.components import Components
 from plait.training.loop import Trainer
 
 
 class StretchTrainer(Trainer, ABC):
     """A trainer that takes many steps at once; every worker has events of its own to record."""
 
-    def __init__(self, worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder) -> None:
+    def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
         super().__init__(worker, settings, parts, folder)
         self._events = EventLog(folder.events(worker.rank), worker.rank) if worker.rank else None
 

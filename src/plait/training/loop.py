@@ -20,17 +20,17 @@ from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.data import loader
 from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches, mix
 from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.components import UNKNOWN_STEPS, Parts, emulated, total_steps
-from plait.training.early_stopping import Patience, gain
+from plait.training.components import UNKNOWN_STEPS, Components, emulated, total_steps
+from plait.training.early_stopping import EarlyStopping, gain
 from plait.training.engines.data_parallel import DataParallel
 from plait.training.evaluate import evaluate_parts
 from plait.training.loss_parts import describe_parts
-from plait.training.metrics import Recorder
+from plait.training.metrics import MetricsLogger
 from plait.training.optim import build_lr_factor
 
 
@@ -60,7 +60,7 @@ def check_order(
 class Trainer:
     """Trains `parts` on this worker from where the last good checkpoint left off."""
 
-    def __init__(self, worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder) -> None:
+    def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
         self.worker = worker
         self.settings = settings
         self.parts = parts
@@ -68,9 +68,9 @@ class Trainer:
         self.step = self.steps = 0
         self.position = Position()
         self.best: dict[str, Any] | None = None
-        self.patience = Patience(settings.early_stop)
+        self.patience = EarlyStopping(settings.early_stop)
         self.engine = self._make_engine()
-        self.recorder = Recorder(worker, settings, parts, folder)
+        self.recorder = MetricsLogger(worker, settings, parts, folder)
 
     def _make_engine(self) -> DataParallel | None:
         return DataParallel(self.worker, self.settings, self.parts)

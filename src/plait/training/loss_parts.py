@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from plait.data import loader
 from plait.data.calling import evaluation_mode, forward
 from plait.schema.settings import TrainSettings
-from plait.training.components import Parts
+from plait.training.components import Components
 from plait.verification import same_random_numbers
 
 # So many samples are looked at, as a whole and so many at a time: small parts are unlike each other.
@@ -24,7 +24,7 @@ _LOWER_PRECISION = 3e-2
 _IGNORED = -100
 
 
-def describe_parts(settings: TrainSettings, parts: Parts) -> str:
+def describe_parts(settings: TrainSettings, parts: Components) -> str:
     """What to say where the loss of a batch is not the mean of its parts', weighted by samples; else nothing.
 
     Looks at some samples of the job, with a copy of the model in evaluation mode. Where that cannot be done
@@ -52,7 +52,7 @@ def describe_parts(settings: TrainSettings, parts: Parts) -> str:
     )
 
 
-def _whole_and_in_parts(settings: TrainSettings, parts: Parts, count: int) -> tuple[float, float] | None:
+def _whole_and_in_parts(settings: TrainSettings, parts: Components, count: int) -> tuple[float, float] | None:
     """The loss of `count` samples, and the mean of that of their parts; None where they are alike anyway."""
     with same_random_numbers(settings.seed), torch.no_grad():
         (content,) = parts.train_set.example_batches((count,), settings.seed)

@@ -13,24 +13,24 @@ import torch
 from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event, EventLog
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
-from plait.training.components import Parts
+from plait.training.components import Components
 
 LOG_S = 0.1
 REPORT_S = 0.2
 log = logging.getLogger(__name__)
 
 
-class Recorder:
+class MetricsLogger:
     """Keeps the record of a run on rank 0; on other ranks it does nothing.
 
     A step costs an addition and a look at the clock. Unless `log_every_steps` asks otherwise, steps of the
     same tenth of a second share one event.
     """
 
-    def __init__(self, worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder) -> None:
+    def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
         self._active = worker.rank == 0
         self._worker = worker
         self._settings = settings

@@ -12,7 +12,7 @@ import torch
 from plait.schema.settings import SlowSettings
 
 
-class SlowDown:
+class StragglerInjector:
     """Makes this worker's steps longer, by the settings and the seed alone."""
 
     def __init__(self, settings: SlowSettings, rank: int, seed: int) -> None:

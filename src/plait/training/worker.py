@@ -13,13 +13,13 @@ import torch.distributed as dist
 from plait.core.codec import decode
 from plait.core.errors import PlaitError
 from plait.core.logs import show_logs
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import TOLERANT
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.components import Parts
+from plait.training.components import Components
 from plait.training.eager_optimizers import use_eager_optimizers
 from plait.training.engines.decentralized import OwnPaceTrainer
 from plait.training.loop import Trainer
@@ -41,7 +41,7 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.set_device(device)
     if worker.world_size > 1 or settings.pipeline is not None:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
-    folder = RunFolder(Path(order["folder"]))
+    folder = RunDir(Path(order["folder"]))
     parts = components.build(settings, device, pieces=components.find_pieces(settings, device))
     trainer = make_trainer(worker, settings, parts, folder)
     result = trainer.run(resume=order["resume"])
@@ -64,7 +64,7 @@ class DivergedError(PlaitError):
         )
 
 
-def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder) -> Trainer:
+def make_trainer(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> Trainer:
     """The trainer that the settings ask for; all workers make one together."""
     if settings.pipeline is None and (worker.world_size == 1 or settings.sync.kind == "all-reduce"):
         return Trainer(worker, settings, parts, folder)
@@ -75,7 +75,7 @@ def make_trainer(worker: Worker, settings: TrainSettings, parts: Parts, folder: 
 
 
 def _with_stages(
-    worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder, hosts: Sequence[str]
+    worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir, hosts: Sequence[str]
 ) -> Trainer:
     """A trainer for workers that hold stages of the model."""
     # Slow to import, with all that tracing needs.
@@ -92,7 +92,7 @@ def _with_stages(
 
 
 def _with_sync(
-    worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder, hosts: Sequence[str]
+    worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir, hosts: Sequence[str]
 ) -> Trainer:
     """A trainer for workers that may be unlike, with the sync that the job names or measurements choose."""
     if settings.sync.kind != "auto":

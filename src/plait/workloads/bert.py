@@ -28,10 +28,10 @@ def bert(
             f"bert: width {width} cannot be shared by {heads} heads; use a width that {heads} divides"
         )
     parts: OrderedDict[str, nn.Module] = OrderedDict()
-    embeddings = Embeddings(vocabulary, context, width, dropout)
+    embeddings = BertEmbeddings(vocabulary, context, width, dropout)
     parts["embeddings"] = embeddings
     for number in range(1, layers + 1):
-        parts[f"layer{number}"] = Layer(width, heads, dropout)
+        parts[f"layer{number}"] = EncoderLayer(width, heads, dropout)
     parts["head"] = Head(width, embeddings.tokens)
     model = nn.Sequential(parts)
     for module in model.modules():
@@ -52,7 +52,7 @@ def bert_tiny(vocabulary: int = 256, context: int = 64, dropout: float = 0.0) ->
     return bert(vocabulary, context, layers=2, heads=2, width=32, dropout=dropout)
 
 
-class Embeddings(nn.Module):
+class BertEmbeddings(nn.Module):
     """The sum of what each token, each place and the first segment mean, normalised."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
@@ -74,7 +74,7 @@ class Embeddings(nn.Module):
         return x_btc
 
 
-class Layer(nn.Module):
+class EncoderLayer(nn.Module):
     """Attention and a perceptron, each normalised after it is added."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:

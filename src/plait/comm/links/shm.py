@@ -34,7 +34,7 @@ _EXTRA = socket.CMSG_LEN(struct.calcsize("i"))
 
 
 @dataclass
-class _Slot:
+class _SendSlot:
     """One buffer of ours; `descriptor` is its file until the peer has been handed it."""
 
     number: int
@@ -51,8 +51,8 @@ class SharedLink:
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         # Messages given back whose last reader is still to run on the GPU.
         self._leaving: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._ours: list[_Slot] = []
-        self._free: list[_Slot] = []
+        self._ours: list[_SendSlot] = []
+        self._free: list[_SendSlot] = []
         self._theirs: dict[int, Buffer] = {}
         self._arrived: dict[int, deque[int]] = defaultdict(deque)
         self._under_way: dict[int, int] = defaultdict(int)
@@ -173,7 +173,7 @@ class SharedLink:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _find(self, packing: Packing, on_gpu: bool) -> _Slot:
+    def _find(self, packing: Packing, on_gpu: bool) -> _SendSlot:
         """The smallest free buffer that is large enough, or a new one."""
         fitting = [slot for slot in self._free if slot.buffer.fits(packing, on_gpu)]
         if fitting:
@@ -182,7 +182,7 @@ class SharedLink:
             return slot
         descriptor = os.memfd_create("plait")
         buffer = _make(descriptor, packing, self._gpu if on_gpu else None)
-        slot = _Slot(len(self._ours), buffer, descriptor)
+        slot = _SendSlot(len(self._ours), buffer, descriptor)
         self._ours.append(slot)
         return slot
 

@@ -24,7 +24,7 @@ _TOLD, _SHOWN, _END = 1, 2, 3
 _EXTRA = socket.CMSG_LEN(struct.calcsize("i"))
 
 
-class Region:
+class SharedBuffer:
     """Memory of this worker that it can show to others; it ends with the last process that sees it.
 
     On systems without anonymous shared memory it is memory like any other, and can be shown to nobody.
@@ -51,7 +51,7 @@ def _map(descriptor: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
-class NearPeer:
+class LocalPeer:
     """Another worker of this host: its region, and the socket between the two. Nothing here waits."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -69,7 +69,7 @@ class NearPeer:
         """Whether words wait until the peer has read earlier ones."""
         return bool(self._unsent)
 
-    def show(self, region: Region) -> None:
+    def show(self, region: SharedBuffer) -> None:
         """Let the peer see `region`; the first thing it is told."""
         assert region.descriptor is not None
         with contextlib.suppress(OSError):
@@ -135,10 +135,10 @@ class NearPeer:
         self._socket.close()
 
 
-class Ear:
+class Poller:
     """Waits for words of near peers, and for a call from another thread of this process."""
 
-    def __init__(self, peers: Mapping[int, NearPeer]) -> None:
+    def __init__(self, peers: Mapping[int, LocalPeer]) -> None:
         self._peers = {peer.fileno(): (name, peer) for name, peer in peers.items()}
         self._full: set[int] = set()
         self._called, self._caller = socket.socketpair()
@@ -169,7 +169,7 @@ class Ear:
                         pass
         return found
 
-    def forget(self, peer: NearPeer) -> None:
+    def forget(self, peer: LocalPeer) -> None:
         """Listen to `peer` no more: it has ended or is lost."""
         if self._peers.pop(peer.fileno(), None) is not None:
             self._poll.unregister(peer.fileno())

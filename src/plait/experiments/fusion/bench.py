@@ -14,7 +14,7 @@ import torch
 
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
-from plait.experiments.bench import Bench, Claim, Row
+from plait.experiments.bench import Bench, BenchClaim, Row
 from plait.experiments.fusion.cases import (
     CPU_CASES,
     GPU_CASES,
@@ -70,7 +70,7 @@ def run(
     place = torch.device(found if device == "auto" else device)
     _check(modes, MODES, "modes")
     rows: list[Row] = []
-    claims: list[Claim] = []
+    claims: list[BenchClaim] = []
     if "speed" in parts or "modes" in parts:
         usual_modes, usual_widths = _usual(place, "modes" in parts)
         asked_widths, asked_modes = list(widths) or usual_widths, list(modes) or usual_modes
@@ -254,7 +254,7 @@ def _captured(step: Callable[..., Any], inputs: list[torch.Tensor], clear: Step)
     return lambda: captured(*inputs)
 
 
-def _claims(rows: Sequence[Row], device: torch.device) -> list[Claim]:
+def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
     best: dict[str, float] = {}
     for row in rows:
         if str(row["mode"]).startswith("fused") and "speedup" in row:
@@ -266,7 +266,7 @@ def _claims(rows: Sequence[Row], device: torch.device) -> list[Claim]:
         goal = goals.get(name, 1.0)
         found = best.get(name)
         words = f"{name}: fused trials over the same trials one after another"
-        claims.append(Claim(words, found, f">= {goal:g}x", found is not None and found >= goal))
+        claims.append(BenchClaim(words, found, f">= {goal:g}x", found is not None and found >= goal))
     return claims
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.fusion import FusedOptimizer, Shared, fuse
 from plait.workloads import data
 from plait.workloads.resnet import resnet18_tiny
@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 
 def convergence(
     rates: Sequence[float] = RATES, steps: int = STEPS, device: torch.device | None = None
-) -> tuple[list[Row], Claim]:
+) -> tuple[list[Row], BenchClaim]:
     """The loss at each step of three learning rates, serial and fused, and whether the curves meet."""
     place = device or torch.device("cpu")
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def convergence(
     words = (
         f"{MODEL} on digits, {len(rates)} learning rates: largest distance of a fused loss from the serial"
     )
-    return rows, Claim(words, apart, f"<= {TOLERANCE:g} of it", apart <= TOLERANCE)
+    return rows, BenchClaim(words, apart, f"<= {TOLERANCE:g} of it", apart <= TOLERANCE)
 
 
 def _batches(steps: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:

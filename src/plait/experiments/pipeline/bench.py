@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
-from plait.experiments.bench import Bench, Claim, Row
+from plait.experiments.bench import Bench, BenchClaim, Row
 from plait.experiments.pipeline import comparison, convergence, idle, memory, prediction, recording
 from plait.experiments.pipeline import sides as sides
 from plait.experiments.world import in_world
@@ -34,7 +34,7 @@ QUICK = ("speed", "idle", "recording")
 def run(parts: Sequence[str] = QUICK, command: str = "plait bench pipeline") -> Bench:
     """The `parts` asked for, one after the other."""
     rows: list[Row] = []
-    claims: list[Claim] = []
+    claims: list[BenchClaim] = []
     for part in parts:
         found, claimed = PARTS[part]()
         rows += found
@@ -47,7 +47,7 @@ def speed(
     repeats: int = 3,
     steps: int = 3,
     peer: bool = True,
-) -> tuple[list[Row], list[Claim]]:
+) -> tuple[list[Row], list[BenchClaim]]:
     """Time every side of every model `repeats` times, `steps` steps each time.
 
     Asynchronous schedules go on for four times as many: they fill and drain once, not in every step.
@@ -111,7 +111,7 @@ def _speed_row(model: str, side: str, seconds: dict[str, list[float]]) -> Row:
     }
 
 
-def _claims(rows: list[Row]) -> list[Claim]:
+def _claims(rows: list[Row]) -> list[BenchClaim]:
     """What was said before measuring, with what was found."""
     speed = {(r["case"], r["side"]): float(r["speedup"] or 0) for r in rows if "speedup" in r}
     claims = []
@@ -128,11 +128,11 @@ def _claims(rows: list[Row]) -> list[Claim]:
     return claims
 
 
-def _at_least(claim: str, value: float, goal: float) -> Claim:
-    return Claim(claim, value, f"at least {goal:g}", value >= goal)
+def _at_least(claim: str, value: float, goal: float) -> BenchClaim:
+    return BenchClaim(claim, value, f"at least {goal:g}", value >= goal)
 
 
-Part = Callable[[], tuple[list[Row], list[Claim]]]
+Part = Callable[[], tuple[list[Row], list[BenchClaim]]]
 PARTS: Mapping[str, Part] = {
     "speed": speed,
     "idle": idle.run,

@@ -31,15 +31,15 @@ from torch import Tensor, nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.pipeline.models import job
 from plait.experiments.pipeline.sides import FixedWork
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.measure.job import profile_here
-from plait.pipeline.executor import Parts, Pipeline
+from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.gradient_sync import find_stages, make_agreements, replica_groups
-from plait.pipeline.layout import Arrangement, arrange, one_batch, stream
+from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream
 from plait.pipeline.tied_weights import make_tied
 from plait.planner import (
     Plan,
@@ -90,7 +90,7 @@ def run(
     repeats: int = 3,
     on_rows: Callable[[list[Row]], None] = lambda rows: None,
     minibatch: int | None = None,
-) -> tuple[list[Row], list[Claim]]:
+) -> tuple[list[Row], list[BenchClaim]]:
     """Throughput of every way to train each model on so many workers of this machine.
 
     `on_rows` sees the rows of each model as they come. `minibatch` is a worker's, MINIBATCH where None.
@@ -105,14 +105,14 @@ def run(
     return rows, claims_of(rows)
 
 
-def claims_of(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     """Dense layers as large as VGG's make pipelines win; said of both that never drain."""
     speed = {(row["case"], row["side"]): float(row["samples_per_s"] or 0) for row in rows}
     claims = []
     for case in dict.fromkeys(case for case, _ in speed if str(case).startswith("vgg16")):
         for side, other in itertools.product(("stash", "2bw"), ("data parallel", "torch DDP")):
             ratio = speed[case, side] / speed[case, other]
-            claims.append(Claim(f"{case}: {side} over {other}", ratio, "more than 1", ratio > 1))
+            claims.append(BenchClaim(f"{case}: {side} over {other}", ratio, "more than 1", ratio > 1))
     return claims
 
 
@@ -243,7 +243,7 @@ class _World:
         predicted_s = plan.step_s / plan.microbatches
         if not peers:
             return Side(_words(plan), total, _stand_by(rendezvous, arrangement, traced), predicted_s)
-        parts = Parts(
+        parts = PipelineParts(
             self.loss,
             self._optimizer,
             torch.device("cpu"),
@@ -276,7 +276,7 @@ class _World:
         return build_optimizer(self.settings.optimizer, list(parameters))
 
 
-def _stand_by(rendezvous: Rendezvous, arrangement: Arrangement, traced: TracedModel) -> Callable[[], None]:
+def _stand_by(rendezvous: Rendezvous, arrangement: PipelineLayout, traced: TracedModel) -> Callable[[], None]:
     """What a worker does that the plan has no use for: take part in making the others' groups."""
     stages_of = find_stages(traced, arrangement)
     make_agreements(rendezvous, arrangement, stages_of, {})
@@ -285,7 +285,7 @@ def _stand_by(rendezvous: Rendezvous, arrangement: Arrangement, traced: TracedMo
     return lambda: None
 
 
-def _operations(arrangement: Arrangement, rank: int, work: FixedWork) -> Any:
+def _operations(arrangement: PipelineLayout, rank: int, work: FixedWork) -> Any:
     if arrangement.schedule.synchronous:
         return one_batch(arrangement, rank, work.total)
     return stream(arrangement, rank, work)

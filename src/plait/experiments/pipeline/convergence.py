@@ -16,10 +16,10 @@ from pathlib import Path
 
 from plait.core.codec import encode
 from plait.core.errors import DataError
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.launch.run import Silent, launch
-from plait.launch.run_dir import RunFolder
-from plait.measure.auto_plan import PlanWish, planned
+from plait.launch.run_dir import RunDir
+from plait.measure.auto_plan import PlanRequest, planned
 from plait.planner import Schedule
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
@@ -39,7 +39,7 @@ LONGER_ON_TEXT = 3
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED)
 
 
-def run(seeds: Sequence[int] = (0, 1, 2), steps: int = 2000) -> tuple[list[Row], list[Claim]]:
+def run(seeds: Sequence[int] = (0, 1, 2), steps: int = 2000) -> tuple[list[Row], list[BenchClaim]]:
     """Test accuracy of both models under every schedule and plainly, for every seed."""
     rows: list[Row] = []
     for settings in (digits_job(steps), text_job(LONGER_ON_TEXT * steps)):
@@ -47,7 +47,7 @@ def run(seeds: Sequence[int] = (0, 1, 2), steps: int = 2000) -> tuple[list[Row],
     return rows, claims_of(rows)
 
 
-def claims_of(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     """The mean accuracy over the seeds is at most a point below that of plain training."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -57,7 +57,7 @@ def claims_of(rows: Sequence[Row]) -> list[Claim]:
         if side != "plain":
             points = 100 * (statistics.mean(found[case, "plain"]) - statistics.mean(accuracies))
             words = f"{case}, {side}: points of accuracy below plain training, {len(accuracies)} seeds"
-            claims.append(Claim(words, points, "at most 1", points <= 1))
+            claims.append(BenchClaim(words, points, "at most 1", points <= 1))
     return claims
 
 
@@ -95,7 +95,7 @@ def _english() -> Path:
 
 def _of(settings: TrainSettings, seeds: Sequence[int]) -> list[Row]:
     two = Placement((Host(LOCAL, 2),), threads=1)
-    wish = PlanWish("model-parallel", microbatches=MICROBATCHES)
+    wish = PlanRequest("model-parallel", microbatches=MICROBATCHES)
     _, plan = planned(settings, two, wish)
     rows: list[Row] = []
     for seed in seeds:
@@ -109,7 +109,7 @@ def _of(settings: TrainSettings, seeds: Sequence[int]) -> list[Row]:
 
 def _row(settings: TrainSettings, side: str, placement: Placement) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        result = launch(settings, placement, RunFolder(Path(folder) / "run"), Silent())
+        result = launch(settings, placement, RunDir(Path(folder) / "run"), Silent())
     return {
         "case": settings.name,
         "side": side,

@@ -18,15 +18,15 @@ from torch import nn
 
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import encode
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.pipeline import sides as sides
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
-from plait.pipeline.op_timings import Span
+from plait.pipeline.op_timings import OpTiming
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Update
 from plait.planner.schedules.orders import operations
-from plait.planner.schedules.simulator import Link, StageCosts, simulate
+from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
 
 PIECES = 8
 SLEEP_S = 0.05
@@ -37,7 +37,7 @@ STREAM = 5
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.NONE)
 
 
-def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> tuple[list[Row], list[Claim]]:
+def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> tuple[list[Row], list[BenchClaim]]:
     """The idle share of every schedule on so many workers, the median of `repeats`."""
     rows: list[Row] = []
     for workers in depths:
@@ -45,13 +45,13 @@ def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> tuple[list[Row],
     return rows, claims_of(rows)
 
 
-def claims_of(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     """Within two points of the exact makespan; in the steady state of asynchronous schedules that is zero."""
     claims = []
     for row in rows:
         points = float(row["points_over"] or 0)
         words = f"{row['case']}, {row['side']}: points of idle share over the exact makespan"
-        claims.append(Claim(words, points, "at most 2 either way", abs(points) <= 2))
+        claims.append(BenchClaim(words, points, "at most 2 either way", abs(points) <= 2))
     return claims
 
 
@@ -104,12 +104,12 @@ def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Ro
     }
 
 
-def _span(kind: str, op: dict[str, Any], start: float, end: float) -> Span:
+def _span(kind: str, op: dict[str, Any], start: float, end: float) -> OpTiming:
     made = next(each for each in get_args(Op) if each.__name__ == kind)
-    return Span(made(**op), start, end)
+    return OpTiming(made(**op), start, end)
 
 
-def idle_share(schedule: Schedule, spans: Sequence[Sequence[Span]], sleep_s: float) -> float:
+def idle_share(schedule: Schedule, spans: Sequence[Sequence[OpTiming]], sleep_s: float) -> float:
     """The share of the workers' time without work, from first operation to last, or in the steady state.
 
     `spans` are each worker's; `sleep_s` is what a sleep takes.
@@ -122,7 +122,7 @@ def idle_share(schedule: Schedule, spans: Sequence[Sequence[Span]], sleep_s: flo
     return statistics.mean(_steady_idle(each, sleep_s) for each in own)
 
 
-def _steady_idle(spans: Sequence[Span], sleep_s: float) -> float:
+def _steady_idle(spans: Sequence[OpTiming], sleep_s: float) -> float:
     """The idle share of one worker while forward and backward take turns, away from both ends."""
     first, last = len(spans) // 3, 2 * len(spans) // 3
     if isinstance(spans[first].op, Forward) != isinstance(spans[last].op, Forward):
@@ -131,7 +131,7 @@ def _steady_idle(spans: Sequence[Span], sleep_s: float) -> float:
     return 1 - sleep_s * _sleeps(window) / (spans[last].start - spans[first].start)
 
 
-def _sleeps(spans: Sequence[Span]) -> int:
+def _sleeps(spans: Sequence[OpTiming]) -> int:
     """How often layers slept in these operations: a whole backward has two halves."""
     return sum(2 if isinstance(span.op, Backward) else 1 for span in spans)
 
@@ -147,6 +147,6 @@ def exact_idle_share(schedule: Schedule, size: int) -> float:
         layout,
         operations(schedule, layout, PIECES),
         [cost] * len(layout.stages),
-        lambda sender, receiver: Link(1e18, 0.0),
+        lambda sender, receiver: SimulatedLink(1e18, 0.0),
     )
     return 1 - 3 * chunks * SLEEP_S * PIECES / replay.end_s

@@ -33,13 +33,13 @@ from torch import Tensor, nn
 from plait.comm.channels import Channels, connect
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.pipeline.models import job
 from plait.experiments.pipeline.sides import FixedWork
 from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.launch.worker import Worker
 from plait.measure.job import profile_together
-from plait.pipeline.executor import Parts, Pipeline
+from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import arrange, one_batch, stream
 from plait.planner import (
     Plan,
@@ -73,7 +73,7 @@ _ALLOCATOR = {
 
 
 @dataclass(frozen=True)
-class Case:
+class MemoryCase:
     """A model with its microbatches, and the schedules it is measured under.
 
     It is cut in two stages; `replicated` makes it one with two replicas, `dealt` four, two for each worker.
@@ -97,19 +97,19 @@ class Case:
         return make(profile.graph, machines, asked)
 
 
-def cases(device: Device = "cpu") -> tuple[Case, ...]:
+def cases(device: Device = "cpu") -> tuple[MemoryCase, ...]:
     """VGG-16 and ResNet-50, tiny, on larger images, transformers, and a VGG-16 that is mostly weights."""
     images = {"shape": [1, 32, 32], "classes": 10, "samples": 512}
 
     def on_device(settings: TrainSettings) -> TrainSettings:
         return replace(settings, device=device)
 
-    def tiny(name: str, factory: str, microbatch: int) -> Case:
+    def tiny(name: str, factory: str, microbatch: int) -> MemoryCase:
         common = replace(job("vgg16", 8), name=name, model=ModelSettings(factory))
         data = DataSettings("synthetic", PIECES * microbatch, images)
-        return Case(on_device(replace(common, data=data)), microbatch)
+        return MemoryCase(on_device(replace(common, data=data)), microbatch)
 
-    transformer = Case(on_device(job("transformer", PIECES * 32)), 32)
+    transformer = MemoryCase(on_device(job("transformer", PIECES * 32)), 32)
     apart = transformer.settings
     options = {**apart.model.args, "tied": True}
     tied = replace(apart, name="tied transformer", model=ModelSettings(apart.model.factory, options))
@@ -121,13 +121,13 @@ def cases(device: Device = "cpu") -> tuple[Case, ...]:
         replace(transformer, schedules=(Schedule.STASH, Schedule.FLUSH), replicated=True),
         replace(transformer, schedules=dealt, dealt=True),
         replace(transformer, settings=tied),
-        Case(on_device(job("vgg16", PIECES * 16)), 16),
+        MemoryCase(on_device(job("vgg16", PIECES * 16)), 16),
     )
 
 
 def run(
-    steps: int = 3, chosen: Sequence[Case] | None = None, device: Device = "cpu"
-) -> tuple[list[Row], list[Claim]]:
+    steps: int = 3, chosen: Sequence[MemoryCase] | None = None, device: Device = "cpu"
+) -> tuple[list[Row], list[BenchClaim]]:
     """Every worker of every case, predicted and measured over so many steps.
 
     On `cuda` the two workers share a GPU where there is only one.
@@ -141,18 +141,18 @@ def run(
     return rows, claims_of(rows)
 
 
-def claims_of(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     """Within 15% either way."""
     claims = []
     for row in rows:
         off = 100 * (float(row["bytes"] or 0) / float(row["predicted_bytes"] or 1) - 1)
         words = f"{row['case']}, {row['schedule']}: memory of stage {row['stage']} on worker {row['worker']}"
         claim = f"{words}, percent measured over predicted"
-        claims.append(Claim(claim, off, "at most 15 either way", abs(off) <= 15))
+        claims.append(BenchClaim(claim, off, "at most 15 either way", abs(off) <= 15))
     return claims
 
 
-def _measure(case: Case, plan: Plan, steps: int) -> list[Row]:
+def _measure(case: MemoryCase, plan: Plan, steps: int) -> list[Row]:
     order = {"settings": encode(case.settings), "plan": encode(plan), "microbatch": case.microbatch}
     order["steps"] = steps
     found = _peaks(order)
@@ -203,7 +203,7 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     traced = trace(model, (x,))
     window = arrangement.window()
     channels = connect(worker.rendezvous, arrangement.workers, window=window, device=device)
-    parts = Parts(
+    parts = PipelineParts(
         build_loss(settings.loss),
         lambda parameters: build_optimizer(settings.optimizer, list(parameters)),
         device,

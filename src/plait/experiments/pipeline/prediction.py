@@ -16,10 +16,10 @@ from typing import Any
 from plait.core.codec import encode
 from plait.core.events import read
 from plait.core.run_events import Operations
-from plait.experiments.bench import Claim, Row
-from plait.launch.run_dir import RunFolder
+from plait.experiments.bench import BenchClaim, Row
+from plait.launch.run_dir import RunDir
 from plait.launch.supervisor import Launch, Supervisor, Unwatched
-from plait.measure.auto_plan import PlanWish, planned
+from plait.measure.auto_plan import PlanRequest, planned
 from plait.planner import Plan
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
@@ -29,20 +29,20 @@ TWO = Placement((Host(LOCAL, 2),), threads=1)
 _SGD = OptimizerSettings("sgd", {"lr": 0.01, "momentum": 0.9})
 
 
-def run(repeats: int = 3, steps: int = 20) -> tuple[list[Row], list[Claim]]:
+def run(repeats: int = 3, steps: int = 20) -> tuple[list[Row], list[BenchClaim]]:
     """Step times of three tiny models, each `repeats` times."""
     rows = [_time_row(settings, repeats) for settings in time_jobs(steps)]
     return rows, claims_of(rows)
 
 
-def claims_of(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     """Within 15% either way, the worst of all runs."""
     claims = []
     for row in rows:
         ratios = [float(row[key] or math.inf) for key in ("ratio_min", "ratio_max")]
         off = max((100 * (ratio - 1) for ratio in ratios), key=abs)
         words = f"{row['case']}: step time, percent measured over predicted, the worst run"
-        claims.append(Claim(words, off, "at most 15 either way", abs(off) <= 15))
+        claims.append(BenchClaim(words, off, "at most 15 either way", abs(off) <= 15))
     return claims
 
 
@@ -79,7 +79,7 @@ def _time_row(settings: TrainSettings, repeats: int) -> Row:
     predicted, measured, ratios = [], [], []
     plan = None
     for _ in range(repeats):
-        chosen, plan = planned(settings, TWO, PlanWish("auto"))
+        chosen, plan = planned(settings, TWO, PlanRequest("auto"))
         spans = _train(chosen)
         predicted.append(plan.step_s)
         measured.append(step_s(plan, spans))
@@ -114,7 +114,7 @@ def step_s(plan: Plan, spans: Sequence[Operations]) -> float:
 def _train(settings: TrainSettings) -> list[Operations]:
     """What all workers of a run did."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = RunFolder(Path(temporary) / "run")
+        folder = RunDir(Path(temporary) / "run")
         order = {"settings": encode(settings), "folder": str(folder.path), "resume": False}
         launch = Launch(TWO, "plait.training.worker:train", order, folder.logs, preload=("torch._dynamo",))
         ranks = Supervisor(launch, Unwatched()).run()

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.core.events import EventLog
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.pipeline import sides as sides
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
@@ -26,7 +26,9 @@ from plait.planner.schedules.kinds import Schedule
 PIECES = 8
 
 
-def run(models: tuple[str, ...] = ("mlp", "transformer"), steps: int = 4) -> tuple[list[Row], list[Claim]]:
+def run(
+    models: tuple[str, ...] = ("mlp", "transformer"), steps: int = 4
+) -> tuple[list[Row], list[BenchClaim]]:
     """The share of a run's time that goes into recording its operations, on two workers."""
     rows: list[Row] = []
     for model in models:
@@ -35,7 +37,9 @@ def run(models: tuple[str, ...] = ("mlp", "transformer"), steps: int = 4) -> tup
     claims = []
     for row in rows:
         percent = 100 * float(row["share"] or 0)
-        claims.append(Claim(f"{row['case']}: percent spent on recording", percent, "under 1", percent < 1))
+        claims.append(
+            BenchClaim(f"{row['case']}: percent spent on recording", percent, "under 1", percent < 1)
+        )
     return rows, claims
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from plait.comm.channels import Channels, connect
 from plait.comm.rendezvous import Rendezvous
-from plait.pipeline.executor import Parts, Pipeline
-from plait.pipeline.layout import Arrangement, one_batch, stream
+from plait.pipeline.executor import Pipeline, PipelineParts
+from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.pipeline.split_backward import jobs_of_this_forward
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
@@ -108,14 +108,14 @@ def ours(
     traced = trace(model, (x[:2],))
     ids = [layer.id for layer in traced.layers]
     places = [len(ids) * i // stages for i in range(stages + 1)]
-    arrangement = Arrangement(
+    arrangement = PipelineLayout(
         tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(places)),
         (Layout(tuple((stage % size,) for stage in range(stages))),),
         schedule,
         pieces,
     )
     channels = connect(rendezvous, arrangement.workers, deadline_s=60)
-    parts = Parts(F.mse_loss, sgd, torch.device("cpu"), contextlib.nullcontext, rendezvous)
+    parts = PipelineParts(F.mse_loss, sgd, torch.device("cpu"), contextlib.nullcontext, rendezvous)
     pipeline = Pipeline(rank, arrangement, traced, channels, parts)
     share = 1.0 if schedule is Schedule.STASH else 1 / pieces
     xs, ys = x.chunk(pieces), y.chunk(pieces)

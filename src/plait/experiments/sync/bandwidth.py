@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.core.names import resolve
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.sync.shaped_hosts import NIC, hosts_on_a_bridge, missing_for_shaping
 from plait.launch.supervisor import Launch, Supervisor, Unwatched
 from plait.launch.worker import Worker
@@ -260,7 +260,7 @@ def _overlap(steps: _Steps, settings: dict[str, Any]) -> Row:
     }
 
 
-def bandwidth_claims(rows: list[Row]) -> list[Claim]:
+def bandwidth_claims(rows: list[Row]) -> list[BenchClaim]:
     """On one host, for each model and number of workers: our best topology against the backend's own."""
     cases = dict.fromkeys((row["model"], row["ranks"]) for row in rows if row.get("case") == "one host")
     return [
@@ -269,16 +269,16 @@ def bandwidth_claims(rows: list[Row]) -> list[Claim]:
     ]
 
 
-def shaped_claims(rows: list[Row], reason: str | None) -> list[Claim]:
+def shaped_claims(rows: list[Row], reason: str | None) -> list[BenchClaim]:
     """Over hosts of which one has a slow link: our best topology against the backend's own."""
     words = f"four hosts, one link at {SLOW_RATE}"
     if reason is not None:
-        return [Claim(f"{words}: {reason}", None, "at least 1.5 times native", False)]
+        return [BenchClaim(f"{words}: {reason}", None, "at least 1.5 times native", False)]
     (case,) = dict.fromkeys((row["case"], row["model"], row["ranks"]) for row in rows)
     return [_best_claim(words, rows, case, 1.5)]
 
 
-def overlap_claims(rows: list[Row]) -> list[Claim]:
+def overlap_claims(rows: list[Row]) -> list[BenchClaim]:
     """For each model whose transfer is shorter than backward: the share hidden where steps are fastest."""
     claims = []
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -287,14 +287,14 @@ def overlap_claims(rows: list[Row]) -> list[Claim]:
         value = float(best["hidden"] or 0)
         longer = float(best["backward_s"] or 0) > float(best["transfer_s"] or 0)
         words = f"{model}, {best['topology']}: share of the transfer that a longer backward hides"
-        claims.append(Claim(words, value, "at least 0.7", value >= 0.7 and longer))
+        claims.append(BenchClaim(words, value, "at least 0.7", value >= 0.7 and longer))
     return claims
 
 
-def _best_claim(words: str, rows: list[Row], case: tuple[Any, ...], goal: float) -> Claim:
+def _best_claim(words: str, rows: list[Row], case: tuple[Any, ...], goal: float) -> BenchClaim:
     own = [r for r in rows if (r.get("case"), r.get("model"), r.get("ranks")) == case]
     best = max((r for r in own if r["topology"] != NATIVE), key=lambda r: float(r["over_native"] or 0))
     value = float(best["over_native"] or 0)
-    return Claim(
+    return BenchClaim(
         f"{words}: {best['topology']} over native", value, f"at least {goal:g} times native", value >= goal
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.experiments.bench import Bench, Claim, Row
+from plait.experiments.bench import Bench, BenchClaim, Row
 
 PARTS = {
     "speed": "the fraction of ideal throughput of each sync, 8 workers, six cases of slow workers",
@@ -20,7 +20,7 @@ PARTS = {
 def run(parts: Sequence[str] = tuple(PARTS), command: str = "plait bench sync") -> Bench:
     """Measure each of `parts`."""
     rows: list[Row] = []
-    claims: list[Claim] = []
+    claims: list[BenchClaim] = []
     for part in parts:
         found, said = _measure(part)
         rows += [{"part": part, **row} for row in found]
@@ -28,7 +28,7 @@ def run(parts: Sequence[str] = tuple(PARTS), command: str = "plait bench sync") 
     return Bench("sync", command, tuple(rows), tuple(claims))
 
 
-def _measure(part: str) -> tuple[list[Row], list[Claim]]:
+def _measure(part: str) -> tuple[list[Row], list[BenchClaim]]:
     # Each part loads what it alone needs.
     if part == "speed":
         from plait.experiments.sync.speed import speed_claims, speed_rows

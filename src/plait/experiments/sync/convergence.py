@@ -23,9 +23,9 @@ from plait.comm.groups import join_world
 from plait.comm.rendezvous import Rendezvous
 from plait.core import run_events
 from plait.core.events import read
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.world import in_world
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import (
     CheckpointSettings,
@@ -37,7 +37,7 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
-from plait.schema.topology_spec import TopologyWish
+from plait.schema.topology_spec import TopologySpec
 from plait.training import components
 from plait.training.worker import make_trainer
 from plait.workloads.lstm import lstm_tiny
@@ -171,7 +171,7 @@ def _settings(model: str, case: str, sync: str, seed: int) -> TrainSettings:
         evaluate=EvaluateSettings(every_steps=EVERY, batch_size=1024),
         checkpoint=CheckpointSettings(every_steps=10_000),
         # Over the backend's own way, eight workers on few cores would wait for wake-ups.
-        topology=TopologyWish("star"),
+        topology=TopologySpec("star"),
         sync=SyncSettings(sync, SYNCS[sync]),
         slow=CASES[case],
     )
@@ -184,7 +184,7 @@ def _time_to_target(
     settings = _settings(model, case, sync, seed)
     guest: Any = _Guest(worker, number, TARGETS[model])
     with tempfile.TemporaryDirectory() as path:
-        folder = RunFolder(Path(path))
+        folder = RunDir(Path(path))
         parts = components.build(settings, torch.device("cpu"))
         make_trainer(guest, settings, parts, folder).run(resume=False)
         if dist.is_initialized():
@@ -218,7 +218,7 @@ def _between(before: tuple[float, float], now: tuple[float, float], target: floa
     return before[0] + (now[0] - before[0]) * (before[1] - target) / (before[1] - now[1])
 
 
-def convergence_claims(rows: Sequence[Row]) -> list[Claim]:
+def convergence_claims(rows: Sequence[Row]) -> list[BenchClaim]:
     """Partial reduce against all-reduce: much faster with a slow worker, hardly slower without."""
     found = {(r["model"], r["case"], r["sync"]): r["seconds_to_target"] for r in rows}
     claims = []
@@ -227,5 +227,5 @@ def convergence_claims(rows: Sequence[Row]) -> list[Claim]:
         value = float(one) / float(other) if one and other else None
         goal = GOALS[case]
         words = f"{model}, {case}: partial reduce's speed to the target loss over all-reduce's"
-        claims.append(Claim(words, value, f"at least {goal:g}", value is not None and value >= goal))
+        claims.append(BenchClaim(words, value, f"at least {goal:g}", value is not None and value >= goal))
     return claims

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.collectives import all_gather_values
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.pipeline.sides import SleepingLayer
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
-from plait.pipeline.layout import Arrangement, one_batch
+from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.profiler.trace import trace
 from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings
 from plait.training import components
-from plait.training.engines.pipeline_replica import Column, ColumnWork
+from plait.training.engines.pipeline_replica import ColumnWork, PipelineReplica
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
 
 STAGES = 2
@@ -105,16 +105,16 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float) -> float:
     return float(sum(all_gather_values(own)[:count]))
 
 
-def _arrangement(count: int) -> Arrangement:
+def _arrangement(count: int) -> PipelineLayout:
     """Workers 0, 1, ... hold the first stage of each pipeline, the next ones the second."""
     ids = [layer.id for layer in trace(sleeping_layers(), (torch.zeros(2, 4),)).layers]
     cuts = [len(ids) * s // STAGES for s in range(STAGES + 1)]
     layouts = [Layout(tuple((s * count + i,) for s in range(STAGES))) for i in range(count)]
     stages = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(cuts))
-    return Arrangement(stages, tuple(layouts), Schedule.FLUSH, MICROBATCHES * count)
+    return PipelineLayout(stages, tuple(layouts), Schedule.FLUSH, MICROBATCHES * count)
 
 
-def _together(worker: Worker, settings: TrainSettings, arrangement: Arrangement, seconds: float) -> float:
+def _together(worker: Worker, settings: TrainSettings, arrangement: PipelineLayout, seconds: float) -> float:
     """Batches a second of this worker's pipeline, where all sum gradients after each."""
     parts = components.build(settings, torch.device("cpu"))
     hosts = [worker.host] * worker.world_size
@@ -143,7 +143,7 @@ def _together(worker: Worker, settings: TrainSettings, arrangement: Arrangement,
 def _side_by_side(
     worker: Worker,
     settings: TrainSettings,
-    arrangement: Arrangement,
+    arrangement: PipelineLayout,
     seconds: float,
     prefix: str,
     alone: bool,
@@ -151,7 +151,7 @@ def _side_by_side(
     """Batches a second of this worker's pipeline at its own pace; `alone` it never averages."""
     parts = components.build(settings, torch.device("cpu"))
     hosts = [worker.host] * worker.world_size
-    column = Column(worker, settings, parts, arrangement, hosts, prefix)
+    column = PipelineReplica(worker, settings, parts, arrangement, hosts, prefix)
     if alone:
         column.averaging.after_update = lambda: None  # type: ignore[method-assign]
     dist.barrier()
@@ -167,7 +167,7 @@ def _side_by_side(
     return rate
 
 
-def _lead(column: Column, seconds: float) -> float:
+def _lead(column: PipelineReplica, seconds: float) -> float:
     """Batches for `seconds`, after a first one that is not counted; how many a second."""
     started, updates, elapsed_s = 0.0, -1, 0.0
     while elapsed_s < seconds:
@@ -184,12 +184,12 @@ def _contents() -> Iterator[Any]:
     return iter([(torch.randn(1, 4), torch.randn(1, 4)) for _ in range(MICROBATCHES)])
 
 
-def pipeline_claims(rows: Sequence[Row]) -> list[Claim]:
+def pipeline_claims(rows: Sequence[Row]) -> list[BenchClaim]:
     """Partial reduce keeps its share of the ideal in every case; said beside what all-reduce keeps."""
     claims = []
     for row in rows:
         if row["sync"] == "partial-reduce":
             value = float(row["fraction_of_ideal"] or 0)
             words = f"{row['case']}: partial reduce's fraction of what pipelines do that never agree"
-            claims.append(Claim(words, value, f"at least {GOAL:g}", value >= GOAL))
+            claims.append(BenchClaim(words, value, f"at least {GOAL:g}", value >= GOAL))
     return claims

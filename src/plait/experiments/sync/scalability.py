@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.experiments.bench import Bench, Claim, Row
+from plait.experiments.bench import Bench, BenchClaim, Row
 from plait.experiments.sync.speed import speed_rows
 
 SYNCS = (
@@ -33,14 +33,14 @@ def run(
     return Bench("scalability", command, tuple(rows), tuple(_claims(rows)))
 
 
-def _claims(rows: Sequence[Row]) -> list[Claim]:
+def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
     """Partial reduce scales at least as well as all-reduce, and near the ideal."""
     found = {(row["sync"], row["workers"]): float(row["fraction_of_ideal"] or 0) for row in rows}
     claims = []
     for (sync, workers), value in found.items():
         if sync == "partial-reduce":
             words = f"partial reduce's fraction of ideal throughput, {workers} workers"
-            claims.append(Claim(words, value, f"at least {GOAL:g}", value >= GOAL))
+            claims.append(BenchClaim(words, value, f"at least {GOAL:g}", value >= GOAL))
     return claims
 
 

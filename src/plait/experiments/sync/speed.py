@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.collectives import all_gather_values
-from plait.experiments.bench import Claim, Row
+from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.schema.sync_options import EQUAL_STEPS, read_options
@@ -31,7 +31,7 @@ GOAL = 0.88
 
 
 @dataclass(frozen=True)
-class Case:
+class SpeedCase:
     """Who is slow: times by worker, and how likely which sleep comes on top."""
 
     slow: dict[int, float]
@@ -44,12 +44,12 @@ class Case:
 
 
 CASES = {
-    "homogeneous": Case({}),
-    "one worker x2": Case({1: 2.0}),
-    "one worker x4": Case({1: 4.0}),
-    "four workers x2": Case(dict.fromkeys((1, 3, 5, 7), 2.0)),
-    "jitter 0.1:0.1": Case({}, (0.1, 0.1)),
-    "jitter 0.1:0.5": Case({}, (0.1, 0.5)),
+    "homogeneous": SpeedCase({}),
+    "one worker x2": SpeedCase({1: 2.0}),
+    "one worker x4": SpeedCase({1: 4.0}),
+    "four workers x2": SpeedCase(dict.fromkeys((1, 3, 5, 7), 2.0)),
+    "jitter 0.1:0.1": SpeedCase({}, (0.1, 0.1)),
+    "jitter 0.1:0.5": SpeedCase({}, (0.1, 0.5)),
 }
 SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "all-reduce": ("all-reduce", {}),
@@ -87,7 +87,7 @@ def speed_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class _Work:
+class _SpeedWork:
     """Steps of this worker: how many, how long they slept, and until when."""
 
     steps: int = 0
@@ -123,7 +123,7 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float) -> Row:
     }
 
 
-def _sleeping_step(rank: int, case: Case, model: nn.Module) -> Callable[[], float]:
+def _sleeping_step(rank: int, case: SpeedCase, model: nn.Module) -> Callable[[], float]:
     """A step: forward and backward of a small model and a sleep; returns how long it slept."""
     draws = random.Random(rank)
     x, y = torch.randn(8, 64), torch.randint(10, (8,))
@@ -189,10 +189,10 @@ def _work(
     together: Callable[[Callable[[], float]], float],
     seconds: float,
     count: int | None,
-) -> _Work:
+) -> _SpeedWork:
     """Steps for `seconds`, or `count` of them, after a first one that is not counted."""
     together(step)
-    work = _Work()
+    work = _SpeedWork()
     started = time.monotonic()
     while work.steps < count if count is not None else work.elapsed_s < seconds:
         work.slept_s += together(step)
@@ -201,12 +201,12 @@ def _work(
     return work
 
 
-def speed_claims(rows: Sequence[Row]) -> list[Claim]:
+def speed_claims(rows: Sequence[Row]) -> list[BenchClaim]:
     """Partial reduce keeps its share of the ideal in every case."""
     claims = []
     for row in rows:
         if row["sync"] == "partial-reduce":
             value = float(row["fraction_of_ideal"] or 0)
             words = f"{row['case']}: partial reduce's fraction of ideal throughput, {row['workers']} workers"
-            claims.append(Claim(words, value, f"at least {GOAL:g}", value >= GOAL))
+            claims.append(BenchClaim(words, value, f"at least {GOAL:g}", value >= GOAL))
     return claims

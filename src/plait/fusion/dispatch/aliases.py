@@ -1,7 +1,8 @@
 """Copies of trial tensors that a lone model has as views: what is written into one must reach the other.
 
 A lone `y.view(-1)` shares its memory with `y`. With the trials between the merged axes it has to be a copy.
-A `Link` between the two storages repeats each write on the other side, or refuses it where that is unclear.
+An `AliasLink` between the two storages repeats each write on the other side, or refuses it where that is
+unclear.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Side:
 
 
 @dataclass(frozen=True)
-class Link:
+class AliasLink:
     """From a storage to the tensor that holds the same values elsewhere.
 
     `exact` says that the lone model surely has one memory; elsewhere it may have two.
@@ -63,7 +64,7 @@ def link(base: Tensor, copy: Tensor, exact: bool) -> None:
     one, two = _Side.of(base), _Side.of(copy)
     for own, other in ((one, two), (two, one)):
         storage = own.storage()
-        storage.__dict__.setdefault("plait_links", []).append(Link(own, other, exact))
+        storage.__dict__.setdefault("plait_links", []).append(AliasLink(own, other, exact))
 
 
 def repeat_writes(written: Tensor, seen: tuple[Any, ...] = ()) -> None:

@@ -14,7 +14,7 @@ from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 from plait.fusion.module import FusedModule
-from plait.fusion.optim.updates import KINDS, Kind, Pieces, kind_of
+from plait.fusion.optim.updates import KINDS, OptimizerKind, UpdateTensors, kind_of
 from plait.fusion.trials.unfused import trials_without_gradient
 
 Number = float | Sequence[float] | Tensor
@@ -29,7 +29,7 @@ _WHOLE = (torch.float32, torch.float64)
 
 
 @dataclass
-class Clock:
+class StepClock:
     """The steps of parameters that always moved together: one number a trial.
 
     A parameter without a gradient does not move, and its corrections for the first steps come later.
@@ -39,8 +39,8 @@ class Clock:
     steps: Tensor
     pushes: Tensor
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Clock:
-        return Clock(change(self.steps), change(self.pushes))
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> StepClock:
+        return StepClock(change(self.steps), change(self.pushes))
 
     def advance(self, moving: Tensor | None, momentum: Tensor | None) -> None:
         self.steps += 1.0 if moving is None else moving
@@ -80,7 +80,7 @@ class FusedOptimizer:
         limits = None if clip_norm is None else self._one_each("clip_norm", clip_norm)
         self.clip_norm = None if limits is None else _vector(limits, device)
         zeros = torch.zeros(fused.trials, dtype=torch.float32, device=device)
-        self.clocks = [Clock(zeros, zeros.clone())]
+        self.clocks = [StepClock(zeros, zeros.clone())]
         self.clock_of = [0] * len(self.parameters)
         self.limits = None if steps is None else list(steps)
         self.made = [0] * fused.trials
@@ -152,7 +152,9 @@ class FusedOptimizer:
             for name, tensor in other.items():
                 # A momentum that has been set since the start has a buffer that a new optimizer has not.
                 own.setdefault(name, torch.zeros_like(parameter, requires_grad=False)).copy_(tensor)
-        self.clocks = [Clock(*(part.to(self.device, copy=True) for part in pair)) for pair in saved["clocks"]]
+        self.clocks = [
+            StepClock(*(part.to(self.device, copy=True) for part in pair)) for pair in saved["clocks"]
+        ]
         self.clock_of = list(saved["clock_of"])
         self.made = list(saved["made"])
         self.notice_finished()
@@ -187,7 +189,7 @@ class FusedOptimizer:
         self.made = [made + 1 for made in self.made]
         self.notice_finished()
 
-    def _clocks_of(self, absent: Mapping[int, tuple[int, ...]]) -> list[Clock]:
+    def _clocks_of(self, absent: Mapping[int, tuple[int, ...]]) -> list[StepClock]:
         """The clock of each parameter that moves now, without the trials that `absent` gives for it.
 
         Parameters that moved together so far and do so no more get clocks of their own.
@@ -217,7 +219,7 @@ class FusedOptimizer:
                 found[id(tensor)] = tensor, trials
         return [(tensor, trials, tensor[list(trials)].clone()) for tensor, trials in found.values()]
 
-    def _advance(self, clocks: list[Clock], moving: Tensor | None) -> None:
+    def _advance(self, clocks: list[StepClock], moving: Tensor | None) -> None:
         for clock in {id(clock): clock for clock in clocks}.values():
             clock.advance(moving, self.hyperparameters.get("momentum"))
 
@@ -235,7 +237,7 @@ class FusedOptimizer:
         return known and all(p.dtype == torch.float32 and can_run_on(p) for p in self.parameters)
 
     def _step_by_kernel(
-        self, updated: Updated, gradients: list[Tensor], clocks: list[Clock], skip: Tensor | None
+        self, updated: Updated, gradients: list[Tensor], clocks: list[StepClock], skip: Tensor | None
     ) -> None:
         """Trial by trial, each in one pass over its memory, by torch's own kernels."""
         assert self.kind.kernel is not None
@@ -246,7 +248,7 @@ class FusedOptimizer:
         for trial in range(self.fused.trials):
             if trial in self._finished:
                 continue
-            pieces = Pieces(
+            pieces = UpdateTensors(
                 [p[trial] for p in parameters],
                 [g[trial] for g in slices],
                 {name: [part[trial] for part in parts] for name, parts in states.items()},
@@ -258,7 +260,7 @@ class FusedOptimizer:
             )
             self.kind.kernel(pieces)
 
-    def _slices_of(self, updated: Updated, clocks: list[Clock]) -> Slices:
+    def _slices_of(self, updated: Updated, clocks: list[StepClock]) -> Slices:
         """Each trial's part of parameters, states and steps; views, kept while what they view stays."""
         key = [(p.data_ptr(), id(clock), *map(id, s.values())) for (p, s), clock in zip(updated, clocks)]
         if self._slices is None or self._slices[0] != key:
@@ -273,7 +275,7 @@ class FusedOptimizer:
         return self._slices[1]
 
     def _step_by_vectors(
-        self, updated: Updated, gradients: list[Tensor], clocks: list[Clock], moving: Tensor | None
+        self, updated: Updated, gradients: list[Tensor], clocks: list[StepClock], moving: Tensor | None
     ) -> None:
         """All trials at once, the coefficients broadcast over each parameter, or in one pass by a kernel."""
         by_clock = {id(clock): self._coefficients(clock, moving) for clock in clocks}
@@ -290,7 +292,7 @@ class FusedOptimizer:
             own = {name: c.view(shape) for name, c in coefficients.items()}
             self.kind.update(parameter, gradient, state, own, self.common)
 
-    def _coefficients(self, clock: Clock, moving: Tensor | None) -> dict[str, Tensor]:
+    def _coefficients(self, clock: StepClock, moving: Tensor | None) -> dict[str, Tensor]:
         kind = torch.float32
         for parameter in self.parameters:
             kind = torch.promote_types(kind, parameter.dtype.to_real())
@@ -352,7 +354,7 @@ def clip_gradients(
     return found
 
 
-def _find_kind(name: str) -> Kind:
+def _find_kind(name: str) -> OptimizerKind:
     if name not in KINDS:
         raise FusionError(f"optimizer: no fused {name!r}{did_you_mean(name, KINDS)}")
     return KINDS[name]
@@ -374,7 +376,7 @@ def _split_betas(options: Mapping[str, Any]) -> dict[str, Any]:
     return numbers
 
 
-def _check_options(name: str, kind: Kind, options: Mapping[str, Any]) -> None:
+def _check_options(name: str, kind: OptimizerKind, options: Mapping[str, Any]) -> None:
     valid = [*kind.hyperparameters, *kind.common]
     for option in options:
         if option not in valid:
@@ -500,7 +502,7 @@ def _set_clocks(fused: FusedOptimizer, counts: list[list[list[float]]]) -> None:
         if count not in distinct:
             distinct.append(count)
     fused.clocks = [
-        Clock(*(torch.tensor(part, dtype=torch.float32, device=fused.device) for part in count))
+        StepClock(*(torch.tensor(part, dtype=torch.float32, device=fused.device) for part in count))
         for count in distinct
     ]
     fused.clock_of = [distinct.index(count) for count in counts]

@@ -1,7 +1,7 @@
 """The update of each optimizer, for all trials at once: every coefficient is one number a trial.
 
-A `Kind` says which hyperparameters an optimizer of torch has, which state it keeps, how coefficients follow
-from both, and how one parameter changes. Formulas are those of torch.optim.
+An `OptimizerKind` says which hyperparameters an optimizer of torch has, which state it keeps, how
+coefficients follow from both, and how one parameter changes. Formulas are those of torch.optim.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Common = Mapping[str, bool]
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerKind:
     """One optimizer: hyperparameters with torch's defaults, states beside a parameter, and the formulas.
 
     `coefficients(h, steps)` gets the hyperparameters and how many steps each trial has behind it, or, of a
@@ -37,13 +37,13 @@ class Kind:
     # Where a trial stands still, these coefficients are 1 and all others 0.
     keeping: frozenset[str] = frozenset()
     # Torch's kernel that updates all parameters of one trial in one pass over memory, where there is one.
-    kernel: Callable[[Pieces], None] | None = None
+    kernel: Callable[[UpdateTensors], None] | None = None
     # As `update`, by a kernel of ours in one pass over the memory of all trials: on a GPU, in float32.
     one_pass: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None] | None = None
 
 
 @dataclass(frozen=True)
-class Pieces:
+class UpdateTensors:
     """One trial's slices of everything, as torch's fused kernels take them.
 
     `found_inf` is a float that is not zero where the trial's gradients are no numbers and it stands still.
@@ -59,7 +59,7 @@ class Pieces:
     found_inf: Tensor | None
 
 
-def _sgd_kernel(pieces: Pieces) -> None:
+def _sgd_kernel(pieces: UpdateTensors) -> None:
     numbers = pieces.numbers
     uses_momentum = numbers["momentum"] != 0.0
     update: Callable[..., None] = torch._fused_sgd_
@@ -79,8 +79,8 @@ def _sgd_kernel(pieces: Pieces) -> None:
     )
 
 
-def _adam_kernel(function: Callable[..., None]) -> Callable[[Pieces], None]:
-    def update(pieces: Pieces) -> None:
+def _adam_kernel(function: Callable[..., None]) -> Callable[[UpdateTensors], None]:
+    def update(pieces: UpdateTensors) -> None:
         numbers, amsgrad = pieces.numbers, pieces.common["amsgrad"]
         function(
             pieces.parameters,
@@ -238,8 +238,8 @@ def _adadelta(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common
 _ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 _ADAM_KEEPING = frozenset(("keep2", "shrink", "root", "eps"))
 
-KINDS: Mapping[str, Kind] = {
-    "sgd": Kind(
+KINDS: Mapping[str, OptimizerKind] = {
+    "sgd": OptimizerKind(
         torch.optim.SGD,
         {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
         _sgd_states,
@@ -250,7 +250,7 @@ KINDS: Mapping[str, Kind] = {
         keeping=frozenset(("keep",)),
         kernel=_sgd_kernel,
     ),
-    "adam": Kind(
+    "adam": OptimizerKind(
         torch.optim.Adam,
         _ADAM,
         _adam_states,
@@ -261,7 +261,7 @@ KINDS: Mapping[str, Kind] = {
         kernel=_adam_kernel(torch._fused_adam_),
         one_pass=_adam_pass(decoupled=False),
     ),
-    "adamw": Kind(
+    "adamw": OptimizerKind(
         torch.optim.AdamW,
         {**_ADAM, "weight_decay": 1e-2},
         _adam_states,
@@ -272,7 +272,7 @@ KINDS: Mapping[str, Kind] = {
         kernel=_adam_kernel(torch._fused_adamw_),
         one_pass=_adam_pass(decoupled=True),
     ),
-    "rmsprop": Kind(
+    "rmsprop": OptimizerKind(
         torch.optim.RMSprop,
         {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0},
         _rmsprop_states,
@@ -281,7 +281,7 @@ KINDS: Mapping[str, Kind] = {
         {"centered": False, "maximize": False},
         keeping=frozenset(("keep", "eps", "momentum")),
     ),
-    "adagrad": Kind(
+    "adagrad": OptimizerKind(
         torch.optim.Adagrad,
         {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
         lambda h, common: ["sum"],
@@ -290,7 +290,7 @@ KINDS: Mapping[str, Kind] = {
         {"maximize": False},
         keeping=frozenset(("eps",)),
     ),
-    "adadelta": Kind(
+    "adadelta": OptimizerKind(
         torch.optim.Adadelta,
         {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
         lambda h, common: ["square_avg", "acc_delta"],

@@ -107,5 +107,5 @@ def _check_device(inputs: list[Tensor]) -> None:
     if any(x.is_cuda for x in inputs) and torch.is_autocast_enabled("cuda"):
         raise FusionError(
             "fused module: in 16 bits on a GPU it has kernels of its own, which torch.compile cannot see; "
-            "capture the step as a CUDA graph with plait.fusion.speed.cuda_graph.CapturedStep, or do not compile"
+            "capture the step as a CUDA graph (plait.fusion.speed.cuda_graph.CapturedStep), or do not compile"
         )

@@ -22,7 +22,7 @@ OVERHEAD_BYTES = 600 * 10**6
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Memory of a fused step: bytes for any width, and bytes for each trial."""
 
     fixed_bytes: float
@@ -76,7 +76,9 @@ def step_bytes(make_step: Callable[[int], Callable[[], Any]], width: int) -> int
     return found
 
 
-def measure_need(make_step: Callable[[int], Callable[[], Any]], widths: tuple[int, int] = (2, 4)) -> Need:
+def measure_need(
+    make_step: Callable[[int], Callable[[], Any]], widths: tuple[int, int] = (2, 4)
+) -> MemoryNeed:
     """What a step needs for each trial, from steps of two widths on tensors without memory.
 
     `make_step(width)` builds models, optimizer and data for so many trials and returns the step.
@@ -84,7 +86,7 @@ def measure_need(make_step: Callable[[int], Callable[[], Any]], widths: tuple[in
     low, high = widths
     first, second = step_bytes(make_step, low), step_bytes(make_step, high)
     each = (second - first) / (high - low)
-    return Need(max(0.0, first - each * low), each)
+    return MemoryNeed(max(0.0, first - each * low), each)
 
 
 def saturated_width(throughput: Mapping[int, float], gain: float = 1.05) -> int:

@@ -15,7 +15,7 @@ class StageError(InputError):
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class StageModule:
     """A slice of a model that runs by itself.
 
     `module(*inputs)` returns a tuple, in the order of `outputs`. Values of the same name in two stages are
@@ -35,7 +35,7 @@ class Stage:
     evaluation_outputs: tuple[Value, ...] = ()
 
 
-def cut(traced: TracedModel, layer_ids: Iterable[str]) -> Stage:
+def cut(traced: TracedModel, layer_ids: Iterable[str]) -> StageModule:
     """The stage that consists of the layers named, whatever their order; they run in the model's order."""
     layers = traced.select(layer_ids)
     if not layers:
@@ -62,7 +62,7 @@ def cut(traced: TracedModel, layer_ids: Iterable[str]) -> Stage:
                 f"attribute of a module, an nn.ModuleList or an nn.ModuleDict, frozen if it is not trained"
             )
     names = {name: first[id(parameter)] for name, parameter in held.items()}
-    return Stage(tuple(ids), module, inputs, outputs, names, *evaluated)
+    return StageModule(tuple(ids), module, inputs, outputs, names, *evaluated)
 
 
 def _values(traced: TracedModel, boundary: Boundary) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
@@ -70,7 +70,7 @@ def _values(traced: TracedModel, boundary: Boundary) -> tuple[tuple[Value, ...],
     return inputs, tuple(traced.value(name) for name in boundary.outputs)
 
 
-def cut_all(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
+def cut_all(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[StageModule, ...]:
     """All stages, checked: every layer is in exactly one, and values flow only to later stages."""
     check_stages(traced, stages)
     check_buffers(traced, stages)

@@ -11,7 +11,7 @@ TARGET = "target"
 
 
 @dataclass(frozen=True)
-class Route:
+class StageEdge:
     """Values that stage `source` hands to stage `target`; gradients of `grad_names` come back.
 
     The loader belongs to stage 0: what later stages need of the model's inputs starts there, and so does
@@ -25,7 +25,7 @@ class Route:
     takes_target: bool = False
 
 
-def find_routes(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[Route, ...]:
+def find_routes(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[StageEdge, ...]:
     """All routes between `stages` (layers of each), in the order of their sources, then targets."""
     boundaries = [traced.boundary(traced.select(ids)) for ids in stages]
     source_of = dict.fromkeys(traced.inputs, 0)
@@ -39,7 +39,7 @@ def find_routes(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[R
             if source_of[name] != stage:
                 carried.setdefault((source_of[name], stage), []).append(name)
     return tuple(
-        Route(
+        StageEdge(
             source,
             target,
             tuple(names),

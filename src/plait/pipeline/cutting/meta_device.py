@@ -29,7 +29,7 @@ class NotInPiecesError(InputError):
     """The model cannot be built piece by piece; the message says why."""
 
 
-class Pieces:
+class OwnTensors:
     """A model without memory, whose tensors can be made one by one as its factory would make them.
 
     `make` runs the factory, with the same random numbers each time; its result is not used otherwise.

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import quicken
-from plait.pipeline.cutting.cut import Stage, cut, evaluation_stages
-from plait.pipeline.cutting.edges import Route, find_routes
+from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
+from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.profiler.traced import TracedModel
 from plait.verification import Observation, RandomState, observe_outputs
@@ -207,8 +207,8 @@ def _held_buffers(staged: StagedModel, model: nn.Module) -> dict[str, Tensor]:
 
 
 def copied(
-    stage: Stage, traced: TracedModel, ids: Sequence[str], fresh: Callable[[], nn.Module] | None
-) -> Stage:
+    stage: StageModule, traced: TracedModel, ids: Sequence[str], fresh: Callable[[], nn.Module] | None
+) -> StageModule:
     """`stage` on a copy of what it holds of the model."""
     try:
         return replace(stage, module=copy.deepcopy(stage.module))
@@ -220,7 +220,7 @@ def copied(
 
 
 def _received(
-    number: int, routes: Sequence[Route], values: Mapping[str, Tensor], traced: TracedModel
+    number: int, routes: Sequence[StageEdge], values: Mapping[str, Tensor], traced: TracedModel
 ) -> dict[str, Tensor]:
     """What a stage gets: leaves of autograd, as they would come from other workers."""
     found = {name: values[name] for name in traced.inputs} if number == 0 else {}

@@ -14,7 +14,7 @@ _TORCHS = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs"
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _AttributeSlot:
     """A place in a module where a buffer hangs."""
 
     owner: nn.Module
@@ -26,7 +26,7 @@ class Remembered:
     """Attributes by module, and of each slot the buffer there, its version, and a copy where one was made."""
 
     attributes: list[tuple[nn.Module, dict[str, Any]]]
-    buffers: list[tuple[_Slot, Tensor, int, Tensor | None]]
+    buffers: list[tuple[_AttributeSlot, Tensor, int, Tensor | None]]
 
 
 class ModuleMemory:
@@ -38,8 +38,8 @@ class ModuleMemory:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
-        self._slots = [_Slot(owner, name) for owner in self._modules for name in owner._buffers]
-        self._written: set[_Slot] = set()
+        self._slots = [_AttributeSlot(owner, name) for owner in self._modules for name in owner._buffers]
+        self._written: set[_AttributeSlot] = set()
 
     def capture(self, copies: bool = True) -> Remembered:
         """What there is now; without `copies` the buffers themselves, which nobody may write to meanwhile."""

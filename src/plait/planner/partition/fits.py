@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plait.core.units import show_bytes
-from plait.planner.cluster import Machines
+from plait.planner.cluster import Cluster
 from plait.planner.errors import PlanError
 from plait.planner.plan import Stage
 
@@ -20,7 +20,7 @@ def check_work(stages: Sequence[Stage], microbatches: int) -> None:
         )
 
 
-def check_memory(stages: Sequence[Stage], machines: Machines) -> None:
+def check_memory(stages: Sequence[Stage], machines: Cluster) -> None:
     """Refuse a plan that does not fit; only plans made without regard for memory can fail here."""
     found = misfit(stages, machines)
     if found is not None:
@@ -31,7 +31,7 @@ def check_memory(stages: Sequence[Stage], machines: Machines) -> None:
         )
 
 
-def misfit(stages: Sequence[Stage], machines: Machines) -> tuple[int, float, float] | None:
+def misfit(stages: Sequence[Stage], machines: Cluster) -> tuple[int, float, float] | None:
     """The first device that its stages do not fit on, with what they need and what it has."""
     needed: dict[int, float] = {}
     for stage in stages:

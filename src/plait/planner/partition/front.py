@@ -12,13 +12,13 @@ from plait.graph.contraction import contracted_ideals
 from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, TooManyIdeals, all_ideals
 from plait.graph.intervals import cover_ideals
-from plait.planner.cluster import Machines
+from plait.planner.cluster import Cluster
 from plait.planner.errors import PlanError
 from plait.planner.memory import MemorySettings, stage_memory
 from plait.planner.partition.bounds import lower_bound
 from plait.planner.partition.heterogeneous import Placed, kinds_of, solve_mixed
 from plait.planner.partition.level_search import Problem, nearly_best
-from plait.planner.partition.solver import Block, Limits, Ranges, level_problem, ranges_of, solve
+from plait.planner.partition.solver import LevelBlock, Limits, Ranges, level_problem, ranges_of, solve
 from plait.planner.plan_checks import MOST_MICROBATCHES
 from plait.planner.schedules.kinds import Depth, Schedule
 
@@ -79,16 +79,16 @@ def planning_graph(graph: Graph) -> Graph:
     return graph.without(unused) if len(unused) < len(graph.nodes) else graph
 
 
-def make_partition(graph: Graph, machines: Machines, settings: Settings) -> Partition:
+def make_partition(graph: Graph, machines: Cluster, settings: Settings) -> Partition:
     """The best cut of `graph` (already without its inputs) over `machines`."""
     check(graph, machines, settings)
     started = time.process_time()
-    search = _Search(as_run(graph, settings), machines, settings)
+    search = _PlanSearch(as_run(graph, settings), machines, settings)
     found = search.run()
     return replace(found, solve_s=time.process_time() - started)
 
 
-def straight_partition(ideals: Ideals, machines: Machines) -> tuple[Placed, ...]:
+def straight_partition(ideals: Ideals, machines: Cluster) -> tuple[Placed, ...]:
     """One device a stage, balanced, whatever memory it takes: how model parallelism would cut the graph."""
     depth = Depth(Schedule.NONE, machines.count)
     ranges = ranges_of(ideals, stage_memory(ideals, Schedule.NONE, MemorySettings()), depth)
@@ -99,7 +99,7 @@ def straight_partition(ideals: Ideals, machines: Machines) -> tuple[Placed, ...]
     return tuple(Placed(c.start, c.end, (s,)) for s, c in enumerate(choices))
 
 
-def check(graph: Graph, machines: Machines, settings: Settings) -> None:
+def check(graph: Graph, machines: Cluster, settings: Settings) -> None:
     """Refuse what no plan can be made of, with what would have to change."""
     if not graph.nodes:
         raise PlanError("the graph is empty; expected at least one operation")
@@ -157,10 +157,10 @@ def as_run(graph: Graph, settings: Settings) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-class _Search:
+class _PlanSearch:
     """One planning problem, tried on more and more families of cuts."""
 
-    def __init__(self, graph: Graph, machines: Machines, settings: Settings) -> None:
+    def __init__(self, graph: Graph, machines: Cluster, settings: Settings) -> None:
         self.graph = graph
         self.machines = machines
         self.settings = settings
@@ -277,7 +277,7 @@ class _Search:
         )
 
 
-def _flatten(blocks: tuple[Block, ...], sizes: list[int], bases: list[int]) -> list[Placed]:
+def _flatten(blocks: tuple[LevelBlock, ...], sizes: list[int], bases: list[int]) -> list[Placed]:
     """Stages with their devices: `bases` are where the units that run these blocks begin.
 
     A unit of the outermost level has `sizes[-1]` devices; units follow each other in the order of stages.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.graph.ideals import Bools
-from plait.planner.cluster import Machines
+from plait.planner.cluster import Cluster
 from plait.planner.partition.level_search import CLOSE, Ints, Problem
 
 # Beyond so many ways to hand out devices, kinds that are nearly alike are taken for one.
@@ -22,7 +22,7 @@ _MOST_STATES = 150
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     """Devices taken for alike: as slow as the slowest and as small as the smallest of them."""
 
     speed: float
@@ -48,7 +48,7 @@ class MixedSolution:
     exact: bool
 
 
-def kinds_of(machines: Machines) -> tuple[list[Kind], bool]:
+def kinds_of(machines: Cluster) -> tuple[list[DeviceKind], bool]:
     """The devices in kinds, the fastest first, and whether those of each kind are truly alike."""
     alike: dict[tuple[float, float], list[int]] = {}
     for index in range(machines.count):
@@ -56,7 +56,8 @@ def kinds_of(machines: Machines) -> tuple[list[Kind], bool]:
         memory = math.inf if device.memory_bytes is None else device.memory_bytes
         alike.setdefault((device.speed, memory), []).append(index)
     kinds = [
-        Kind(speed, memory, tuple(alike[speed, memory])) for speed, memory in sorted(alike, reverse=True)
+        DeviceKind(speed, memory, tuple(alike[speed, memory]))
+        for speed, memory in sorted(alike, reverse=True)
     ]
     exact = True
     while math.prod(len(kind.devices) + 1 for kind in kinds) > _MOST_STATES and len(kinds) > 1:
@@ -66,20 +67,20 @@ def kinds_of(machines: Machines) -> tuple[list[Kind], bool]:
     return kinds, exact
 
 
-def _joined(one: Kind, other: Kind) -> Kind:
-    return Kind(
+def _joined(one: DeviceKind, other: DeviceKind) -> DeviceKind:
+    return DeviceKind(
         min(one.speed, other.speed),
         min(one.memory_bytes, other.memory_bytes),
         tuple(sorted(one.devices + other.devices)),
     )
 
 
-def states_of(kinds: list[Kind], unit: int) -> list[tuple[int, ...]]:
+def states_of(kinds: list[DeviceKind], unit: int) -> list[tuple[int, ...]]:
     """Every way to take devices of each kind, in multiples of `unit`."""
     return list(itertools.product(*(range(0, len(kind.devices) + 1, unit) for kind in kinds)))
 
 
-def solve_mixed(problem: Problem, machines: Machines) -> MixedSolution | None:
+def solve_mixed(problem: Problem, machines: Cluster) -> MixedSolution | None:
     """The plan with the smallest bottleneck on unlike devices, or None where memory is too small.
 
     `problem` is that of a single level; its device count and `straight` are respected.
@@ -95,7 +96,7 @@ def solve_mixed(problem: Problem, machines: Machines) -> MixedSolution | None:
 class _Search:
     """best[k, s]: the smallest bottleneck of the stages from ideal k on, with the devices of state s."""
 
-    def __init__(self, problem: Problem, kinds: list[Kind]) -> None:
+    def __init__(self, problem: Problem, kinds: list[DeviceKind]) -> None:
         self._problem = problem
         self._kinds = kinds
         self._states = states_of(kinds, problem.unit)
@@ -171,7 +172,7 @@ class _Search:
 
 
 def _hand_out(
-    choices: list[tuple[int, int, tuple[int, ...]]], kinds: list[Kind], problem: Problem
+    choices: list[tuple[int, int, tuple[int, ...]]], kinds: list[DeviceKind], problem: Problem
 ) -> list[Placed]:
     left = [list(kind.devices) for kind in kinds]
     stages = []

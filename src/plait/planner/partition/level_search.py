@@ -157,7 +157,7 @@ def _bisect(
         else:
             upper = min(middle, problem.bottleneck(found))
         if iteration % 6 == 3 and len(kept) > 50:
-            reach = _Reach(problem, Need(problem, upper * (1 + CLOSE), memory_bytes))
+            reach = _ReachTable(problem, Need(problem, upper * (1 + CLOSE), memory_bytes))
             useful = reach.useful()
             problem, kept = problem.restricted(useful), [kept[k] for k in useful]
     return upper, problem, kept
@@ -165,7 +165,7 @@ def _bisect(
 
 def tidy(problem: Problem, bottleneck: float, memory_bytes: float) -> list[Choice]:
     """Of the plans within `bottleneck`: fewest stages, then least memory, then fewest devices."""
-    reach = _Reach(problem, Need(problem, bottleneck, memory_bytes))
+    reach = _ReachTable(problem, Need(problem, bottleneck, memory_bytes))
     pairs = reach.pairs()
     choices = pairs.fewest_stages(memory_bytes, problem.devices)
     assert choices is not None
@@ -270,7 +270,7 @@ def _allowed(problem: Problem, replicas: Floats) -> Floats:
     return np.where(replicas <= problem.most_replicas, replicas, np.inf)
 
 
-class _Reach:
+class _ReachTable:
     """The fewest devices before and after each ideal in a cover within the bottleneck."""
 
     def __init__(self, problem: Problem, need: Need) -> None:

@@ -31,7 +31,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Block:
+class LevelBlock:
     """Part of a partition: ideals `start` to `end` on `replicas` units of a level.
 
     A unit is a device at the innermost level, else a machine that runs `parts` one after another.
@@ -40,7 +40,7 @@ class Block:
     start: int
     end: int
     replicas: int
-    parts: tuple[Block, ...] = ()
+    parts: tuple[LevelBlock, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Solution:
     """The best partition of a family of ideals, and its bottleneck in seconds a microbatch."""
 
     bottleneck_s: float
-    blocks: tuple[Block, ...]
+    blocks: tuple[LevelBlock, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,23 +158,23 @@ class _Opening:
     def memory_limit(self, index: int) -> float:
         return self._limits.memory_bytes if index == 0 else math.inf
 
-    def open(self, problem: Problem, choices: list[Choice], index: int) -> tuple[Block, ...]:
+    def open(self, problem: Problem, choices: list[Choice], index: int) -> tuple[LevelBlock, ...]:
         """The blocks of `choices`, each opened up to the innermost level."""
         bottleneck = problem.bottleneck(choices) * (1 + CLOSE)
-        blocks: list[Block] = []
+        blocks: list[LevelBlock] = []
         after = problem.after
         for choice in reversed(choices):
             start, end = problem.ideals[choice.start], problem.ideals[choice.end]
-            parts: tuple[Block, ...] = ()
+            parts: tuple[LevelBlock, ...] = ()
             if index > 0:
                 parts = self._parts(problem, choice, index, bottleneck, after)
-            blocks.append(Block(start, end, choice.replicas, parts))
+            blocks.append(LevelBlock(start, end, choice.replicas, parts))
             after += choice.replicas * (math.prod(level.count for level in self._levels[:index]))
         return tuple(reversed(blocks))
 
     def _parts(
         self, problem: Problem, choice: Choice, index: int, bottleneck: float, after: int
-    ) -> tuple[Block, ...]:
+    ) -> tuple[LevelBlock, ...]:
         sync = problem.sync_s[choice.start, choice.end] * (1 - 1 / choice.replicas)
         # What the level above leaves to this one; never less than this level's best.
         slack = max(

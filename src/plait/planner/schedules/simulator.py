@@ -43,7 +43,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class Link:
+class SimulatedLink:
     """A directed link between two workers."""
 
     bytes_per_s: float
@@ -54,7 +54,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Span:
+class SimulatedOp:
     """One operation on the timeline."""
 
     worker: int
@@ -67,7 +67,7 @@ class Span:
 class Simulation:
     """A replayed schedule."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[SimulatedOp, ...]
     workers: int
     peak_bytes: dict[int, float]
 
@@ -90,7 +90,7 @@ class Simulation:
         return sorted(ends)[microbatches - 1]
 
 
-Links = Callable[[int, int], Link]
+Links = Callable[[int, int], SimulatedLink]
 
 
 def simulate(
@@ -138,7 +138,7 @@ class _Replay:
     costs: Sequence[StageCosts]
     links: Links
     speeds: Callable[[int], float]
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SimulatedOp] = field(default_factory=list)
 
     def run(self) -> None:
         self.next = dict.fromkeys(self.operations, 0)
@@ -228,6 +228,6 @@ class _Replay:
         return True
 
     def _finish(self, worker: int, op: Op, start: float, end: float) -> None:
-        self.spans.append(Span(worker, start, end, op))
+        self.spans.append(SimulatedOp(worker, start, end, op))
         self.free_s[worker] = end
         self.next[worker] += 1

@@ -9,7 +9,7 @@ from plait.core.units import show_seconds
 from plait.planner.plan import Plan
 from plait.planner.predict import predict
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
-from plait.planner.schedules.simulator import Simulation, Span
+from plait.planner.schedules.simulator import SimulatedOp, Simulation
 
 _COLOURS: dict[type[Op], tuple[str, str]] = {
     Forward: ("forward", "#4c8bf5"),
@@ -78,6 +78,6 @@ def _number_blocks(axes: Any, simulation: Simulation, row: dict[int, int]) -> No
         axes.text(middle, row[span.worker], str(span.op.microbatch), ha="center", va="center", fontsize=7)
 
 
-def _is_wide(span: Span, simulation: Simulation) -> bool:
+def _is_wide(span: SimulatedOp, simulation: Simulation) -> bool:
     """Whether a block is wide enough for a number and an edge."""
     return span.end_s - span.start_s >= 0.009 * simulation.end_s

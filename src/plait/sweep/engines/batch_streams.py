@@ -12,7 +12,7 @@ from plait.schema.settings import TrainSettings
 T = TypeVar("T")
 
 
-class Feed:
+class BatchStream:
     """The batches of a trial from some position on, one at a time: the share `place` of `workers` of each.
 
     Without `loads` their content is the numbers from 0 to their size: a pipeline's first stage loads for all.
@@ -70,7 +70,7 @@ def _order(settings: TrainSettings) -> tuple[int, int]:
     return settings.seed, settings.data.batch_size
 
 
-class Feeds:
+class BatchStreams:
     """The feeds of an array's trials; one that another trial already reads from the same place is shared."""
 
     def __init__(
@@ -80,15 +80,15 @@ class Feeds:
         self._pin = pin
         self._share = (place, workers, loads)
 
-    def find(self, settings: TrainSettings, position: Position, used: list[Feed]) -> Feed:
+    def find(self, settings: TrainSettings, position: Position, used: list[BatchStream]) -> BatchStream:
         """A feed for a trial at `position`: one of those `used`, or a new one."""
         for feed in used:
             if feed.order == _order(settings) and feed.position == position:
                 return feed
-        return Feed(self._train_set, settings, position, self._pin, *self._share)
+        return BatchStream(self._train_set, settings, position, self._pin, *self._share)
 
 
-def next_batches(feeds: list[Feed]) -> list[Batch]:
+def next_batches(feeds: list[BatchStream]) -> list[Batch]:
     """The next batch of each feed; a feed that comes several times moves once."""
     taken: dict[int, Batch] = {}
     for feed in feeds:

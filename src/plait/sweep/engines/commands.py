@@ -22,7 +22,7 @@ class Newcomer:
 
 
 @dataclass(frozen=True)
-class Begin:
+class BeginCommand:
     """Make an array of these trials; `stages` are the layers of each stage where the plan's were changed."""
 
     entering: tuple[Newcomer, ...]
@@ -32,7 +32,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangeCommand:
     """Let the trials at these places leave and others enter."""
 
     leaving: tuple[int, ...]
@@ -40,37 +40,45 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCommand:
     """Take a step with these factors on the trials' learning rates."""
 
     factors: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class EvaluateCommand:
     """Evaluate your share of the test split for the trials at these places."""
 
     places: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Collect:
+class CollectCommand:
     """Let me have the state of the trial at this place."""
 
     place: int
 
 
 @dataclass(frozen=True)
-class Dissolve:
+class DissolveCommand:
     """Let go of the array."""
 
 
 @dataclass(frozen=True)
-class End:
+class EndCommand:
     """There is nothing left to do."""
 
 
-Order = Begin | Change | Step | Evaluate | Collect | Dissolve | End
+Order = (
+    BeginCommand
+    | ChangeCommand
+    | StepCommand
+    | EvaluateCommand
+    | CollectCommand
+    | DissolveCommand
+    | EndCommand
+)
 
 
 def to_message(order: Order) -> tuple[dict[str, Any], Tensors]:
@@ -91,7 +99,7 @@ def to_message(order: Order) -> tuple[dict[str, Any], Tensors]:
 def from_message(value: Mapping[str, Any], tensors: Tensors) -> Order:
     """The order that `to_message` made these of."""
     kind = next(each for each in get_args(Order) if each.__name__ == value["order"])
-    if not value["entering"] and kind not in (Begin, Change):
+    if not value["entering"] and kind not in (BeginCommand, ChangeCommand):
         made: Order = decode(kind, value["fields"])
         return made
     entering = tuple(
@@ -99,10 +107,10 @@ def from_message(value: Mapping[str, Any], tensors: Tensors) -> Order:
         for number, (settings, rest) in enumerate(value["entering"])
     )
     fields = value["fields"]
-    if kind is Begin:
+    if kind is BeginCommand:
         stages = tuple(tuple(layers) for layers in fields["stages"])
-        return Begin(entering, fields["fused"], decode(Verdict, fields["verdict"], "verdict"), stages)
-    return Change(tuple(fields["leaving"]), entering)
+        return BeginCommand(entering, fields["fused"], decode(Verdict, fields["verdict"], "verdict"), stages)
+    return ChangeCommand(tuple(fields["leaving"]), entering)
 
 
 def _state(number: int, rest: list[Any] | None, tensors: Tensors) -> Checkpoint | None:

@@ -34,23 +34,23 @@ from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweep.engines.cuda_graph import StepGraph
 from plait.sweep.engines.microbatches import Piece, Round, most_rounds, rounds_of
-from plait.sweep.worker_group import Team, TeamSum, share_of
+from plait.sweep.worker_group import TeamSum, WorkerGroup, share_of
 from plait.training import checkpoint as checkpoints
-from plait.training.components import Parts
+from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, means, sums_of, sums_over_share
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
 
 
 @dataclass(frozen=True)
-class Entry:
+class TrialInit:
     """A trial that joins an array: its parts as for a run of its own, and the forwards behind it.
 
     `state` is what the parts were loaded from, where the trial does not begin.
     """
 
     settings: TrainSettings
-    parts: Parts
+    parts: Components
     age: int = 0
     state: checkpoints.Checkpoint | None = None
 
@@ -74,10 +74,10 @@ class Array(Protocol):
     @property
     def is_fused(self) -> bool: ...
 
-    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
         """Let trials leave and enter: newcomers take the leavers' places, then new ones at the end."""
 
-    def check_entering(self, entering: Sequence[Entry]) -> None:
+    def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse, before anything changes, trials that cannot join those that are there."""
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
@@ -103,8 +103,8 @@ class FusedArray:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
-        team: Team | None = None,
+        entries: Sequence[TrialInit],
+        team: WorkerGroup | None = None,
         stream: int | None = None,
         verdict: Verdict | None = None,
     ) -> None:
@@ -164,11 +164,11 @@ class FusedArray:
     def trials(self) -> int:
         return self.fused.trials
 
-    def check_entering(self, entering: Sequence[Entry]) -> None:
+    def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse, before anything changes, trials that cannot join those that are there."""
         check_joining(self.fused, [entry.parts.model for entry in entering])
 
-    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
         """Let trials leave and enter: newcomers take the leavers' places, then new ones at the end."""
         if len(leaving) != len(entering):
             # What sums gradients may hold autograd to the shapes there are now.
@@ -203,25 +203,25 @@ class FusedArray:
         self._scales.scales = self._scales.scales[index]
         self._scales.good_steps = self._scales.good_steps[index]
 
-    def _take_up(self, place: int, entry: Entry) -> None:
+    def _take_up(self, place: int, entry: TrialInit) -> None:
         """The state that a newcomer brings beside its weights."""
         load_trial(self.optimizer, entry.parts.optimizer, place)
         self.fused.seeds[place], self.fused.ages[place] = self._seeds([entry])[0], entry.age
         self._load_scale(place, entry)
         self._entries[place] = _without_state(entry)
 
-    def _seeds(self, entries: Sequence[Entry]) -> list[int]:
+    def _seeds(self, entries: Sequence[TrialInit]) -> list[int]:
         """Where the trials' random numbers start."""
         own = (self._stream,) if self._stream else ()
         return [mix(entry.settings.seed, *own) for entry in entries]
 
-    def _numbers(self, entry: Entry) -> dict[str, float]:
+    def _numbers(self, entry: TrialInit) -> dict[str, float]:
         """The hyperparameters of a newcomer's own optimizer as the fused one names them."""
         group = dict(entry.parts.optimizer.param_groups[0])
         group["beta1"], group["beta2"] = group.get("betas", (0.0, 0.0))
         return {name: float(group[name]) for name in self.optimizer.numbers}
 
-    def _load_scale(self, place: int, entry: Entry) -> None:
+    def _load_scale(self, place: int, entry: TrialInit) -> None:
         if state := entry.parts.scaler.state_dict():
             self._scales.scales[place] = state["scale"]
             self._scales.good_steps[place] = state["_growth_tracker"]
@@ -362,7 +362,7 @@ class FusedArray:
         parts = replace(entry.parts, model=self.fused.trial(place))
         return sums_over_share(parts, entry.settings, *share_of(self._team))
 
-    def parts_of(self, place: int) -> Parts:
+    def parts_of(self, place: int) -> Components:
         """What the trial at `place` is evaluated with."""
         return self._entries[place].parts
 
@@ -396,14 +396,14 @@ class FusedArray:
         )
 
 
-def together(parts: Parts, contents: Sequence[Any], length: int) -> Any:
+def together(parts: Components, contents: Sequence[Any], length: int) -> Any:
     """Inputs and target of all trials: the same for all, or stacked and padded."""
     if all(content is contents[0] for content in contents):
         return pytree.tree_map_only(Tensor, Shared, to_device(contents[0], parts.device, parts.dtype))
     return stacked(parts, contents, length)
 
 
-def stacked(parts: Parts, contents: Sequence[Any], length: int) -> Any:
+def stacked(parts: Components, contents: Sequence[Any], length: int) -> Any:
     """What each trial gets, stacked, padded to `length` rows and on the device."""
     moved = {id(content): to_device(content, parts.device, parts.dtype) for content in contents}
     flat, specs = zip(*(pytree.tree_flatten(moved[id(content)]) for content in contents))
@@ -422,7 +422,7 @@ def fused_loss(settings: Sequence[TrainSettings]) -> Callable[..., Tensor]:
 
 def losses_of(
     fused: FusedModule,
-    entries: Sequence[Entry],
+    entries: Sequence[TrialInit],
     loss: Callable[..., Tensor],
     output: Any,
     target: Any,
@@ -436,7 +436,7 @@ def losses_of(
     return losses_alone(entries, output, target, counts)
 
 
-def losses_alone(entries: Sequence[Entry], output: Any, target: Any, counts: Sequence[int]) -> Tensor:
+def losses_alone(entries: Sequence[TrialInit], output: Any, target: Any, counts: Sequence[int]) -> Tensor:
     """The loss of each trial's own rows, trial by trial."""
 
     def own(value: Any, place: int) -> Any:
@@ -459,14 +459,14 @@ def at(output: Any, place: int) -> Any:
     return pytree.tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, output)
 
 
-def _without_state(entry: Entry) -> Entry:
+def _without_state(entry: TrialInit) -> TrialInit:
     """`entry` without the weights that the array now holds."""
     empty = nn.Parameter(torch.zeros(0))
     parts = replace(entry.parts, model=nn.Module(), names={}, optimizer=torch.optim.SGD([empty]))
     return replace(entry, parts=parts, state=None)
 
 
-def _clip(entry: Entry) -> float:
+def _clip(entry: TrialInit) -> float:
     return float("inf") if entry.settings.clip_norm is None else entry.settings.clip_norm
 
 

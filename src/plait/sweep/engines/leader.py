@@ -16,10 +16,10 @@ from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweep.datasets import DataSets
 from plait.sweep.engines import commands
-from plait.sweep.engines.batch_streams import Feed, Feeds, next_batches, reseated
-from plait.sweep.engines.fused import Entry, FusedArray, TrialTensors
-from plait.sweep.engines.unfused import LoneArray
-from plait.sweep.worker_group import Team
+from plait.sweep.engines.batch_streams import BatchStream, BatchStreams, next_batches, reseated
+from plait.sweep.engines.fused import FusedArray, TrialInit, TrialTensors
+from plait.sweep.engines.unfused import UnfusedArray
+from plait.sweep.worker_group import WorkerGroup
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.checkpoint import Checkpoint
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from plait.sweep.engines.pipelined import PipelinedArray
     from plait.sweep.engines.verified_stages import StagesOfTrials
 
-SharedArray: TypeAlias = "FusedArray | LoneArray | PipelinedArray"
+SharedArray: TypeAlias = "FusedArray | UnfusedArray | PipelinedArray"
 
 
 def make_array(
-    entries: Sequence[Entry],
+    entries: Sequence[TrialInit],
     fused: bool,
-    team: Team | None,
+    team: WorkerGroup | None,
     verdict: Verdict | None = None,
     stages: StagesOfTrials | None = None,
 ) -> SharedArray:
@@ -47,20 +47,20 @@ def make_array(
         from plait.sweep.engines.pipelined import PipelinedArray
 
         return PipelinedArray(entries, team, team.pipeline, stages, verdict)
-    return FusedArray(entries, team, verdict=verdict) if fused else LoneArray(entries, team)
+    return FusedArray(entries, team, verdict=verdict) if fused else UnfusedArray(entries, team)
 
 
 def make_entry(
     settings: TrainSettings, state: Checkpoint | None, device: torch.device, sets: DataSets
-) -> Entry:
+) -> TrialInit:
     """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
     parts = components.build(settings, device, sets.of(settings))
     if state is None:
-        return Entry(settings, parts)
+        return TrialInit(settings, parts)
     checkpoints.load_model_state(parts.model, state.model)
     named_state.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
     parts.scaler.load_state_dict(dict(state.progress["loss_scale"]))
-    return Entry(settings, parts, state.progress.get("age", 0), state)
+    return TrialInit(settings, parts, state.progress.get("age", 0), state)
 
 
 def position_of(state: Checkpoint | None) -> Position:
@@ -68,13 +68,13 @@ def position_of(state: Checkpoint | None) -> Position:
     return Position() if state is None else Position(**state.progress["position"])
 
 
-class LedArray:
+class LeaderArray:
     """A team's array as its leader has it."""
 
     def __init__(
         self,
-        team: Team,
-        entries: Sequence[Entry],
+        team: WorkerGroup,
+        entries: Sequence[TrialInit],
         fused: bool,
         verdict: Verdict | None = None,
         stages: StagesOfTrials | None = None,
@@ -82,7 +82,7 @@ class LedArray:
         self._team = team
         verdict = verdict or Verdict()
         layers = () if stages is None else stages.checked.fine
-        team.tell(commands.Begin(_newcomers(entries), fused, verdict, layers), 0)
+        team.tell(commands.BeginCommand(_newcomers(entries), fused, verdict, layers), 0)
         self._array = make_array(entries, fused, team, verdict, stages)
 
     @property
@@ -93,57 +93,57 @@ class LedArray:
     def is_fused(self) -> bool:
         return self._array.is_fused
 
-    def check_entering(self, entering: Sequence[Entry]) -> None:
+    def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse, before the followers hear of them, trials that cannot join those that are there."""
         self._array.check_entering(entering)
 
-    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
         """Let trials leave and enter, on all workers of the team."""
-        self._tell(commands.Change(tuple(leaving), _newcomers(entering)))
+        self._tell(commands.ChangeCommand(tuple(leaving), _newcomers(entering)))
         self._array.change(leaving, entering)
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial, `batches` being this worker's shares; the losses of whole batches."""
-        self._tell(commands.Step(tuple(factors)))
+        self._tell(commands.StepCommand(tuple(factors)))
         return self._array.step(batches, factors)
 
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, of which each worker of the team takes its share."""
-        self._tell(commands.Evaluate(tuple(places)))
+        self._tell(commands.EvaluateCommand(tuple(places)))
         return self._array.evaluate(places)
 
     def tensors(self, place: int) -> TrialTensors:
-        self._tell(commands.Collect(place))
+        self._tell(commands.CollectCommand(place))
         return self._array.tensors(place)
 
     def close(self) -> None:
         """Let the team let go of the trials."""
-        self._tell(commands.Dissolve())
+        self._tell(commands.DissolveCommand())
         self._array.close()
 
     def _tell(self, order: commands.Order) -> None:
         self._team.tell(order, self.trials)
 
 
-def _newcomers(entries: Sequence[Entry]) -> tuple[commands.Newcomer, ...]:
+def _newcomers(entries: Sequence[TrialInit]) -> tuple[commands.Newcomer, ...]:
     return tuple(commands.Newcomer(entry.settings, entry.state) for entry in entries)
 
 
 class Follower:
     """A worker that holds what its leader holds, and does what that says."""
 
-    def __init__(self, team: Team, sets: DataSets, device: torch.device) -> None:
+    def __init__(self, team: WorkerGroup, sets: DataSets, device: torch.device) -> None:
         self._team = team
         self._sets = sets
         self._device = device
         self._array: SharedArray | None = None
-        self._feeds: Feeds | None = None
-        self._used: list[Feed] = []
+        self._feeds: BatchStreams | None = None
+        self._used: list[BatchStream] = []
 
     def run(self) -> None:
         """Follow until the leader says that there is nothing left."""
-        while not isinstance(order := self._hear(), commands.End):
-            if isinstance(order, commands.Begin):
+        while not isinstance(order := self._hear(), commands.EndCommand):
+            if isinstance(order, commands.BeginCommand):
                 self._begin(order)
             else:
                 assert self._array is not None
@@ -152,10 +152,10 @@ class Follower:
     def _hear(self) -> commands.Order:
         return self._team.hear(0 if self._array is None else self._array.trials)
 
-    def _begin(self, order: commands.Begin) -> None:
+    def _begin(self, order: commands.BeginCommand) -> None:
         train_set, _ = self._sets.of(order.entering[0].settings)
         pin = self._device.type == "cuda"
-        self._feeds = Feeds(train_set, pin, *self._team.share, loads=self._team.loads)
+        self._feeds = BatchStreams(train_set, pin, *self._team.share, loads=self._team.loads)
         entries = self._enter([], order.entering)
         stages = None
         if order.stages and self._team.pipeline is not None:
@@ -167,19 +167,19 @@ class Follower:
 
     def _carry_out(self, order: commands.Order, array: SharedArray) -> None:
         match order:
-            case commands.Step():
+            case commands.StepCommand():
                 array.step(next_batches(self._used), order.factors)
-            case commands.Change():
+            case commands.ChangeCommand():
                 array.change(order.leaving, self._enter(order.leaving, order.entering))
-            case commands.Evaluate():
+            case commands.EvaluateCommand():
                 array.evaluate(order.places)
-            case commands.Collect():
+            case commands.CollectCommand():
                 array.collect(order.place)
-            case commands.Dissolve():
+            case commands.DissolveCommand():
                 array.close()
                 self._array, self._used = None, []
 
-    def _enter(self, leaving: Sequence[int], entering: Sequence[commands.Newcomer]) -> list[Entry]:
+    def _enter(self, leaving: Sequence[int], entering: Sequence[commands.Newcomer]) -> list[TrialInit]:
         assert self._feeds is not None
         known, joining = list(self._used), []
         for one in entering:

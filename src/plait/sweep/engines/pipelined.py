@@ -22,17 +22,17 @@ from plait.fusion.module import FusedModule
 from plait.fusion.verify import Verdict
 from plait.pipeline import executor as pipelines
 from plait.pipeline import named_state
-from plait.pipeline.cutting.cut import Stage, cut
+from plait.pipeline.cutting.cut import StageModule, cut
 from plait.pipeline.layout import one_batch
 from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
 from plait.sweep.engines.batch_streams import reseated
-from plait.sweep.engines.fused import Entry, FusedArray, TrialTensors, at
+from plait.sweep.engines.fused import FusedArray, TrialInit, TrialTensors, at
 from plait.sweep.engines.microbatches import Round, rounds_of
 from plait.sweep.engines.stages import TeamPipeline
 from plait.sweep.engines.traced_constants import check_values, plain_values
 from plait.sweep.engines.verified_stages import StagesOfTrials, of_stage, prepare_trials
-from plait.sweep.worker_group import Team
+from plait.sweep.worker_group import WorkerGroup
 from plait.training.engines.pipeline_setup import further_names
 from plait.training.evaluate import in_order, means, sums_of
 from plait.training.optim import build_optimizer
@@ -45,8 +45,8 @@ class PipelinedArray:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
-        team: Team,
+        entries: Sequence[TrialInit],
+        team: WorkerGroup,
         pipeline: TeamPipeline,
         stages: StagesOfTrials | None = None,
         verdict: Verdict | None = None,
@@ -66,7 +66,7 @@ class PipelinedArray:
         self._own.optimizer.sum_squares = lambda squares: team.total(squares, squares.device)
         self._stage = FusedStage(self._own.fused)
         self._losses = torch.zeros(len(entries), dtype=torch.float64)
-        parts = pipelines.Parts(
+        parts = pipelines.PipelineParts(
             self._loss,
             lambda _: cast("torch.optim.Optimizer", self._own.optimizer),
             first.parts.device,
@@ -82,7 +82,7 @@ class PipelinedArray:
     def _layers(self) -> tuple[str, ...]:
         return self._arrangement.stages[self._team.place]
 
-    def _stage_of(self, entry: Entry) -> Entry:
+    def _stage_of(self, entry: TrialInit) -> TrialInit:
         """What of a trial belongs to this worker's stage."""
         check_values(self._traced, self._values, plain_values(entry.parts.model))
         module = cut(replace(self._traced, model=entry.parts.model), self._layers).module
@@ -97,13 +97,13 @@ class PipelinedArray:
         optimizer.state.update({p: known[p] for p in parameters if p in known})
         return replace(entry, parts=replace(entry.parts, model=module, optimizer=optimizer))
 
-    def _held_by_none(self, entry: Entry) -> named_state.Tensors:
+    def _held_by_none(self, entry: TrialInit) -> named_state.Tensors:
         """What of a trial's state no stage uses."""
         used = {name for layer in self._traced.layers for name in (*layer.parameters, *layer.buffers)}
         state = named_state.model_state(entry.parts.model) if self._team.leads else {}
         return {name: value.clone() for name, value in state.items() if name not in used}
 
-    def _make_stage(self, traced: TracedModel, layers: Any) -> Stage:
+    def _make_stage(self, traced: TracedModel, layers: Any) -> StageModule:
         """A stage as the pipeline holds it: its module is that of all trials."""
         stage = cut(traced, layers)
         names = {f"fused.module.{name}": first for name, first in stage.first_names.items()}
@@ -113,13 +113,13 @@ class PipelinedArray:
     def trials(self) -> int:
         return self._own.trials
 
-    def check_entering(self, entering: Sequence[Entry]) -> None:
+    def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse, before anything changes, trials whose code differs from that of those that are there."""
         for entry in entering:
             check_values(self._traced, self._values, plain_values(entry.parts.model))
         self._own.check_entering([self._stage_of(entry) for entry in entering])
 
-    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
         """Let trials leave and enter."""
         self._rest = reseated(self._rest, leaving, [self._held_by_none(entry) for entry in entering])
         self._own.change(leaving, [self._stage_of(entry) for entry in entering])

@@ -13,7 +13,7 @@ from plait.comm.rendezvous import Rendezvous
 from plait.core.codec import decode
 from plait.core.errors import InputError, JobError
 from plait.launch.worker import Worker
-from plait.pipeline.layout import Arrangement, arrange, with_choices
+from plait.pipeline.layout import PipelineLayout, arrange, with_choices
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
@@ -30,7 +30,7 @@ class TeamPipeline:
     """How a team's workers hold the stages of an array: one each, in order."""
 
     rank: int
-    arrangement: Arrangement
+    arrangement: PipelineLayout
     channels: Channels
     rendezvous: Rendezvous
 
@@ -45,11 +45,11 @@ def link_stages(worker: Worker, settings: TrainSettings, first: int, device: tor
     return TeamPipeline(worker.rank, arrangement, channels, worker.rendezvous)
 
 
-def _arranged(pipeline: PipelineSettings) -> Arrangement:
+def _arranged(pipeline: PipelineSettings) -> PipelineLayout:
     return with_choices(arrange(decode(Plan, pipeline.plan, "plan")), pipeline)
 
 
-def _from_rank(first: int, arrangement: Arrangement) -> Arrangement:
+def _from_rank(first: int, arrangement: PipelineLayout) -> PipelineLayout:
     stages = tuple((first + stage,) for stage in range(len(arrangement.stages)))
     return replace(arrangement, layouts=(Layout(stages),))
 

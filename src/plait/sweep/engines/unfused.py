@@ -11,8 +11,8 @@ from torch import Tensor
 from plait.data.loader import Batch, seed_all
 from plait.data.sampler import mix
 from plait.pipeline import named_state
-from plait.sweep.engines.fused import Entry, TrialTensors
-from plait.sweep.worker_group import Team, TeamSum, share_of
+from plait.sweep.engines.fused import TrialInit, TrialTensors
+from plait.sweep.worker_group import TeamSum, WorkerGroup, share_of
 from plait.training.engines.data_parallel import DataParallel
 from plait.training.evaluate import means, sums_over_share
 
@@ -28,17 +28,17 @@ class _Alone:
         return False
 
 
-class LoneArray:
+class UnfusedArray:
     """One trial with its own model and torch's optimizer, on this worker or on all of a `team`."""
 
     is_fused = False
 
-    def __init__(self, entries: Sequence[Entry], team: Team | None = None) -> None:
+    def __init__(self, entries: Sequence[TrialInit], team: WorkerGroup | None = None) -> None:
         self._team = team
         self._sum: TeamSum | None = None
         self._take(entries)
 
-    def _take(self, entries: Sequence[Entry]) -> None:
+    def _take(self, entries: Sequence[TrialInit]) -> None:
         assert len(entries) == 1
         (self._entry,) = entries
         self._age = self._entry.age
@@ -54,10 +54,10 @@ class LoneArray:
     def trials(self) -> int:
         return 1
 
-    def check_entering(self, entering: Sequence[Entry]) -> None:
+    def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Any trial can take another's place."""
 
-    def change(self, leaving: Sequence[int], entering: Sequence[Entry]) -> None:
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
         """Let the trial leave and another take its place."""
         if entering:
             self._take(entering)

@@ -15,14 +15,16 @@ from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, mix
 from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import TF32_EPS, Verdict, verify_fused
-from plait.sweep.engines.batch_streams import Feed
-from plait.sweep.engines.fused import Entry, fused_loss, losses_alone, losses_of, together
+from plait.sweep.engines.batch_streams import BatchStream
+from plait.sweep.engines.fused import TrialInit, fused_loss, losses_alone, losses_of, together
 from plait.sweep.engines.microbatches import Piece, rounds_of
-from plait.training.components import AUTOCAST, Parts
+from plait.training.components import AUTOCAST, Components
 from plait.verification import same_random_numbers
 
 
-def verify_entries(entries: Sequence[Entry], share: tuple[int, int], known: Verdict | None = None) -> Verdict:
+def verify_entries(
+    entries: Sequence[TrialInit], share: tuple[int, int], known: Verdict | None = None
+) -> Verdict:
     """What must run trial by trial for these trials to train together as they do alone.
 
     Two batches of each trial's own data are used, `share` of each: a worker's place and how many there are.
@@ -36,7 +38,7 @@ def verify_rehearsed(rehearsal: ArrayRehearsal, known: Verdict | None) -> Verdic
     return verify_fused(rehearsal, known.unfused if known is not None else None)
 
 
-def first_batches(entries: Sequence[Entry], share: tuple[int, int]) -> list[list[Batch]]:
+def first_batches(entries: Sequence[TrialInit], share: tuple[int, int]) -> list[list[Batch]]:
     """Two batches of each trial; trials that read the same data in one order have the same."""
     feeds: dict[tuple[int, int], list[Batch]] = {}
     with same_random_numbers(0):
@@ -44,7 +46,7 @@ def first_batches(entries: Sequence[Entry], share: tuple[int, int]) -> list[list
             settings = replace(entry.settings, data=replace(entry.settings.data, loaders=0))
             key = (settings.seed, settings.data.batch_size)
             if key not in feeds:
-                feed = Feed(entry.parts.train_set, settings, Position(), False, *share)
+                feed = BatchStream(entry.parts.train_set, settings, Position(), False, *share)
                 feeds[key] = [feed.next(), feed.next()]
     keys = [(entry.settings.seed, entry.settings.data.batch_size) for entry in entries]
     return [[feeds[key][number] for key in keys] for number in range(2)]
@@ -56,7 +58,7 @@ class ArrayRehearsal:
     in_stages = False
 
     def __init__(
-        self, entries: Sequence[Entry], batches: Sequence[Sequence[Batch]], microbatches: int = 0
+        self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]], microbatches: int = 0
     ) -> None:
         self._entries = entries
         self._loss = fused_loss([entry.settings for entry in entries])
@@ -102,7 +104,7 @@ class ArrayRehearsal:
 
     def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
         """What one trial's plain model gives for its own batch, and its loss."""
-        parts: Parts = self._entries[trial].parts
+        parts: Components = self._entries[trial].parts
         inputs, target = to_device(self._pieces[batch][trial][0], parts.device, parts.dtype)
         with parts.autocast():
             outputs = forward(model, inputs)

@@ -13,14 +13,14 @@ from plait.core.errors import InputError, JobError
 from plait.data.loader import Batch
 from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import Verdict
-from plait.pipeline.cutting.cut import Stage, cut, evaluation_stages
-from plait.pipeline.cutting.edges import Route, find_routes
+from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
+from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.gradient_sync import find_stages
-from plait.pipeline.layout import Arrangement
+from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.verify.stages import Checked
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
-from plait.sweep.engines.fused import Entry, stacked
+from plait.sweep.engines.fused import TrialInit, stacked
 from plait.sweep.engines.traced_constants import Values, check_values, plain_values
 from plait.sweep.engines.verified_arrays import ArrayRehearsal, first_batches, padded_rows, verify_rehearsed
 from plait.training.engines.pipeline_setup import prepare_pipeline
@@ -34,7 +34,7 @@ class StagesOfTrials:
     """
 
     checked: Checked
-    arrangement: Arrangement
+    arrangement: PipelineLayout
     values: Values
 
     @property
@@ -42,7 +42,7 @@ class StagesOfTrials:
         return self.checked.traced
 
 
-def prepare_trials(entries: Sequence[Entry], arrangement: Arrangement, verify: bool) -> StagesOfTrials:
+def prepare_trials(entries: Sequence[TrialInit], arrangement: PipelineLayout, verify: bool) -> StagesOfTrials:
     """The stages of these trials in whole modules; with `verify` those of the first are compared with it."""
     first = entries[0]
     # Before its code runs, which may count or remember.
@@ -57,7 +57,7 @@ def prepare_trials(entries: Sequence[Entry], arrangement: Arrangement, verify: b
     return StagesOfTrials(checked, arrangement, values)
 
 
-def check_ties(traced: TracedModel, arrangement: Arrangement) -> None:
+def check_ties(traced: TracedModel, arrangement: PipelineLayout) -> None:
     """Refuse weights that several stages use."""
     for name, stages in find_stages(traced, arrangement).items():
         if len(stages) > 1:
@@ -67,7 +67,9 @@ def check_ties(traced: TracedModel, arrangement: Arrangement) -> None:
             )
 
 
-def verify_stages(entries: Sequence[Entry], stages: StagesOfTrials, known: Verdict | None = None) -> Verdict:
+def verify_stages(
+    entries: Sequence[TrialInit], stages: StagesOfTrials, known: Verdict | None = None
+) -> Verdict:
     """What must run trial by trial for these trials to train together, in stages, as they do alone."""
     return verify_rehearsed(StagedRehearsal(entries, stages, first_batches(entries, (0, 1))), known)
 
@@ -88,7 +90,7 @@ class StagedRehearsal(ArrayRehearsal):
     in_stages = True
 
     def __init__(
-        self, entries: Sequence[Entry], stages: StagesOfTrials, batches: Sequence[Sequence[Batch]]
+        self, entries: Sequence[TrialInit], stages: StagesOfTrials, batches: Sequence[Sequence[Batch]]
     ) -> None:
         super().__init__(entries, batches, stages.arrangement.microbatches)
         self._stages = stages
@@ -96,7 +98,7 @@ class StagedRehearsal(ArrayRehearsal):
         self._evaluated, evaluated = evaluation_stages(self._traced, stages.arrangement.stages)
         self._routes = find_routes(self._traced, stages.arrangement.stages)
         self._evaluated_routes = find_routes(self._evaluated, evaluated)
-        self._cut: list[Stage] = []
+        self._cut: list[StageModule] = []
 
     def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
         """The trials in one module for each stage."""
@@ -151,6 +153,6 @@ class StagedRehearsal(ArrayRehearsal):
         return super().alone(model, trial, batch)
 
 
-def _received(tensor: Tensor, name: str, route: Route) -> Tensor:
+def _received(tensor: Tensor, name: str, route: StageEdge) -> Tensor:
     """A value as another worker has it: without what this one noted at the tensor."""
     return tensor.view_as(tensor) if name in route.grad_names else tensor.detach()

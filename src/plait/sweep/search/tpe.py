@@ -1,7 +1,7 @@
 """Values by optuna's tree-structured Parzen estimator, as a function of what trials have shown so far.
 
-Optuna draws; when trials end is our own rule (`plait.sweep.search.halving.goes_on`, the rule of its successive
-halving pruner): it is decided where results are recorded, so that a sweep that was killed
+Optuna draws; when trials end is our own rule (`halving.goes_on`, the rule of its
+successive halving pruner): it is decided where results are recorded, so that a sweep that was killed
 decides the same again, and it needs no optuna.
 """
 

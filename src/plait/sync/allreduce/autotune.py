@@ -13,7 +13,7 @@ import torch.distributed as dist
 from plait.core.events import Event
 from plait.core.units import show_bytes, show_seconds
 from plait.schema.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
-from plait.schema.topology_spec import AUTO, DEFAULT, TopologyWish, find_topology
+from plait.schema.topology_spec import AUTO, DEFAULT, TopologySpec, find_topology
 from plait.sync.allreduce.reducer import Members, Native, Spec
 from plait.sync.allreduce.tree import OverTopology
 
@@ -76,7 +76,7 @@ def choose(members: Members, gradient_bytes: int) -> tuple[Topology | None, Topo
 
 
 def settle(
-    wish: TopologyWish, members: Members, gradient_bytes: int, device: torch.device
+    wish: TopologySpec, members: Members, gradient_bytes: int, device: torch.device
 ) -> tuple[Topology | None, TopologyChosen | None]:
     """The topology to start with, and why where it was measured; all members call it together.
 

@@ -14,7 +14,7 @@ LEAST_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
-class Cut:
+class Chunk:
     """Elements `start` to `stop` of a buffer, and the route they take."""
 
     start: int
@@ -24,7 +24,7 @@ class Cut:
 
 def cut_buffer(
     count: int, item_bytes: int, loads: Sequence[int], most: int = MOST_BYTES, least: int = LEAST_BYTES
-) -> list[Cut]:
+) -> list[Chunk]:
     """`count` elements in pieces of nearly equal size, spread over the routes by size.
 
     `loads` holds the bytes that each route has been given before; the next piece always takes the one that
@@ -42,5 +42,5 @@ def cut_buffer(
         start, stop = count * i // pieces, count * (i + 1) // pieces
         route = given.index(min(given))
         given[route] += (stop - start) * item_bytes
-        cuts.append(Cut(start, stop, route))
+        cuts.append(Chunk(start, stop, route))
     return cuts

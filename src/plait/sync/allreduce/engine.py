@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.links.shm_regions import Ear, NearPeer
+from plait.comm.links.shm_regions import LocalPeer, Poller
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Route, Topology
 from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, cut_buffer
@@ -32,7 +32,7 @@ _READ = -1
 
 
 @dataclass
-class Job:
+class Reduction:
     """One buffer to sum: this rank's `flat` lies `offset` bytes into its region, as on every rank."""
 
     flat: Tensor
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass
 class _Piece:
-    job: Job
+    job: Reduction
     number: int
     view: Tensor
     begin: int
@@ -87,26 +87,30 @@ class Engine(threading.Thread):
     """Runs jobs along a topology. Ranks here are places in the topology; `near` are those of this host."""
 
     def __init__(
-        self, members: Members, near: Mapping[int, NearPeer], most: int = MOST_BYTES, least: int = LEAST_BYTES
+        self,
+        members: Members,
+        near: Mapping[int, LocalPeer],
+        most: int = MOST_BYTES,
+        least: int = LEAST_BYTES,
     ) -> None:
         super().__init__(name="plait-all-reduce", daemon=True)
         self._members = members
         self._near = dict(near)
         self._most, self._least = most, least
-        self._ear = Ear(near)
+        self._ear = Poller(near)
         self._asked: deque[Callable[[], None]] = deque()
         self._lanes: list[_Lane] = []
         self._loads: list[int] = []
         self._streams: dict[tuple[int, int, int], FarStream] = {}
         self._epoch = -1
         self._early: list[tuple[int, int, int]] = []
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, Reduction] = {}
         self._count = 0
         self._moved = time.monotonic()
         self._closed = False
         self.failure: BaseException | None = None
 
-    def take(self, job: Job) -> None:
+    def take(self, job: Reduction) -> None:
         """Begin a job; from any thread. All ranks give the same ones in the same order."""
         self._ask(lambda: self._begin(job))
 
@@ -122,7 +126,7 @@ class Engine(threading.Thread):
 
         self._ask(end)
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: Reduction) -> None:
         """Return when the job is done, or raise what went wrong."""
         # The engine has a deadline and names whom it waits for; it may have failed before it saw the job.
         while not job.done.wait(1.0) and self.failure is None:
@@ -260,7 +264,7 @@ class Engine(threading.Thread):
         lane.heard[phase, place] += 1
         self._arrive(place, route, phase, None)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Reduction) -> None:
         if not self._jobs:
             self._moved = time.monotonic()
         if job.fetch is not None:
@@ -368,7 +372,7 @@ class Engine(threading.Thread):
         assert work is not None
         piece.job.sends.append(work)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: Reduction) -> None:
         if job.pieces == 0 and not job.readers and job.number in self._jobs:
             del self._jobs[job.number]
             job.done.set()

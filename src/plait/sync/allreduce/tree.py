@@ -11,19 +11,19 @@ from torch import Tensor
 
 from plait.comm.channels import meet_near
 from plait.comm.collectives import all_gather_values
-from plait.comm.links.shm_regions import NearPeer, Region
+from plait.comm.links.shm_regions import LocalPeer, SharedBuffer
 from plait.core.codec import encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Topology
 from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, MOST_FAR_BYTES
-from plait.sync.allreduce.engine import Engine, Job, layout
+from plait.sync.allreduce.engine import Engine, Reduction, layout
 from plait.sync.allreduce.reducer import Members, Pending, Spec
 
 
 @dataclass(frozen=True)
 class _Sum:
     engine: Engine
-    job: Job
+    job: Reduction
     bring_back: Callable[[], object] | None
 
     def wait(self) -> None:
@@ -44,7 +44,7 @@ class OverTopology:
         self._members = members
         offsets, size = layout([spec.size_bytes for spec in specs])
         self._offsets = offsets
-        region = Region(size)
+        region = SharedBuffer(size)
         self._host = [
             region.flat[offset : offset + spec.size_bytes].view(spec.dtype)
             for spec, offset in zip(specs, offsets)
@@ -64,12 +64,12 @@ class OverTopology:
         flat, host = self.buffers[index], self._host[index]
         if flat is host:
             # The engine fills the buffer, so that backward goes on meanwhile.
-            job, bring_back = Job(host, self._offsets[index], fill), None
+            job, bring_back = Reduction(host, self._offsets[index], fill), None
         else:
             # A GPU's work is queued in order by this thread, and waits for nobody.
             if fill is not None:
                 fill()
-            job = Job(host, self._offsets[index], _fetch(flat, host))
+            job = Reduction(host, self._offsets[index], _fetch(flat, host))
 
             def bring_back() -> object:
                 return flat.copy_(host, non_blocking=True)
@@ -99,11 +99,11 @@ class OverTopology:
         self._engine.join(self._members.deadline_s)
 
 
-def _see_each_other(members: Members, region: Region) -> dict[int, NearPeer]:
+def _see_each_other(members: Members, region: SharedBuffer) -> dict[int, LocalPeer]:
     """The members of this host, by their places in the topology, each with its region in sight."""
     end = time.monotonic() + members.deadline_s
     met = meet_near(members.rendezvous, f"sums/{','.join(map(str, members.ranks))}", members.ranks)
-    near = {members.ranks.index(rank): NearPeer(connection) for rank, connection in met.items()}
+    near = {members.ranks.index(rank): LocalPeer(connection) for rank, connection in met.items()}
     for peer in near.values():
         peer.show(region)
     for place, peer in near.items():

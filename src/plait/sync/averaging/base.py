@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from plait.sync.averaging.flat_buffer import Source, Vector, distance
+from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 from plait.sync.averaging.group_mean import GroupMean, Ways
 from plait.sync.averaging.peers import Peers
 
@@ -25,7 +25,7 @@ VOTE_TIMEOUTS = 3.0
 
 
 @dataclass
-class Tally:
+class SyncStats:
     """What an averaging has counted since it was last asked: groups, their members, waits and bytes."""
 
     groups: int = 0
@@ -54,7 +54,7 @@ class Averaging(Protocol):
     """
 
     tolerant: bool
-    tally: Tally
+    tally: SyncStats
 
     def after_update(self) -> None: ...
     def settle(self) -> tuple[int, ...]: ...
@@ -80,7 +80,7 @@ class AtSettle(Protocol):
         """The tensors hold the mean of all."""
 
 
-class Meetings:
+class FullAverage:
     """Full averages: all living workers come together, and each leaves with the mean of all.
 
     A worker that ends or is stopped is not waited for once its lease has run out. All workers have the same
@@ -102,7 +102,7 @@ class Meetings:
         """Whether some worker waits in the meeting to come."""
         return bool(self._store.check([self._key()]))
 
-    def meet(self, vector: Vector) -> tuple[int, ...]:
+    def meet(self, vector: FlatBuffer) -> tuple[int, ...]:
         """Average `vector` over all living workers; who they were, this one among them or not."""
         flats: list[Tensor] = []
         before: list[Tensor] = []
@@ -211,7 +211,7 @@ def _ranks(text: str) -> set[int]:
     return {int(member.strip("*")) for member in text.split()[1:]}
 
 
-class AmongPeers:
+class PeerAveraging:
     """What averagings by mail have in common: flat memory of `sources`, and meetings of all who live.
 
     The first two sources are the weights and the running statistics; these and what is averaged `at_settle`
@@ -219,14 +219,14 @@ class AmongPeers:
     """
 
     def __init__(self, peers: Peers, sources: Sequence[Source], at_settle: Sequence[AtSettle] = ()) -> None:
-        self.tally = Tally()
+        self.tally = SyncStats()
         self._peers = peers
         self._mail = peers.mail
         self._presence = peers.presence
-        self._vector = Vector(*sources)
+        self._vector = FlatBuffer(*sources)
         self._at_settle = at_settle
-        self._whole = Vector(*sources[:2], *at_settle)
-        self._meetings = Meetings(peers)
+        self._whole = FlatBuffer(*sources[:2], *at_settle)
+        self._meetings = FullAverage(peers)
 
     def settle(self) -> tuple[int, ...]:
         """The mean over all living workers, whom it returns."""

@@ -11,7 +11,7 @@ from torch import Tensor
 Source = Callable[[], Sequence[Tensor]]
 
 
-class Vector:
+class FlatBuffer:
     """The tensors that the sources give, gathered into flat memory and put back from it.
 
     Each source has flat memory of its own, and each tensor its place in it, in `views`. The first source's

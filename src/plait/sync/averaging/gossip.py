@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plait.sync.averaging.base import AmongPeers, AtSettle
+from plait.sync.averaging.base import AtSettle, PeerAveraging
 from plait.sync.averaging.flat_buffer import Source
-from plait.sync.averaging.gossip_thread import Exchange
+from plait.sync.averaging.gossip_thread import GossipThread
 from plait.sync.averaging.group_graph import asked_by
 from plait.sync.averaging.peers import Peers
 
 Choose = Callable[[Sequence[int]], Sequence[int]]
 
 
-class Gossip(AmongPeers):
+class Gossip(PeerAveraging):
     """Averages with random peers, one at a time, in a thread beside the work.
 
     `choose` says who of the living may be asked; with `mutual` both take the mean, else only who asks.
@@ -33,7 +33,9 @@ class Gossip(AmongPeers):
     ) -> None:
         super().__init__(peers, sources, at_settle)
         self._averages = 0
-        self._exchange = Exchange(peers.mail, peers.presence, self._vector, choose, mutual=mutual, seed=seed)
+        self._exchange = GossipThread(
+            peers.mail, peers.presence, self._vector, choose, mutual=mutual, seed=seed
+        )
 
     def after_update(self) -> None:
         """Make the update known, and take what was averaged since the one before."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
-from plait.comm.mailbox import Mail
-from plait.sync.averaging.flat_buffer import Vector
+from plait.comm.mailbox import Mailbox
+from plait.sync.averaging.flat_buffer import FlatBuffer
 from plait.sync.averaging.peers import Inbox
 
 ASK, ANSWER = 7, 8
@@ -25,7 +25,7 @@ LOOK_S = 0.02
 COUNT_BITS = 32
 
 
-class Exchange:
+class GossipThread:
     """Weights that peers may ask for, and the thread that serves them.
 
     `choose` names the peers that may be asked, of those that are living; with `mutual` who answers takes
@@ -35,9 +35,9 @@ class Exchange:
 
     def __init__(
         self,
-        mail: Mail,
+        mail: Mailbox,
         presence: Presence,
-        vector: Vector,
+        vector: FlatBuffer,
         choose: Callable[[Sequence[int]], Sequence[int]],
         *,
         mutual: bool,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.sync.averaging.base import AtSettle, Tally
-from plait.sync.averaging.flat_buffer import Source, Vector, distance
+from plait.sync.averaging.base import AtSettle, SyncStats
+from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 
 
 class Collective:
@@ -17,8 +17,8 @@ class Collective:
     tolerant = False
 
     def __init__(self, sources: Sequence[Source], at_settle: Sequence[AtSettle] = ()) -> None:
-        self.tally = Tally()
-        self._vector = Vector(*sources)
+        self.tally = SyncStats()
+        self._vector = FlatBuffer(*sources)
         self._at_settle = at_settle
         self._size = dist.get_world_size()
 
@@ -32,7 +32,7 @@ class Collective:
         self.tally.distances.append(distance(self._vector.weights, before))
         # The sums above have waited for all workers: what these have prepared is known now.
         for source in self._at_settle:
-            self._take_mean(Vector(source))
+            self._take_mean(FlatBuffer(source))
             source.finish()
         return self.living()
 
@@ -55,12 +55,12 @@ class Collective:
     def _settle_weights(self) -> None:
         self._take_mean(self._vector)
 
-    def _take_mean(self, vector: Vector) -> None:
+    def _take_mean(self, vector: FlatBuffer) -> None:
         for flat, mean in zip(vector.gather(), self._means(vector)):
             flat.copy_(mean)
         vector.scatter()
 
-    def _means(self, vector: Vector) -> list[Tensor]:
+    def _means(self, vector: FlatBuffer) -> list[Tensor]:
         """The means of all workers' flat memory."""
         means = [flat.clone() for flat in vector.flats]
         with self.tally.waiting():
@@ -110,7 +110,7 @@ class LocalSgd(Collective):
         self._momentum = momentum
         self._since = 0
         # Where the weights were after the last outer step, and its momentum.
-        self._anchor, self._speed = Vector(sources[0]), Vector(sources[0])
+        self._anchor, self._speed = FlatBuffer(sources[0]), FlatBuffer(sources[0])
         self._anchor.gather()
         for flat in self._speed.gather():
             flat.zero_()

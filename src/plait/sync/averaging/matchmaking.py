@@ -17,12 +17,12 @@ from plait.sync.averaging.flat_buffer import put_mean
 from plait.sync.averaging.peers import Inbox, Peers, SharedClock
 from plait.sync.averaging.round_rules import (
     VOID,
+    Arrival,
     Closed,
-    Entry,
+    NextStep,
     Open,
     Round,
     Rules,
-    Step,
     may_close,
     next_round,
     next_step,
@@ -38,7 +38,7 @@ RECALL = 16  # rounds in a row that may have none
 LEADER_TIMEOUTS = 2.0
 
 
-class Rounds:
+class Matchmaking:
     """This worker's way into rounds; all workers make one over the same store and prefix."""
 
     def __init__(self, peers: Peers, prefix: str, rules: Rules | None = None) -> None:
@@ -80,7 +80,7 @@ class Rounds:
         self, number: int, flats: Sequence[Tensor], step_s: float, hurry: Callable[[], bool]
     ) -> Round | None:
         """Open the round or join it; None where it came to nothing for this worker."""
-        own = Entry(self._rank, self._seen, step_s, self._clock.time())
+        own = Arrival(self._rank, self._seen, step_s, self._clock.time())
         wanted = Open((own,))
         text = self._store.compare_set(self._key(number), "", wanted.text())
         if text == wanted.text().encode():
@@ -95,7 +95,7 @@ class Rounds:
         return None
 
     def _lead(
-        self, number: int, own: Entry, flats: Sequence[Tensor], hurry: Callable[[], bool]
+        self, number: int, own: Arrival, flats: Sequence[Tensor], hurry: Callable[[], bool]
     ) -> Round | None:
         """Wait for others, commit the members, and hand out the mean; None where others voided the round."""
         if number >= KEPT:
@@ -111,7 +111,7 @@ class Rounds:
             self._announce(round_, round_.members, ())
         return round_
 
-    def _commit(self, number: int, own: Entry, hurry: Callable[[], bool]) -> Round | None:
+    def _commit(self, number: int, own: Arrival, hurry: Callable[[], bool]) -> Round | None:
         """Close the round as soon as the rules allow; None where it was voided."""
         everyone, every = self._peers.presence.members, self._rules.every
         # As much of the past as is needed should all be there again.
@@ -198,15 +198,15 @@ class Rounds:
                 known, too_long = outcome, False
                 waited.restart()
             match next_step(outcome, self._rank, bool(flats), there, too_long):
-                case Step.TAKE_PART:
+                case NextStep.TAKE_PART:
                     assert isinstance(outcome, Closed)
                     return outcome.round
-                case Step.MAKE_VOID:
+                case NextStep.MAKE_VOID:
                     self._store.compare_set(self._key(number), text.decode(), VOID)
-                case Step.GO_ON | Step.LEAVE:
+                case NextStep.GO_ON | NextStep.LEAVE:
                     self._advance_hint(number + 1)
                     return None
-                case Step.COMPLAIN:
+                case NextStep.COMPLAIN:
                     raise self._peers.timed_out(waited, [leader], f"to hand out the mean of round {number}")
 
     def _take(self, message: Message, flats: Sequence[Tensor]) -> Round | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.sync.averaging.base import GROUP_WAYS, AmongPeers, AtSettle
+from plait.sync.averaging.base import GROUP_WAYS, AtSettle, PeerAveraging
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.group_graph import pairs
 from plait.sync.averaging.group_mean import GroupMean
 from plait.sync.averaging.peers import Peers
 
 
-class PairSync(AmongPeers):
+class PairSync(PeerAveraging):
     """Averages with the partner that a random matching of each round gives; all take equally many steps.
 
     Rounds are counted from the run's first step; `first` is the one to begin with.

@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.mailbox import Mail
+from plait.comm.mailbox import Mailbox
 from plait.core.errors import LostPeer, PeerError
-from plait.sync.averaging.base import AtSettle, Tally
-from plait.sync.averaging.flat_buffer import Source, Vector, distance
+from plait.sync.averaging.base import AtSettle, SyncStats
+from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 from plait.sync.averaging.group_graph import shards
 
 PUSH, PULL = 9, 10
@@ -44,7 +44,7 @@ class Server:
     """
 
     def __init__(
-        self, mail: Mail, flats: Sequence[Tensor], workers: int, staleness: int, idle: Collection[int] = ()
+        self, mail: Mailbox, flats: Sequence[Tensor], workers: int, staleness: int, idle: Collection[int] = ()
     ) -> None:
         self._mail = mail
         self._flats = [flat.clone() for flat in flats]
@@ -151,7 +151,7 @@ class HetPipe:
 
     def __init__(
         self,
-        mails: Sequence[Mail],
+        mails: Sequence[Mailbox],
         sources: Sequence[Source],
         *,
         staleness: int,
@@ -160,7 +160,7 @@ class HetPipe:
         dedicated: bool = False,
         at_settle: Sequence[AtSettle] = (),
     ) -> None:
-        self.tally = Tally()
+        self.tally = SyncStats()
         self._mails = list(mails)
         self._rank = mails[0].rank
         self._size = dist.get_world_size()
@@ -168,9 +168,9 @@ class HetPipe:
         self._deadline_s = deadline_s
         weights = list(sources[0]())
         kept = shards([t.numel() * t.element_size() for t in weights], len(mails))
-        self._parts = [Vector(_only(sources[0], own)) for own in kept]
+        self._parts = [FlatBuffer(_only(sources[0], own)) for own in kept]
         self._at_settle = at_settle
-        self._rest = Vector(*sources[1:], *at_settle)
+        self._rest = FlatBuffer(*sources[1:], *at_settle)
         self._bases = [[flat.clone() for flat in part.gather()] for part in self._parts]
         self._servers = serving(self._size, len(mails), dedicated)
         self._idle = self._servers if dedicated else range(0)

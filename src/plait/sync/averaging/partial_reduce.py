@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.sync.averaging.base import GROUP_WAYS, AmongPeers, AtSettle
+from plait.sync.averaging.base import GROUP_WAYS, AtSettle, PeerAveraging
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.group_mean import GroupMean
-from plait.sync.averaging.matchmaking import Rounds
+from plait.sync.averaging.matchmaking import Matchmaking
 from plait.sync.averaging.peers import Peers
 from plait.sync.averaging.round_rules import Round, Rules
 
@@ -16,7 +16,7 @@ NEWEST = 0.3
 SMALL_BYTES = 1 << 19
 
 
-class PartialReduce(AmongPeers):
+class PartialReduce(PeerAveraging):
     """Averages the tensors of `sources` in groups that form from whoever is ready.
 
     Workers that may be in one group share `prefix` in the store; stages of a pipeline have one each. `last`
@@ -34,7 +34,7 @@ class PartialReduce(AmongPeers):
     ) -> None:
         super().__init__(peers, sources, at_settle)
         self.last = Round(-1)
-        self._rounds = Rounds(peers, f"{peers.prefix}/partial", rules)
+        self._rounds = Matchmaking(peers, f"{peers.prefix}/partial", rules)
         self._mean = GroupMean(peers, GROUP_WAYS)
         self._left = peers.now()
         self._step_s = 0.0

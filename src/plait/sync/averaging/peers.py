@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
-from plait.comm.mailbox import Mail
+from plait.comm.mailbox import Mailbox
 from plait.core.errors import LostPeer, PeerError
 
 FLUSH_S = 0.25
@@ -31,7 +31,7 @@ class Peers:
 
     store: dist.Store
     prefix: str
-    mail: Mail
+    mail: Mailbox
     presence: Presence
     timeout_s: float = 300.0
     tolerant: bool = True
@@ -65,11 +65,11 @@ class Peers:
             )
         return False
 
-    def stopwatch(self, factor: float = 1.0) -> Stopwatch:
+    def stopwatch(self, factor: float = 1.0) -> WaitTimer:
         """What tells when nothing has happened for `factor` times `timeout_s`."""
-        return Stopwatch(self.now, factor * self.timeout_s)
+        return WaitTimer(self.now, factor * self.timeout_s)
 
-    def timed_out(self, waited: Stopwatch, who: Collection[int], what: str) -> PeerError:
+    def timed_out(self, waited: WaitTimer, who: Collection[int], what: str) -> PeerError:
         """The error of a wait for `who`, which did not do `what`, in words."""
         names = ", ".join(map(str, sorted(who)))
         return PeerError(
@@ -95,7 +95,7 @@ class Peers:
                 return
 
 
-class Stopwatch:
+class WaitTimer:
     """Counts how long nothing has happened; time in which this process was itself stopped does not count."""
 
     def __init__(self, now: Callable[[], float], limit_s: float) -> None:
@@ -138,7 +138,7 @@ class SharedClock:
 class Inbox:
     """The messages of one channel by sender and number, which rises; earlier ones are released unread."""
 
-    def __init__(self, mail: Mail, channel: int) -> None:
+    def __init__(self, mail: Mailbox, channel: int) -> None:
         self._mail = mail
         self._channel = channel
         self._kept: dict[int, deque[Message]] = defaultdict(deque)

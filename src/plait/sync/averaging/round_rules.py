@@ -38,7 +38,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Arrival:
     """A worker that came to a round: the last round it was in (-1: none), its step's time, when it came."""
 
     rank: int
@@ -88,7 +88,7 @@ def read_round(number: int, text: str | bytes) -> Round:
 class Open:
     """A round that takes members; the first entry leads."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Arrival, ...]
 
     @property
     def leader(self) -> int:
@@ -97,7 +97,7 @@ class Open:
     def text(self) -> str:
         return " ".join(["open", *(entry.text() for entry in self.entries)])
 
-    def joined(self, entry: Entry) -> Open:
+    def joined(self, entry: Arrival) -> Open:
         return Open((*self.entries, entry))
 
 
@@ -120,7 +120,7 @@ def read_outcome(number: int, text: bytes) -> Open | Closed | None:
         return Closed(read_round(number, rest))
     found = (entry.split(":") for entry in rest.split(" "))
     return Open(
-        tuple(Entry(int(rank), int(seen), float(step_s), float(t)) for rank, seen, step_s, t in found)
+        tuple(Arrival(int(rank), int(seen), float(step_s), float(t)) for rank, seen, step_s, t in found)
     )
 
 
@@ -133,7 +133,7 @@ def next_round(before: Round | None, number: int, workers: int, every: int) -> R
 
 
 def with_members(
-    empty: Round, entries: Sequence[Entry], everyone: Collection[int], now: float, every: int
+    empty: Round, entries: Sequence[Arrival], everyone: Collection[int], now: float, every: int
 ) -> Round:
     """The round with those that came until `now`; of `everyone`, who never did is expected with the first."""
     expected = dict.fromkeys(everyone, entries[0].time) | dict(empty.expected)
@@ -190,7 +190,7 @@ def _is_awaited(
     return waited_s < allowed_s or late_s < allowed_s
 
 
-class Step(Enum):
+class NextStep(Enum):
     """What someone who joined a round does next."""
 
     WAIT = auto()
@@ -203,18 +203,18 @@ class Step(Enum):
 
 def next_step(
     outcome: Open | Closed | None, rank: int, brings_mean: bool, leader_there: bool, too_long: bool
-) -> Step:
+) -> NextStep:
     """The next step of `rank`, which joined the round, from what the store says of it.
 
     `brings_mean` says that the leader averages for all, and hands out the mean; `too_long` that nothing has
     happened for longer than anything may take.
     """
     if isinstance(outcome, Open):
-        return Step.WAIT if leader_there and not too_long else Step.MAKE_VOID
+        return NextStep.WAIT if leader_there and not too_long else NextStep.MAKE_VOID
     if outcome is None or rank not in outcome.round.members:
-        return Step.GO_ON
+        return NextStep.GO_ON
     if not brings_mean:
-        return Step.TAKE_PART
+        return NextStep.TAKE_PART
     if not leader_there:
-        return Step.LEAVE
-    return Step.COMPLAIN if too_long else Step.WAIT
+        return NextStep.LEAVE
+    return NextStep.COMPLAIN if too_long else NextStep.WAIT

@@ -13,7 +13,7 @@ from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position, epoch_order
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
-from plait.training.components import Parts
+from plait.training.components import Components
 from plait.training.engines.data_parallel import DataParallel
 
 STEPS = 10
@@ -37,7 +37,7 @@ def choose(step_s: Sequence[Sequence[float]]) -> SyncChosen:
     )
 
 
-def choose_sync(worker: Worker, settings: TrainSettings, parts: Parts) -> SyncChosen:
+def choose_sync(worker: Worker, settings: TrainSettings, parts: Components) -> SyncChosen:
     """The choice that all workers make together, from steps whose gradients are dropped."""
     engine = DataParallel(worker, settings, parts, alone=True)
     kept = [buffer.clone() for buffer in parts.model.buffers()]
@@ -50,7 +50,7 @@ def choose_sync(worker: Worker, settings: TrainSettings, parts: Parts) -> SyncCh
     return choose(all_gather_values(own))
 
 
-def _first_share(worker: Worker, settings: TrainSettings, parts: Parts) -> loader.Batch:
+def _first_share(worker: Worker, settings: TrainSettings, parts: Components) -> loader.Batch:
     """This worker's share of the first batch."""
     data = settings.data
     order = epoch_order(settings.seed, 0, len(parts.train_set), data.shuffle)

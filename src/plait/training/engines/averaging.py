@@ -31,7 +31,7 @@ from plait.sync.averaging.parameter_server import HetPipe
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.peers import Peers
 from plait.sync.averaging.round_rules import Rules
-from plait.training.components import Parts
+from plait.training.components import Components
 
 PREFIX = "plait/sync"
 LEASE_S = 5.0
@@ -93,7 +93,7 @@ def averages_gradients(options: Options) -> bool:
     return isinstance(options, PartialReduceOptions) and options.average == "gradients"
 
 
-def sources_of(parts: Parts, options: Options) -> list[Source]:
+def sources_of(parts: Components, options: Options) -> list[Source]:
     """What workers with the whole model average; see `sources_from`."""
     return sources_from(list(parts.model.parameters()), list(parts.model.buffers()), parts.optimizer, options)
 

@@ -24,14 +24,16 @@ from plait.sync.allreduce.autotune import TopologyChosen, settle
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
-from plait.training.components import Parts
-from plait.training.stragglers import SlowDown
+from plait.training.components import Components
+from plait.training.stragglers import StragglerInjector
 
 
 class DataParallel:
     """Takes steps on `parts` together with the other workers, or, with `alone`, on its own gradients."""
 
-    def __init__(self, worker: Worker, settings: TrainSettings, parts: Parts, alone: bool = False) -> None:
+    def __init__(
+        self, worker: Worker, settings: TrainSettings, parts: Components, alone: bool = False
+    ) -> None:
         self._worker = worker
         self._settings = settings
         self._parts = parts
@@ -39,7 +41,7 @@ class DataParallel:
         self._members = whole_world(worker.rendezvous) if together else None
         self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
         self.chosen = self._start_topology()
-        self._slow = SlowDown(settings.slow, worker.rank, settings.seed)
+        self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
         self._frozen = FrozenAtStart(parts.model.named_parameters())
         self._wish = _Wish(parts.device)
         # Samples of this worker since all agreed on running statistics.

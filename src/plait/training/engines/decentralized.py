@@ -21,22 +21,22 @@ from plait.core import run_events
 from plait.core.errors import LostPeer, PeerError
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import EQUAL_STEPS, HetPipeOptions, Options, read_options
 from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.parameter_server import serving
-from plait.sync.averaging.peers import Stopwatch
+from plait.sync.averaging.peers import WaitTimer
 from plait.sync.averaging.whole_state import rest_of_state
 from plait.training import checkpoint as checkpoints
-from plait.training.components import Parts
+from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX as SYNC_PREFIX
 from plait.training.engines.averaging import averages_gradients, make_averaging, sources_of
 from plait.training.engines.data_parallel import DataParallel
-from plait.training.engines.throughput import Pace
-from plait.training.engines.work_queue import Claim, Claims, Speed
+from plait.training.engines.throughput import ThroughputMeter
+from plait.training.engines.work_queue import Speed, WorkItem, WorkQueue
 from plait.training.evaluate import means, sums_over_share
 from plait.training.interval_loop import StretchTrainer
 
@@ -49,7 +49,7 @@ class OwnPaceTrainer(StretchTrainer):
     """Trains `parts` beside the other workers, averaging weights; `hosts` names the host of each rank."""
 
     def __init__(
-        self, worker: Worker, settings: TrainSettings, parts: Parts, folder: RunFolder, hosts: Sequence[str]
+        self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir, hosts: Sequence[str]
     ) -> None:
         super().__init__(worker, settings, parts, folder)
         self._hosts = hosts
@@ -67,7 +67,7 @@ class OwnPaceTrainer(StretchTrainer):
         self._stale: list[str] = []
         self._sync_state: named_state.Tensors = {}
         self._is_linked = False
-        self._pace = Pace()
+        self._pace = ThroughputMeter()
         self._counted = 0
         self._unrecorded: tuple[int, int, torch.Tensor, float] | None = None
 
@@ -123,7 +123,7 @@ class OwnPaceTrainer(StretchTrainer):
 
     def _take_stretch(self, steps: list[GlobalBatch]) -> bool:
         """Work on these steps, then settle."""
-        claims = Claims(
+        claims = WorkQueue(
             self.worker.store,
             f"{PREFIX}/claims/{self._segment}",
             steps,
@@ -151,7 +151,7 @@ class OwnPaceTrainer(StretchTrainer):
         self._note_members(members)
         return claims.stopped()
 
-    def _work(self, claims: Claims) -> None:
+    def _work(self, claims: WorkQueue) -> None:
         """Take claims until none is left."""
         for claim, batch in self._load(claims) if self._place not in self._idle else ():
             step = self.step + claim.index
@@ -196,7 +196,7 @@ class OwnPaceTrainer(StretchTrainer):
             self.worker.store.delete_key(key)
         self._stale = []
 
-    def _load(self, claims: Claims) -> Iterator[tuple[Claim, loader.Batch]]:
+    def _load(self, claims: WorkQueue) -> Iterator[tuple[WorkItem, loader.Batch]]:
         """The claims that this worker begins, with their samples; loader processes read ahead of the work."""
         for claim, batch in self._fetch(claims.take(), self.settings.data.loaders):
             if claims.leaves():
@@ -205,8 +205,8 @@ class OwnPaceTrainer(StretchTrainer):
                 yield claim, batch
         yield from self._fetch(claims.take_over(), loaders=0)
 
-    def _fetch(self, claims: Iterator[Claim], loaders: int) -> Iterator[tuple[Claim, loader.Batch]]:
-        taken: deque[Claim] = deque()
+    def _fetch(self, claims: Iterator[WorkItem], loaders: int) -> Iterator[tuple[WorkItem, loader.Batch]]:
+        taken: deque[WorkItem] = deque()
 
         def order() -> Iterator[GlobalBatch]:
             for claim in claims:
@@ -238,7 +238,7 @@ class OwnPaceTrainer(StretchTrainer):
             store.set(f"{key}/{place}", json.dumps(sums.tolist()))
         self._stale += [f"{key}/all", *(f"{key}/{member}" for member in self._members)]
         waiting = set(self._members)
-        waited = Stopwatch(time.monotonic, self.worker.timeout_s)
+        waited = WaitTimer(time.monotonic, self.worker.timeout_s)
         total = torch.zeros(4, dtype=torch.float64)
         while waiting and not store.check([f"{key}/all"]):
             for member in [m for m in waiting if store.check([f"{key}/{m}"])]:

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from plait.comm.collectives import broadcast_value
 from plait.pipeline import named_state
-from plait.pipeline.cutting.meta_device import Pieces
-from plait.pipeline.layout import Arrangement
+from plait.pipeline.cutting.meta_device import OwnTensors
+from plait.pipeline.layout import PipelineLayout
 from plait.profiler.traced import TracedModel
 from plait.training import checkpoint as checkpoints
-from plait.training.components import Parts
+from plait.training.components import Components
 
 # The workers that hold each parameter and buffer that some stage uses, by its first name.
 Holders = Mapping[str, Sequence[int]]
 
 
-def arranged_names(traced: TracedModel, arrangement: Arrangement) -> Holders:
+def arranged_names(traced: TracedModel, arrangement: PipelineLayout) -> Holders:
     """Who holds what the stages use."""
     stages_of: dict[str, list[int]] = {}
     for stage, ids in enumerate(arrangement.stages):
@@ -37,8 +37,8 @@ def unused_names(model: nn.Module, holders: Holders) -> list[str]:
 
 def fill_pieces(
     rank: int,
-    parts: Parts,
-    pieces: Pieces,
+    parts: Components,
+    pieces: OwnTensors,
     holders: Holders,
     stored: checkpoints.StoredCheckpoint | None,
 ) -> None:
@@ -78,7 +78,7 @@ def _share(tensor: Tensor, source: int, rank: int, is_own: bool, value: Tensor |
 
 
 def _share_optimizer(
-    rank: int, parts: Parts, own: set[str], stored: checkpoints.StoredCheckpoint | None
+    rank: int, parts: Components, own: set[str], stored: checkpoints.StoredCheckpoint | None
 ) -> None:
     """Load the stored state of the optimizer for the parameters that this worker holds."""
     specs = []

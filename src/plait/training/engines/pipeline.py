@@ -20,10 +20,10 @@ from plait.core.codec import decode
 from plait.core.errors import JobError
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.pipeline.layout import Arrangement, arrange, one_batch, stream, with_choices
-from plait.pipeline.microbatches import Microbatch, StretchWork, cut_step, loaded_by
+from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, with_choices
+from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step, loaded_by
 from plait.pipeline.op_timings import operations_event
 from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
@@ -31,7 +31,7 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.components import Parts
+from plait.training.components import Components
 from plait.training.engines.own_tensors import arranged_names, fill_pieces, unused_names
 from plait.training.engines.pipeline_setup import (
     State,
@@ -42,12 +42,12 @@ from plait.training.engines.pipeline_setup import (
     with_gathered,
 )
 from plait.training.engines.replica_layout import check_columns
-from plait.training.engines.step_reduce import Notes
+from plait.training.engines.step_reduce import DeferredStepReduce
 from plait.training.evaluate import in_order, mean_of_all, sums_of
 from plait.training.interval_loop import StretchTrainer
 
 
-def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
+def check_pipeline(settings: TrainSettings, workers: int) -> PipelineLayout:
     """The arrangement that a job's plan asks for; refuses what a pipeline cannot do."""
     assert settings.pipeline is not None
     plan = decode(Plan, settings.pipeline.plan, "plan")
@@ -88,7 +88,7 @@ def check_pipeline(settings: TrainSettings, workers: int) -> Arrangement:
     return arrangement
 
 
-def _check_depths(arrangement: Arrangement) -> None:
+def _check_depths(arrangement: PipelineLayout) -> None:
     """Refuse depths that would have workers wait for each other for ever.
 
     Fewer microbatches are the same order with some of them left out, so the most that a run takes without
@@ -114,8 +114,8 @@ class PipelineTrainer(StretchTrainer):
         self,
         worker: Worker,
         settings: TrainSettings,
-        parts: Parts,
-        folder: RunFolder,
+        parts: Components,
+        folder: RunDir,
         hosts: Sequence[str],
     ) -> None:
         super().__init__(worker, settings, parts, folder)
@@ -184,10 +184,12 @@ class PipelineTrainer(StretchTrainer):
         if self._arrangement.schedule.synchronous:
             # Read a step later: nobody waits for the sum of the step that has just ended.
             slack = self._arrangement.microbatches
-            notes = Notes(self.worker, together, slack, self._recorder_of(steps))
+            notes = DeferredStepReduce(self.worker, together, slack, self._recorder_of(steps))
             done = self._take_batches(pieces, notes)
         else:
-            notes = Notes(self.worker, together, self._arrangement.slack(), self._recorder_of(steps))
+            notes = DeferredStepReduce(
+                self.worker, together, self._arrangement.slack(), self._recorder_of(steps)
+            )
             done = self._take_stream(together, notes)
         notes.finish(self.step + done)
         self.step += done
@@ -195,7 +197,7 @@ class PipelineTrainer(StretchTrainer):
         self._record_operations()
         return notes.stopped or done < len(steps)
 
-    def _take_batches(self, pieces: list[list[Microbatch]], notes: Notes) -> int:
+    def _take_batches(self, pieces: list[list[Microbatch]], notes: DeferredStepReduce) -> int:
         """One batch after the other, each with its update; how many were taken."""
         rank, arrangement = self.worker.rank, self._arrangement
         contents = self._fetch([m for piece in pieces for m in loaded_by(arrangement, rank, piece)])
@@ -209,7 +211,7 @@ class PipelineTrainer(StretchTrainer):
             self._pipeline.losses.clear()
         return len(pieces)
 
-    def _take_stream(self, microbatches: list[Microbatch], notes: Notes) -> int:
+    def _take_stream(self, microbatches: list[Microbatch], notes: DeferredStepReduce) -> int:
         """All steps without draining in between; how many were taken."""
         work = self._work(microbatches, self._fetch, notes.stop_before)
         ops = stream(self._arrangement, self.worker.rank, work)
@@ -219,8 +221,8 @@ class PipelineTrainer(StretchTrainer):
         self._pipeline.losses.clear()
         return work.end - self.step
 
-    def _work(self, microbatches: list[Microbatch], fetch: Any, stop_before: Any) -> StretchWork:
-        return StretchWork(
+    def _work(self, microbatches: list[Microbatch], fetch: Any, stop_before: Any) -> MicrobatchSource:
+        return MicrobatchSource(
             self._arrangement,
             self.worker.rank,
             microbatches,

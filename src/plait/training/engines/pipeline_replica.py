@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from plait.data.sampler import mix
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.pipeline.layout import Arrangement, one_batch
+from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import pieces_of
 from plait.planner.schedules.operations import Update
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import read_options
 from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.whole_state import rest_of_state
-from plait.training.components import Parts
+from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.training.engines.pipeline_setup import State, open_pipeline, prepare_together
 from plait.training.engines.replica_layout import check_ties, columns_of
@@ -62,7 +62,7 @@ class ColumnWork:
         return 1.0
 
 
-class Column:
+class PipelineReplica:
     """This worker's part of its column; all workers of the world make one together.
 
     The head calls `tell` before each thing that the whole column does; the others find it in `next_order`.
@@ -72,11 +72,11 @@ class Column:
         self,
         worker: Worker,
         settings: TrainSettings,
-        parts: Parts,
-        arrangement: Arrangement,
+        parts: Components,
+        arrangement: PipelineLayout,
         hosts: Sequence[str],
         prefix: str = PREFIX,
-        folder: RunFolder | None = None,
+        folder: RunDir | None = None,
     ) -> None:
         columns = columns_of(arrangement)
         self.number = next(i for i, column in enumerate(columns) if worker.rank in column.workers)

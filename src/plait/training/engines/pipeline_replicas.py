@@ -12,19 +12,19 @@ from plait.core import run_events
 from plait.core.events import EventLog
 from plait.data import loader
 from plait.data.sampler import share
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.pipeline.layout import Arrangement
+from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.op_timings import operations_event
 from plait.schema.settings import TrainSettings
 from plait.sync.averaging.base import Averaging
 from plait.training import checkpoint as checkpoints
-from plait.training.components import Parts
+from plait.training.components import Components
 from plait.training.engines.decentralized import OwnPaceTrainer, leave_world
-from plait.training.engines.pipeline_replica import Column
+from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import State, further_names, tell_of_verification, with_gathered
 from plait.training.engines.replica_layout import columns_of
-from plait.training.engines.throughput import Pace
+from plait.training.engines.throughput import ThroughputMeter
 from plait.training.evaluate import in_order
 from plait.training.interval_loop import StretchTrainer
 from plait.training.loop import Trainer, keep_what_was_built
@@ -37,10 +37,10 @@ class HeadTrainer(OwnPaceTrainer):
         self,
         worker: Worker,
         settings: TrainSettings,
-        parts: Parts,
-        folder: RunFolder,
+        parts: Components,
+        folder: RunDir,
         hosts: Sequence[str],
-        arrangement: Arrangement,
+        arrangement: PipelineLayout,
     ) -> None:
         self._whole = arrangement
         self._columns = [column.workers for column in columns_of(arrangement)]
@@ -65,7 +65,7 @@ class HeadTrainer(OwnPaceTrainer):
         self.recorder.begin_steps()
 
     def _open(self) -> Averaging:
-        self._column = Column(
+        self._column = PipelineReplica(
             self.worker, self.settings, self.parts, self._whole, self._hosts, folder=self.folder
         )
         tell_of_verification(self.recorder, self._column.checked)
@@ -133,16 +133,16 @@ class FollowerTrainer(Trainer):
         self,
         worker: Worker,
         settings: TrainSettings,
-        parts: Parts,
-        folder: RunFolder,
+        parts: Components,
+        folder: RunDir,
         hosts: Sequence[str],
-        arrangement: Arrangement,
+        arrangement: PipelineLayout,
     ) -> None:
         super().__init__(worker, settings, parts, folder)
         self._whole = arrangement
         self._hosts = hosts
         self._events = EventLog(folder.events(worker.rank), worker.rank)
-        self._pace = Pace()
+        self._pace = ThroughputMeter()
 
     def _make_engine(self) -> None:
         return None
@@ -152,7 +152,9 @@ class FollowerTrainer(Trainer):
         if resume:
             self._restore()
         self._agree_on_start()
-        column = Column(self.worker, self.settings, self.parts, self._whole, self._hosts, folder=self.folder)
+        column = PipelineReplica(
+            self.worker, self.settings, self.parts, self._whole, self._hosts, folder=self.folder
+        )
         leave_world(needed=len(set(self._hosts)) > 1)
         keep_what_was_built()
         while (order := column.next_order())["kind"] != "end":
@@ -161,7 +163,7 @@ class FollowerTrainer(Trainer):
         self._events.close()
         return {}
 
-    def _carry_out(self, column: Column, order: dict[str, Any]) -> None:
+    def _carry_out(self, column: PipelineReplica, order: dict[str, Any]) -> None:
         match order["kind"]:
             case "update":
                 column.update(order["step"], order["share"], order["count"], order["lr"])
@@ -175,7 +177,7 @@ class FollowerTrainer(Trainer):
             case "gather":
                 column.gather_state()
 
-    def _settle(self, column: Column, step: int) -> None:
+    def _settle(self, column: PipelineReplica, step: int) -> None:
         self._events.record(operations_event(step, column.pipeline.spans))
         column.pipeline.spans.clear()
         members = column.averaging.settle()

@@ -18,11 +18,11 @@ from plait.core.files import write_atomic
 from plait.core.run_events import Verified
 from plait.data import loader
 from plait.data.calling import as_arguments, telling_of_types
-from plait.launch.run_dir import RunFolder
+from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline import executor as pipelines
 from plait.pipeline.cutting.trace_job import check_target
-from plait.pipeline.layout import Arrangement
+from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.stages import Checked, Example, prepare_stages
@@ -31,10 +31,10 @@ from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.training.checkpoint import Checkpoint
-from plait.training.components import Parts, build_model
-from plait.training.metrics import Recorder
+from plait.training.components import Components, build_model
+from plait.training.metrics import MetricsLogger
 from plait.training.optim import build_optimizer
-from plait.training.stragglers import SlowDown
+from plait.training.stragglers import StragglerInjector
 from plait.verification import same_random_numbers
 
 # The model's and the optimizer's state, by name.
@@ -43,7 +43,7 @@ State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 def trace_parts(
     settings: TrainSettings,
-    parts: Parts,
+    parts: Components,
     whole: Collection[str] = (),
     evaluation: bool = True,
     before: TracedModel | None = None,
@@ -66,7 +66,7 @@ def trace_parts(
         )
 
 
-def _examples(settings: TrainSettings, parts: Parts, few: int) -> list[tuple[Any, Any]]:
+def _examples(settings: TrainSettings, parts: Components, few: int) -> list[tuple[Any, Any]]:
     """Two batches of the training split that differ in their samples and, if there are several, in size."""
     few = max(1, min(few, parts.train_set.length or few))
     contents = parts.train_set.example_batches((few, max(1, few - 1)), settings.seed)
@@ -74,8 +74,8 @@ def _examples(settings: TrainSettings, parts: Parts, few: int) -> list[tuple[Any
 
 
 def prepare_pipeline(
-    settings: TrainSettings, parts: Parts, arrangement: Arrangement, verify: bool
-) -> tuple[Checked, Arrangement]:
+    settings: TrainSettings, parts: Components, arrangement: PipelineLayout, verify: bool
+) -> tuple[Checked, PipelineLayout]:
     """The model in whole modules wherever the arrangement does not cut through them, verified if asked."""
     traced = trace_parts(settings, parts, evaluation=False)
     _check_layers(settings, traced, arrangement)
@@ -86,7 +86,7 @@ def prepare_pipeline(
     return found, replace(arrangement, stages=found.stages)
 
 
-def example_of(settings: TrainSettings, parts: Parts, arrangement: Arrangement) -> Example:
+def example_of(settings: TrainSettings, parts: Components, arrangement: PipelineLayout) -> Example:
     """Batches of the job on which its stages are compared with its model."""
     with same_random_numbers(settings.seed):
         batches = _examples(settings, parts, few=min(4, settings.data.batch_size))
@@ -101,8 +101,12 @@ def example_of(settings: TrainSettings, parts: Parts, arrangement: Arrangement) 
 
 
 def prepare_together(
-    worker: Worker, settings: TrainSettings, parts: Parts, arrangement: Arrangement, folder: RunFolder | None
-) -> tuple[Checked, Arrangement]:
+    worker: Worker,
+    settings: TrainSettings,
+    parts: Components,
+    arrangement: PipelineLayout,
+    folder: RunDir | None,
+) -> tuple[Checked, PipelineLayout]:
     """As `prepare_pipeline`, verified by rank 0 for all; all workers call it together.
 
     A run that goes on under the same plan is not verified again, unless the job says `every_run`; the stages
@@ -125,7 +129,11 @@ _NOT_WHOLE = "the stages are not verified: no worker has memory for the whole mo
 
 
 def _prepare_here(
-    worker: Worker, settings: TrainSettings, parts: Parts, arrangement: Arrangement, folder: RunFolder | None
+    worker: Worker,
+    settings: TrainSettings,
+    parts: Components,
+    arrangement: PipelineLayout,
+    folder: RunDir | None,
 ) -> dict[str, Any]:
     """What this worker finds; that of rank 0, which verifies and has the run's folder, counts."""
     told: dict[str, Any] = {"stages": arrangement.stages, "notes": (), "seconds": 0.0, "failure": None}
@@ -146,7 +154,7 @@ def _prepare_here(
     return told | {"checked": found}
 
 
-def _fingerprint(settings: TrainSettings, arrangement: Arrangement) -> Any:
+def _fingerprint(settings: TrainSettings, arrangement: PipelineLayout) -> Any:
     """What a verification was made for."""
     model = {"factory": settings.model.factory, "args": dict(settings.model.args)}
     found = {
@@ -161,7 +169,7 @@ def _fingerprint(settings: TrainSettings, arrangement: Arrangement) -> Any:
 
 
 def _known_stages(
-    folder: RunFolder | None, settings: TrainSettings, arrangement: Arrangement
+    folder: RunDir | None, settings: TrainSettings, arrangement: PipelineLayout
 ) -> tuple[tuple[str, ...], ...] | None:
     """The stages that this run was verified with before, for the same plan; None where it was not."""
     if folder is None or not folder.verified.exists():
@@ -176,18 +184,18 @@ def _known_stages(
 
 
 def _keep_stages(
-    folder: RunFolder, settings: TrainSettings, arrangement: Arrangement, stages: Sequence[Sequence[str]]
+    folder: RunDir, settings: TrainSettings, arrangement: PipelineLayout, stages: Sequence[Sequence[str]]
 ) -> None:
     kept = {"for": _fingerprint(settings, arrangement), "stages": stages}
     write_atomic(folder.verified, json.dumps(kept))
 
 
-def link(worker: Worker, arrangement: Arrangement, device: torch.device) -> Channels:
+def link(worker: Worker, arrangement: PipelineLayout, device: torch.device) -> Channels:
     """This worker's channels to the others of `arrangement`; all workers call it together."""
     return connect(worker.rendezvous, arrangement.workers, window=arrangement.window(), device=device)
 
 
-def _check_layers(settings: TrainSettings, traced: TracedModel, arrangement: Arrangement) -> None:
+def _check_layers(settings: TrainSettings, traced: TracedModel, arrangement: PipelineLayout) -> None:
     layers = [layer for ids in arrangement.stages for layer in ids]
     unknown = [layer for layer in layers if layer not in traced.layer_by_id]
     missing = [layer.id for layer in traced.layers if layer.id not in set(layers)]
@@ -202,9 +210,9 @@ def _check_layers(settings: TrainSettings, traced: TracedModel, arrangement: Arr
 def open_pipeline(
     worker: Worker,
     settings: TrainSettings,
-    parts: Parts,
+    parts: Components,
     traced: TracedModel,
-    arrangement: Arrangement,
+    arrangement: PipelineLayout,
     hosts: Sequence[str],
 ) -> tuple[Channels, pipelines.Pipeline]:
     """This worker's part of `arrangement`, with the state that `parts` have; all workers call it together.
@@ -217,7 +225,7 @@ def open_pipeline(
         arrangement,
         traced,
         channels,
-        pipelines.Parts(
+        pipelines.PipelineParts(
             parts.loss,
             lambda parameters: build_optimizer(settings.optimizer, parameters, parts.names),
             parts.device,
@@ -225,7 +233,7 @@ def open_pipeline(
             worker.rendezvous,
             settings.clip_norm,
             settings.topology,
-            SlowDown(settings.slow, worker.rank, settings.seed).slowed,
+            StragglerInjector(settings.slow, worker.rank, settings.seed).slowed,
             loss_scale=LossScale(parts.scaler) if parts.scaler.is_enabled() else None,
         ),
     )
@@ -236,7 +244,7 @@ def open_pipeline(
     return channels, pipeline
 
 
-def _let_go(parts: Parts, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
+def _let_go(parts: Components, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
     """Free the memory of what only other workers hold; their names stay."""
     kept = {id(t) for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
     named = [*parts.model.named_parameters(), *parts.model.named_buffers()]
@@ -267,7 +275,7 @@ def further_names(model: torch.nn.Module) -> dict[str, str]:
     return further
 
 
-def tell_of_verification(recorder: Recorder, found: Checked) -> None:
+def tell_of_verification(recorder: MetricsLogger, found: Checked) -> None:
     """Write down what the verification of a pipeline came to."""
     for note in found.notes:
         recorder.warn(f"verify: {note}")

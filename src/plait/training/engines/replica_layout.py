@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from plait.core.errors import JobError
 from plait.pipeline.gradient_sync import find_holders
-from plait.pipeline.layout import Arrangement
+from plait.pipeline.layout import PipelineLayout
 from plait.planner.schedules.operations import Layout
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import TOLERANT, read_options
 
 
-def columns_of(arrangement: Arrangement) -> tuple[Arrangement, ...]:
+def columns_of(arrangement: PipelineLayout) -> tuple[PipelineLayout, ...]:
     """Each column as an arrangement of its own: the i-th worker of every stage is in the i-th."""
     holders = [tuple(w for each in arrangement.layouts for w in each.stages[s]) for s in _stages(arrangement)]
     counts = [len(workers) for workers in holders]
@@ -38,11 +38,11 @@ def columns_of(arrangement: Arrangement) -> tuple[Arrangement, ...]:
     return tuple(replace(arrangement, layouts=(layout,), microbatches=each) for layout in columns)
 
 
-def _stages(arrangement: Arrangement) -> range:
+def _stages(arrangement: PipelineLayout) -> range:
     return range(len(arrangement.stages))
 
 
-def check_columns(settings: TrainSettings, arrangement: Arrangement) -> None:
+def check_columns(settings: TrainSettings, arrangement: PipelineLayout) -> None:
     """Refuse what pipelines that agree by averaging cannot do."""
     kind = settings.sync.kind
     if kind not in TOLERANT:
@@ -63,7 +63,7 @@ def check_columns(settings: TrainSettings, arrangement: Arrangement) -> None:
     read_options(kind, settings.sync.options, len(columns_of(arrangement)))
 
 
-def check_ties(traced: TracedModel, arrangement: Arrangement) -> None:
+def check_ties(traced: TracedModel, arrangement: PipelineLayout) -> None:
     """Refuse parameters that two stages share: their averages would go apart."""
     for name, workers in find_holders(traced, arrangement).items():
         if len(workers) > 1:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.launch.worker import Worker
-from plait.pipeline.microbatches import Microbatch, StretchWork
+from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.planner.schedules.operations import Backward, Op
 
 
-class Notes:
+class DeferredStepReduce:
     """Sums over all workers, one for each step, that nobody waits for while the pipeline is full.
 
     A step's sum is read when all workers have long given theirs: `slack` microbatches after its last one,
@@ -75,7 +75,7 @@ class Notes:
         self._next_to_read += 1
 
     def watch(
-        self, ops: Iterator[Op], stage: int, work: StretchWork, losses: dict[int, Tensor]
+        self, ops: Iterator[Op], stage: int, work: MicrobatchSource, losses: dict[int, Tensor]
     ) -> Iterator[Op]:
         """`ops` as they are; each step's loss is given once this worker is done with the step in `stage`."""
         sums: dict[int, float] = {}

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 
 from plait.core import run_events
-from plait.sync.averaging.base import Tally
+from plait.sync.averaging.base import SyncStats
 
 PACE_S = 1.0
 
 
-class Pace:
+class ThroughputMeter:
     """Counts this worker's updates between two events."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
         self._step = self._updates = self._samples = 0
-        self._before = Tally()
+        self._before = SyncStats()
 
     def count(self, step: int, samples: int) -> None:
         """This worker has updated on so many samples of a step."""
@@ -27,7 +27,7 @@ class Pace:
     def is_due(self) -> bool:
         return time.monotonic() - self._since >= PACE_S
 
-    def event(self, tally: Tally) -> run_events.Pace:
+    def event(self, tally: SyncStats) -> run_events.Pace:
         """What was counted since the event before, here and by the averaging."""
         now = time.monotonic()
         seconds, before = now - self._since, self._before
@@ -44,5 +44,5 @@ class Pace:
             bytes_sent=tally.bytes_sent - before.bytes_sent,
         )
         self._since, self._updates, self._samples = now, 0, 0
-        self._before = Tally(tally.groups, tally.members, tally.waited_s, tally.bytes_sent)
+        self._before = SyncStats(tally.groups, tally.members, tally.waited_s, tally.bytes_sent)
         return event

@@ -24,7 +24,7 @@ SLOW = 1.5
 
 
 @dataclass(frozen=True)
-class Claim:
+class WorkItem:
     """One worker's work for one step: share `place` of batch `index`, counted from the segment's first.
 
     `before` counts the samples of the segment in claims before this one.
@@ -75,7 +75,7 @@ class Speed:
         return leaves_the_rest(self._numbers[-1] - self._numbers[0], steps, workers, left)
 
 
-class Claims:
+class WorkQueue:
     """The claims of one segment of a run; all workers make one with the same key and batches.
 
     `place` is this worker's among `places`, of which `workers` work. With `fixed`, it has the same share of
@@ -112,14 +112,14 @@ class Claims:
         self._changes = 0
         self._has_stopped = False
 
-    def take(self) -> Iterator[Claim]:
+    def take(self) -> Iterator[WorkItem]:
         """Claims for this worker, until none is left: begun or, where it works ahead, reserved."""
         while self._ahead or not self._leaves_now():
             if (number := self._next()) is None:
                 return
             yield self._claim(number)
 
-    def begin(self, claim: Claim) -> bool:
+    def begin(self, claim: WorkItem) -> bool:
         """Whether a reserved claim is this worker's to work on, from now on; else someone took it over."""
         if not self._ahead:
             return True
@@ -132,7 +132,7 @@ class Claims:
         """Whether this worker, which works ahead, leaves the rest, also what it has reserved."""
         return self._ahead and self._leaves_now()
 
-    def take_over(self) -> Iterator[Claim]:
+    def take_over(self) -> Iterator[WorkItem]:
         """Claims that were reserved and not begun, by whomever: of one that is lost, slow, or left.
 
         They are taken one at a time, begun at once, until nobody holds any.
@@ -183,12 +183,12 @@ class Claims:
     def _size(self) -> int:
         return len(self._batches) * self._workers
 
-    def _claim(self, number: int) -> Claim:
+    def _claim(self, number: int) -> WorkItem:
         index, place = divmod(number, self._workers)
         batch = self._batches[index]
         own = tuple(share(batch.samples, place, self._workers))
         before = self._before[index] + len(batch.samples) * place // self._workers
-        return Claim(number, index, place, GlobalBatch(batch.epoch, own, batch.after), before)
+        return WorkItem(number, index, place, GlobalBatch(batch.epoch, own, batch.after), before)
 
     def _leaves_now(self) -> bool:
         # One claim of each segment at least: a worker that took none would never be seen to be fast again.

@@ -1,10 +1,12 @@
-"""The rooms keep their order: a room knows those above it and none below."""
+"""Packages keep their order: each imports those above it and none below; names and folders stay findable."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter, defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import plait
@@ -33,10 +35,11 @@ ORDER = (
     "experiments",
     "cli",
 )
+MOST_MODULES = 15
 LEVEL = {package: level for level, package in enumerate(ORDER)}
 
 
-def room_of(module: str) -> str | None:
+def package_of(module: str) -> str | None:
     parts = module.split(".")
     return parts[1] if parts[0] == "plait" and len(parts) > 1 else None
 
@@ -58,15 +61,15 @@ def violations() -> list[str]:
         here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
         if here in ("__init__", "__main__"):
             continue
-        assert here in LEVEL, f"{path}: {here} is no room"
+        assert here in LEVEL, f"{path}: {here} is no package"
         for module in imported_modules(path):
-            there = room_of(module)
+            there = package_of(module)
             if there in LEVEL and there != here and LEVEL[there] >= LEVEL[here]:
                 found.append(f"{path.relative_to(SOURCE)} imports {module}")
     return found
 
 
-def test_no_room_imports_one_that_lies_below_it():
+def test_no_package_imports_one_that_lies_below_it():
     assert violations() == []
 
 
@@ -86,20 +89,53 @@ def test_every_name_that_plait_offers_is_there():
     assert plait.plan.__name__ == "make_plan"
 
 
-def test_the_rooms_below_the_job_file_import_without_pydantic():
-    rooms = sorted(p.name for p in SOURCE.iterdir() if p.is_dir() and p.name in LEVEL and p.name != "cli")
-    modules = [
-        ".".join(("plait", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
-        for room in rooms
-        for path in sorted((SOURCE / room).rglob("*.py"))
-    ]
+def modules() -> dict[str, Path]:
+    """Every module of Plait by its name."""
+    named = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = ("plait", *path.relative_to(SOURCE).with_suffix("").parts)
+        named[".".join(parts).removesuffix(".__init__")] = path
+    return named
+
+
+def test_workers_need_no_pydantic():
+    above = ("plait.cli", "plait.jobs", "plait.schema.job", "plait.schema.messages", "plait.__main__")
+    below = sorted(name for name in modules() if not name.startswith(above))
     script = f"""
 import importlib, sys
 sys.modules['pydantic'] = None
-for module in {modules!r}:
+for module in {below!r}:
     importlib.import_module(module)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=90
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_no_two_classes_have_one_name():
+    homes = defaultdict(list)
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(name)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """As they are imported: what only types need, or a function imports when it is called, is not looked at."""
+    known = modules()
+    imports = {}
+    for name, path in known.items():
+        found = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                wanted = [f"{node.module}.{alias.name}" for alias in node.names]
+                found |= {each if each in known else str(node.module) for each in wanted}
+        imports[name] = {module for module in found if module in known and module != name}
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_folder_has_more_modules_than_one_can_take_in_at_a_glance():
+    counts = Counter(path.parent for path in SOURCE.rglob("*.py") if path.name != "__init__.py")
+    assert {str(p.relative_to(SOURCE)): n for p, n in counts.items() if n > MOST_MODULES} == {}
