@@ -123,7 +123,7 @@ def test_no_two_classes_have_one_name():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    """As they are imported: what only types need, or a function imports when it is called, is not looked at."""
+    """As they are imported; what only types need, or a function imports once called, is left out."""
     known = modules()
     imports = {}
     for name, path in known.items():
