@@ -166,8 +166,8 @@ class Bag(nn.Module):
 
 def text_job(**changes: Any) -> TrainSettings:
     return digits_job(
-        model=ModelSettings("test_samples:Bag"),
-        data=DataSettings("test_samples:Texts", 10, collate_fn="test_samples:pad", **changes),
+        model=ModelSettings("test_batches:Bag"),
+        data=DataSettings("test_batches:Texts", 10, collate_fn="test_batches:pad", **changes),
         steps=6,
         accumulate=2,
         evaluate=EvaluateSettings(every_steps=3),
@@ -176,7 +176,7 @@ def text_job(**changes: Any) -> TrainSettings:
 
 def test_texts_of_unlike_length_train_with_a_collate_function(tmp_path: Path) -> None:
     one, weights = train_here(text_job(), tmp_path / "one")
-    own = replace(text_job(), data=DataSettings("test_samples:Texts", 10, {"own": True}, loaders=2))
+    own = replace(text_job(), data=DataSettings("test_batches:Texts", 10, {"own": True}, loaders=2))
     for number, job in enumerate((own, text_job(loaders=2))):
         result, same = train_here(job, tmp_path / str(number))
         assert largest_difference(weights, same) == 0.0
@@ -199,7 +199,7 @@ def test_samples_that_cannot_be_stacked_are_answered_with_collate_fn(loaders: in
 
 def test_a_collate_function_that_is_none_is_refused_before_anything_starts() -> None:
     with pytest.raises(DataError, match=r"data\.collate_fn: .* no 'padd'; did you mean 'pad'"):
-        components.check(replace(text_job(), data=DataSettings("digits", 4, collate_fn="test_samples:padd")))
+        components.check(replace(text_job(), data=DataSettings("digits", 4, collate_fn="test_batches:padd")))
     with pytest.raises(DataError, match="expected a function that takes a list of samples"):
         components.check(replace(text_job(), data=DataSettings("digits", 4, collate_fn="math:pi")))
     job = {"name": "t", "model": "m:m", "data": {"kind": "digits", "batch_size": 4}, "steps": 1}
@@ -243,8 +243,8 @@ class Pairs:
 
 def pairs_job(form: str, **changes: Any) -> TrainSettings:
     values: dict[str, Any] = {
-        "model": ModelSettings("test_samples:TwoInputs"),
-        "data": DataSettings("test_samples:Pairs", 8, {"form": form}),
+        "model": ModelSettings("test_batches:TwoInputs"),
+        "data": DataSettings("test_batches:Pairs", 8, {"form": form}),
         "optimizer": OptimizerSettings("sgd", {"lr": 0.1}),
         "steps": 12,
     }
@@ -340,7 +340,7 @@ def test_common_mistakes_in_a_data_set_are_told_in_a_sentence(
 ) -> None:
     job = digits_job(
         model=ModelSettings("torch.nn:Linear", {"in_features": 4, "out_features": 3}),
-        data=DataSettings("test_samples:Mistaken", 4, {"mistake": mistake}),
+        data=DataSettings("test_batches:Mistaken", 4, {"mistake": mistake}),
         precision="float32",
     )
     with pytest.raises(error, match=words):
@@ -357,7 +357,7 @@ def only_training(split: str) -> Any:
 def test_a_set_without_a_test_split_trains_and_is_not_evaluated(tmp_path: Path) -> None:
     job = digits_job(
         model=ModelSettings("torch.nn:Linear", {"in_features": 1, "out_features": 1}),
-        data=DataSettings("test_samples:only_training", 4),
+        data=DataSettings("test_batches:only_training", 4),
         loss="torch.nn:L1Loss",
         steps=3,
     )
@@ -368,9 +368,9 @@ def test_a_set_without_a_test_split_trains_and_is_not_evaluated(tmp_path: Path) 
 
 def test_a_set_that_fails_for_the_test_split_is_told_what_to_return(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as caught:
-        components.data.build("test_samples:Mistaken", "test", mistake="no split 'test'")
+        components.data.build("test_batches:Mistaken", "test", mistake="no split 'test'")
     assert caught.value.__notes__ == [
-        "data.kind: test_samples:Mistaken failed for the split 'test'; return None where there is none"
+        "data.kind: test_batches:Mistaken failed for the split 'test'; return None where there is none"
     ]
 
 
@@ -399,8 +399,8 @@ class Opaque(Pairs):
 
 
 def test_two_workers_and_stages_take_inputs_and_targets_in_every_form(tmp_path: Path) -> None:
-    named = pairs_job("tuple", loss="test_samples:named_loss")
-    named = replace(named, data=DataSettings("test_samples:NamedTargets", 8, {"form": "tuple"}))
+    named = pairs_job("tuple", loss="test_batches:named_loss")
+    named = replace(named, data=DataSettings("test_batches:NamedTargets", 8, {"form": "tuple"}))
     text = replace(text_job(), accumulate=1)
     # With one microbatch in flight no weights are old: stash is the plain loop.
     at_once: dict[str, Any] = {"microbatches": 1, "depths": {0: 1, 1: 1}}
@@ -430,7 +430,7 @@ def loss_and_weights(job: TrainSettings, folder: Path) -> tuple[float, dict[str,
 
 
 def test_a_target_that_cannot_be_sent_is_refused_before_a_pipeline_runs() -> None:
-    job = pairs_job("tuple", data=DataSettings("test_samples:Opaque", 8, {"form": "tuple"}))
+    job = pairs_job("tuple", data=DataSettings("test_batches:Opaque", 8, {"form": "tuple"}))
     parts = components.build(job, torch.device("cpu"))
     with pytest.raises(DataError, match="the target holds a object, which the workers of a pipeline cannot"):
         trace_parts(job, parts)

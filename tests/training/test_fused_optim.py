@@ -98,9 +98,9 @@ class OwnSgd(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kind", "options", "calls"),
     [
-        ("test_update_kernels:adamw_as_the_user_wants", {}, 1),
-        ("test_update_kernels:adamw_as_the_user_wants", {"foreach": False}, 0),
-        ("test_update_kernels:OwnSgd", {"lr": 0.1, "momentum": 0.9}, 0),
+        ("test_fused_optim:adamw_as_the_user_wants", {}, 1),
+        ("test_fused_optim:adamw_as_the_user_wants", {"foreach": False}, 0),
+        ("test_fused_optim:OwnSgd", {"lr": 0.1, "momentum": 0.9}, 0),
         ("adam", {"fused": False}, 0),
         ("adam", {"foreach": True}, 0),
         ("adam", {"differentiable": True}, 0),
