@@ -38,7 +38,7 @@ from plait.profiler.profile import LayerSpread, Profile, load_profile, save_prof
 from plait.profiler.timing import Timed
 from plait.schema.job import Job, make_job, parse, read_job
 from plait.schema.topology_spec import AUTO, find_topology, read_wish
-from plait.sweep.search.space import parse_dimension
+from plait.sweeping.search.space import parse_dimension
 from plait.training import checkpoint as checkpoints
 from plait.training.engines.pipeline import check_pipeline
 from plait.training.evaluate_run import measure_run

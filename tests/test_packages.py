@@ -28,7 +28,7 @@ ORDER = (
     "fusion",
     "training",
     "measure",
-    "sweep",
+    "sweeping",
     "adapt",
     "report",
     "jobs",
@@ -111,6 +111,10 @@ for module in {below!r}:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=90
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_no_package_hides_a_name_that_plait_offers():
+    assert {name for name in plait.__all__ if (SOURCE / name).exists()} == set()
 
 
 def test_no_two_classes_have_one_name():

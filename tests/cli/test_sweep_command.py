@@ -24,7 +24,7 @@ from plait.launch.run_dir import RunDir
 from plait.planner.plan import Plan, save_plan
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import as_csv
-from plait.sweep.worker import check_order
+from plait.sweeping.worker import check_order
 from plait.training.evaluate_run import measure_run
 from support.plans import planned
 from support.sweeping import same_table, sweep_here

@@ -15,10 +15,10 @@ from plait.comm.collectives import broadcast_value
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
 from plait.schema.settings import TrainSettings
-from plait.sweep import worker as sweep_worker
-from plait.sweep.search.space import Dimension, parse_dimension
-from plait.sweep.settings import SearchSettings, SweepSettings
-from plait.sweep.trial_settings import with_values
+from plait.sweeping import worker as sweep_worker
+from plait.sweeping.search.space import Dimension, parse_dimension
+from plait.sweeping.settings import SearchSettings, SweepSettings
+from plait.sweeping.trial_settings import with_values
 from support.averaging import open_store
 from support.meeting import SECRET
 from support.training import TestWorker, digits_job, train_here

@@ -11,13 +11,13 @@ from plait.launch.preload import import_all
 traced = ("support.traces",) if torch.version.cuda is None else ()
 import_all(
     [
-        *("torch.distributed", "plait.training.worker", "plait.sweep.worker", "support.world"),
+        *("torch.distributed", "plait.training.worker", "plait.sweeping.worker", "support.world"),
         *(
             "plait.training.engines.auto_sync",
             "plait.training.engines.pipeline_replicas",
             "plait.training.engines.pipeline",
         ),
-        "plait.sweep.engines.pipelined",
+        "plait.sweeping.engines.pipelined",
         # Torch's optimizers load the first; tracing with free sizes loads the others.
         *("torch._dynamo", "torch.export._trace", "sympy.tensor.tensor"),
         *traced,

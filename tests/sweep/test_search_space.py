@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.fusion import FusionError
-from plait.sweep.search.halving import best_first, exploit, goes_on, rungs, survivors
-from plait.sweep.search.space import grid, parse_dimension, parse_over
+from plait.sweeping.search.halving import best_first, exploit, goes_on, rungs, survivors
+from plait.sweeping.search.space import grid, parse_dimension, parse_over
 
 results = st.dictionaries(st.integers(0, 50), st.floats(allow_nan=True, allow_infinity=True), min_size=1)
 

@@ -158,7 +158,7 @@ def test_a_narrow_array_is_refilled_and_events_tell_who_sat_together(tmp_path: P
 
 def test_the_width_is_found_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Computed from a step on tensors without memory, not by the rough bound for models that cannot.
-    monkeypatch.delattr("plait.sweep.array_size._rough_need")
+    monkeypatch.delattr("plait.sweeping.array_size._rough_need")
     found = sweep_here(sweep_of("optimizer.lr=log:1e-3:0.1:6", width=None, job=digits_job(steps=4)), tmp_path)
     assert len(found["trials"]) == 6
 

@@ -17,8 +17,8 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
-from plait.sweep import loop
-from plait.sweep.settings import SweepSettings
+from plait.sweeping import loop
+from plait.sweeping.settings import SweepSettings
 from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
 from support.training import digits_job
 
@@ -45,7 +45,7 @@ def assert_as_alone(settings: SweepSettings, found: dict[str, Any], folder: Path
 
 def test_a_search_that_learns_fuses_where_no_width_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # As many as pay depends on the machine; here, all that may be.
-    monkeypatch.setattr("plait.sweep.loop.choose_width", lambda s, d, sets, trials, *rest: (trials, ""))
+    monkeypatch.setattr("plait.sweeping.loop.choose_width", lambda s, d, sets, trials, *rest: (trials, ""))
     job = digits_job(steps=9)
     settings = sweep_of("optimizer.lr=log:1e-3:0.3", width=None, job=job, kind="asha", trials=12)
     sweep_here(settings, tmp_path)

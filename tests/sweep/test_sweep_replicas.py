@@ -21,14 +21,14 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
-from plait.sweep.datasets import DataSets
-from plait.sweep.engines.fused import FusedArray
-from plait.sweep.engines.leader import make_entry
-from plait.sweep.engines.microbatches import rounds_of
-from plait.sweep.search.values import check
-from plait.sweep.settings import SweepSettings
-from plait.sweep.trial_settings import with_values
-from plait.sweep.worker_group import WorkerGroup, check_teams
+from plait.sweeping.datasets import DataSets
+from plait.sweeping.engines.fused import FusedArray
+from plait.sweeping.engines.leader import make_entry
+from plait.sweeping.engines.microbatches import rounds_of
+from plait.sweeping.search.values import check
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import with_values
+from plait.sweeping.worker_group import WorkerGroup, check_teams
 from plait.training import checkpoint as checkpoints
 from support.sweeping import (
     killed_sweep,

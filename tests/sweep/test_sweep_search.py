@@ -13,10 +13,10 @@ import plait
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.schema.settings import EvaluateSettings, TrainSettings
-from plait.sweep.scheduler import TrialScheduler
-from plait.sweep.search.halving import goes_on
-from plait.sweep.search.values import Past, Search
-from plait.sweep.trial_settings import array_key, with_values
+from plait.sweeping.scheduler import TrialScheduler
+from plait.sweeping.search.halving import goes_on
+from plait.sweeping.search.values import Past, Search
+from plait.sweeping.trial_settings import array_key, with_values
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job
 

@@ -29,15 +29,15 @@ from plait.schema.settings import (
     OptimizerSettings,
     PipelineSettings,
 )
-from plait.sweep.datasets import DataSets
-from plait.sweep.engines.leader import make_entry
-from plait.sweep.engines.pipelined import PipelinedArray
-from plait.sweep.engines.stages import TeamPipeline
-from plait.sweep.search.space import combinations
-from plait.sweep.search.values import check
-from plait.sweep.settings import SweepSettings
-from plait.sweep.trial_settings import with_values
-from plait.sweep.worker_group import WorkerGroup, check_teams
+from plait.sweeping.datasets import DataSets
+from plait.sweeping.engines.leader import make_entry
+from plait.sweeping.engines.pipelined import PipelinedArray
+from plait.sweeping.engines.stages import TeamPipeline
+from plait.sweeping.search.space import combinations
+from plait.sweeping.search.values import check
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import with_values
+from plait.sweeping.worker_group import WorkerGroup, check_teams
 from plait.training import checkpoint as checkpoints
 from support.meeting import rendezvous_of
 from support.plans import planned
@@ -236,7 +236,7 @@ def test_width_one_is_advised_only_where_it_helps(
     def refuse(*_: Any) -> Any:
         raise FusionError("cannot be fused")
 
-    monkeypatch.setattr("plait.sweep.worker._take_part", refuse)
+    monkeypatch.setattr("plait.sweeping.worker._take_part", refuse)
     job = planned((1,), Schedule.FLUSH)
     settings = sweep_of("seed=0,1", job=job if in_a_stage else replace(job, pipeline=None))
     with pytest.raises(FusionError) as failure:

@@ -21,12 +21,12 @@ from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import ModelSettings, OptimizerSettings
-from plait.sweep.datasets import DataSets
-from plait.sweep.engines.leader import make_entry
-from plait.sweep.engines.verified_stages import prepare_trials, verify_stages
-from plait.sweep.search.space import combinations
-from plait.sweep.settings import SweepSettings
-from plait.sweep.trial_settings import with_values
+from plait.sweeping.datasets import DataSets
+from plait.sweeping.engines.leader import make_entry
+from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
+from plait.sweeping.search.space import combinations
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import with_values
 from support.plans import planned
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank
 from support.world import run_ranks

@@ -9,7 +9,7 @@ from typing import Any
 
 SCRIPT = """
 import inspect, json, sys, torch
-import plait.sweep.worker
+import plait.sweeping.worker
 import plait.training.worker
 from plait.training.eager_optimizers import use_eager_optimizers
 

@@ -12,7 +12,7 @@ import torch
 from plait.core.errors import JobError
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
-from plait.sweep.trial_settings import is_fusable
+from plait.sweeping.trial_settings import is_fusable
 from plait.training.optim import (
     build_lr_factor,
     build_optimizer,

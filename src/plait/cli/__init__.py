@@ -1,4 +1,4 @@
-"""The command line: verbs that read what people type, call the rooms and print what comes back.
+"""The command line: verbs that read what people type, call the library and print what comes back.
 
 Exit status: 0 success, 1 a failed run, 2 bad input with one clear message, 130 stopped before its end.
 """

@@ -1,4 +1,4 @@
-"""What every room shares: errors, names, files, versioned artefacts, typed events, logging.
+"""What every package shares: errors, names, files, versioned artefacts, typed events, logging.
 
 Nothing here knows of models, processes or devices.
 """

@@ -1,7 +1,7 @@
 """Typed events: what a run measured, one JSON object a line.
 
 Each line holds `t` (seconds since the epoch), `rank`, `kind`, and the fields of that kind of event.
-An event class is a frozen dataclass derived from `Event`; its kind is its name in lower case. Rooms
+An event class is a frozen dataclass derived from `Event`; its kind is its name in lower case. Packages
 declare the events they record. docs/events.md is the schema in words.
 """
 

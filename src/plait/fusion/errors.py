@@ -27,7 +27,7 @@ class FusionError(InputError):
 
 
 def user_line() -> str:
-    """`file:line: source` of the innermost frame outside torch and this room."""
+    """`file:line: source` of the innermost frame outside torch and this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<")):
         frame = frame.f_back

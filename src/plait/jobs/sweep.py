@@ -23,12 +23,18 @@ from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
 from plait.schema.settings import TrainSettings
-from plait.sweep.engines.stages import check_in_stages, check_schedule
-from plait.sweep.search.space import MOST_VALUES, Dimension, combinations, count_combinations, parse_dimension
-from plait.sweep.search.values import check
-from plait.sweep.settings import SEARCHES, SearchSettings, SweepSettings
-from plait.sweep.trial_settings import check_key
-from plait.sweep.worker_group import check_teams
+from plait.sweeping.engines.stages import check_in_stages, check_schedule
+from plait.sweeping.search.space import (
+    MOST_VALUES,
+    Dimension,
+    combinations,
+    count_combinations,
+    parse_dimension,
+)
+from plait.sweeping.search.values import check
+from plait.sweeping.settings import SEARCHES, SearchSettings, SweepSettings
+from plait.sweeping.trial_settings import check_key
+from plait.sweeping.worker_group import check_teams
 
 KIND, VERSION = "sweep", 1
 # Combinations that are checked one by one before anything starts; of more, each value is, and of more
@@ -79,7 +85,7 @@ def sweep(
         folder = choose_folder(Path(job.run_dir), job.name, False, run_folder)
     files = {folder.path / "sweep.json": _text(settings), folder.job: job.text()}
     result = launch_entry(
-        "plait.sweep.worker",
+        "plait.sweeping.worker",
         "sweep",
         settings,
         placement_of(job, settings),

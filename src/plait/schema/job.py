@@ -1,4 +1,4 @@
-"""The job file: read once, checked whole, turned into the rooms' plain settings.
+"""The job file: read once, checked whole, turned into plain settings.
 
 Every mistake is answered with the key's path, what was found, what was expected and the nearest valid name.
 """

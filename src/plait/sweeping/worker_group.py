@@ -18,9 +18,9 @@ from plait.comm.groups import new_group
 from plait.core.errors import InputError
 from plait.fusion.trials.unfused import note_trials, trials_without_gradient
 from plait.launch.worker import Worker
-from plait.sweep.engines.commands import Order, StepCommand, from_message, to_message
-from plait.sweep.engines.stages import TeamPipeline, link_stages
-from plait.sweep.settings import SweepSettings
+from plait.sweeping.engines.commands import Order, StepCommand, from_message, to_message
+from plait.sweeping.engines.stages import TeamPipeline, link_stages
+from plait.sweeping.settings import SweepSettings
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.buffers import average
 

@@ -18,8 +18,8 @@ from plait.fusion.errors import FusionError
 from plait.fusion.trials.array_size import MemoryNeed, measure_need, saturated_width
 from plait.fusion.verify import Verdict
 from plait.schema.settings import TrainSettings
-from plait.sweep.engines.batch_streams import BatchStream
-from plait.sweep.engines.fused import FusedArray, TrialInit
+from plait.sweeping.engines.batch_streams import BatchStream
+from plait.sweeping.engines.fused import FusedArray, TrialInit
 from plait.training import components
 
 # What a process beside the tensors of its models takes on a CPU.

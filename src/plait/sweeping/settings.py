@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from plait.schema.settings import TrainSettings
-from plait.sweep.search.space import Dimension
+from plait.sweeping.search.space import Dimension
 
 SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
 SEARCHES: tuple[SearchKind, ...] = ("grid", "random", "halving", "asha", "pbt")

@@ -11,8 +11,8 @@ from torch import Tensor
 from plait.data.loader import Batch, seed_all
 from plait.data.sampler import mix
 from plait.pipeline import named_state
-from plait.sweep.engines.fused import TrialInit, TrialTensors
-from plait.sweep.worker_group import TeamSum, WorkerGroup, share_of
+from plait.sweeping.engines.fused import TrialInit, TrialTensors
+from plait.sweeping.worker_group import TeamSum, WorkerGroup, share_of
 from plait.training.engines.data_parallel import DataParallel
 from plait.training.evaluate import means, sums_over_share
 

@@ -14,8 +14,8 @@ from plait.core.files import write_atomic
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import TrainSettings
-from plait.sweep.engines.batch_streams import BatchStream
-from plait.sweep.engines.fused import TrialTensors
+from plait.sweeping.engines.batch_streams import BatchStream
+from plait.sweeping.engines.fused import TrialTensors
 from plait.training import checkpoint as checkpoints
 from plait.training.early_stopping import EarlyStopping
 from plait.training.optim import LrFactor

@@ -32,9 +32,9 @@ from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import Verdict
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
-from plait.sweep.engines.cuda_graph import StepGraph
-from plait.sweep.engines.microbatches import Piece, Round, most_rounds, rounds_of
-from plait.sweep.worker_group import TeamSum, WorkerGroup, share_of
+from plait.sweeping.engines.cuda_graph import StepGraph
+from plait.sweeping.engines.microbatches import Piece, Round, most_rounds, rounds_of
+from plait.sweeping.worker_group import TeamSum, WorkerGroup, share_of
 from plait.training import checkpoint as checkpoints
 from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, means, sums_of, sums_over_share

@@ -16,10 +16,10 @@ from plait.core.codec import finite
 from plait.core.events import Event
 from plait.data.sampler import mix
 from plait.schema.settings import TrainSettings
-from plait.sweep.search.halving import exploit, goes_on, survivors
-from plait.sweep.search.values import Past, Search
-from plait.sweep.settings import SweepSettings
-from plait.sweep.trial_settings import array_key, is_fusable, with_values
+from plait.sweeping.search.halving import exploit, goes_on, survivors
+from plait.sweeping.search.values import Past, Search
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import array_key, is_fusable, with_values
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10

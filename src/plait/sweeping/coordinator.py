@@ -19,12 +19,12 @@ from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
-from plait.sweep.array_record import Arrays
-from plait.sweep.client import Answer, Question
-from plait.sweep.datasets import DataSets
-from plait.sweep.running_trial import newest, save_state, trial_folder
-from plait.sweep.scheduler import Trial, TrialScheduler
-from plait.sweep.settings import SweepSettings
+from plait.sweeping.array_record import Arrays
+from plait.sweeping.client import Answer, Question
+from plait.sweeping.datasets import DataSets
+from plait.sweeping.running_trial import newest, save_state, trial_folder
+from plait.sweeping.scheduler import Trial, TrialScheduler
+from plait.sweeping.settings import SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.evaluate import find_metric

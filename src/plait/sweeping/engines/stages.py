@@ -19,8 +19,8 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import PipelineSettings, TrainSettings
-from plait.sweep.settings import SweepSettings
-from plait.sweep.trial_settings import is_fusable, with_values
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import is_fusable, with_values
 
 SCHEDULES = (Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE)
 

@@ -16,16 +16,16 @@ from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.sweep.client import AnswerThread, LocalClient, RemoteClient
-from plait.sweep.coordinator import Coordinator, choose_metric
-from plait.sweep.datasets import DataSets, check_data
-from plait.sweep.engines.commands import EndCommand
-from plait.sweep.engines.leader import Follower
-from plait.sweep.loop import SweepLoop
-from plait.sweep.search.values import Search
-from plait.sweep.settings import SweepSettings
-from plait.sweep.trial_settings import check_key, with_values
-from plait.sweep.worker_group import WorkerGroup, check_teams, make_team
+from plait.sweeping.client import AnswerThread, LocalClient, RemoteClient
+from plait.sweeping.coordinator import Coordinator, choose_metric
+from plait.sweeping.datasets import DataSets, check_data
+from plait.sweeping.engines.commands import EndCommand
+from plait.sweeping.engines.leader import Follower
+from plait.sweeping.loop import SweepLoop
+from plait.sweeping.search.values import Search
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import check_key, with_values
+from plait.sweeping.worker_group import WorkerGroup, check_teams, make_team
 from plait.training import components
 from plait.training.eager_optimizers import use_eager_optimizers
 
@@ -111,9 +111,9 @@ def _check_shared(worker: Worker, folder: RunDir) -> None:
         word = uuid.uuid4().hex
         token.parent.mkdir(parents=True, exist_ok=True)
         token.write_text(word)
-        worker.store.set("plait/sweep/token", word)
+        worker.store.set("plait/sweeping/token", word)
         return
-    word = worker.store.get("plait/sweep/token").decode()
+    word = worker.store.get("plait/sweeping/token").decode()
     if not token.exists() or token.read_text() != word:
         raise InputError(
             f"run_dir: {worker.host} does not see {folder.path} as the first host does; a sweep over several "

@@ -26,13 +26,13 @@ from plait.pipeline.cutting.cut import StageModule, cut
 from plait.pipeline.layout import one_batch
 from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
-from plait.sweep.engines.batch_streams import reseated
-from plait.sweep.engines.fused import FusedArray, TrialInit, TrialTensors, at
-from plait.sweep.engines.microbatches import Round, rounds_of
-from plait.sweep.engines.stages import TeamPipeline
-from plait.sweep.engines.traced_constants import check_values, plain_values
-from plait.sweep.engines.verified_stages import StagesOfTrials, of_stage, prepare_trials
-from plait.sweep.worker_group import WorkerGroup
+from plait.sweeping.engines.batch_streams import reseated
+from plait.sweeping.engines.fused import FusedArray, TrialInit, TrialTensors, at
+from plait.sweeping.engines.microbatches import Round, rounds_of
+from plait.sweeping.engines.stages import TeamPipeline
+from plait.sweeping.engines.traced_constants import check_values, plain_values
+from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stage, prepare_trials
+from plait.sweeping.worker_group import WorkerGroup
 from plait.training.engines.pipeline_setup import further_names
 from plait.training.evaluate import in_order, means, sums_of
 from plait.training.optim import build_optimizer

@@ -21,7 +21,7 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
-from plait.sweep.reasons import why_optimizer
+from plait.sweeping.reasons import why_optimizer
 from plait.training import components
 from plait.workloads.losses import find_loss
 

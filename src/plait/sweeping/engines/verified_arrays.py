@@ -15,9 +15,9 @@ from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, mix
 from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import TF32_EPS, Verdict, verify_fused
-from plait.sweep.engines.batch_streams import BatchStream
-from plait.sweep.engines.fused import TrialInit, fused_loss, losses_alone, losses_of, together
-from plait.sweep.engines.microbatches import Piece, rounds_of
+from plait.sweeping.engines.batch_streams import BatchStream
+from plait.sweeping.engines.fused import TrialInit, fused_loss, losses_alone, losses_of, together
+from plait.sweeping.engines.microbatches import Piece, rounds_of
 from plait.training.components import AUTOCAST, Components
 from plait.verification import same_random_numbers
 

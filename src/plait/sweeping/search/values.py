@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.core.errors import InputError
-from plait.sweep.engines.stages import check_stages_of
-from plait.sweep.search.halving import rungs
-from plait.sweep.search.space import Dimension, check_keys, combinations, draw
-from plait.sweep.settings import SearchSettings, SweepSettings
+from plait.sweeping.engines.stages import check_stages_of
+from plait.sweeping.search.halving import rungs
+from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
+from plait.sweeping.settings import SearchSettings, SweepSettings
 
 # Population-based training changes these between two steps; anything else a trial keeps to its end.
 _CHANGEABLE = ("optimizer.", "loss_args.", "clip_norm")
@@ -52,7 +52,7 @@ class Search:
         if self._listed is not None:
             return self._listed[number]
         if self.learns:
-            from plait.sweep.search.tpe import suggest  # loads optuna
+            from plait.sweeping.search.tpe import suggest  # loads optuna
 
             return suggest(self.over, past, self.settings.seed, number)
         return draw(self.over, self.settings.seed, number)

@@ -20,9 +20,14 @@ from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.verify.stages import Checked
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
-from plait.sweep.engines.fused import TrialInit, stacked
-from plait.sweep.engines.traced_constants import Values, check_values, plain_values
-from plait.sweep.engines.verified_arrays import ArrayRehearsal, first_batches, padded_rows, verify_rehearsed
+from plait.sweeping.engines.fused import TrialInit, stacked
+from plait.sweeping.engines.traced_constants import Values, check_values, plain_values
+from plait.sweeping.engines.verified_arrays import (
+    ArrayRehearsal,
+    first_batches,
+    padded_rows,
+    verify_rehearsed,
+)
 from plait.training.engines.pipeline_setup import prepare_pipeline
 
 

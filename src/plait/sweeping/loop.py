@@ -20,25 +20,25 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout
 from plait.schema.settings import TrainSettings
-from plait.sweep.array_size import choose_width, try_two
-from plait.sweep.client import Client
-from plait.sweep.datasets import DataSets
-from plait.sweep.engines.batch_streams import BatchStream, BatchStreams, next_batches, reseated
-from plait.sweep.engines.fused import Array, TrialInit
-from plait.sweep.engines.leader import LeaderArray, make_array, make_entry, position_of
-from plait.sweep.engines.verified_arrays import verify_entries
-from plait.sweep.reasons import NotFusedError, fused_work, split_by_kind, why_optimizer
-from plait.sweep.running_trial import RunningTrial, newest, save_seat
-from plait.sweep.settings import SweepSettings
-from plait.sweep.trial_settings import with_values
-from plait.sweep.worker_group import WorkerGroup, share_of
+from plait.sweeping.array_size import choose_width, try_two
+from plait.sweeping.client import Client
+from plait.sweeping.datasets import DataSets
+from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams, next_batches, reseated
+from plait.sweeping.engines.fused import Array, TrialInit
+from plait.sweeping.engines.leader import LeaderArray, make_array, make_entry, position_of
+from plait.sweeping.engines.verified_arrays import verify_entries
+from plait.sweeping.reasons import NotFusedError, fused_work, split_by_kind, why_optimizer
+from plait.sweeping.running_trial import RunningTrial, newest, save_seat
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import with_values
+from plait.sweeping.worker_group import WorkerGroup, share_of
 from plait.training import components
 from plait.training.components import DataPair
 from plait.training.early_stopping import EarlyStopping
 from plait.training.optim import build_lr_factor
 
 if TYPE_CHECKING:
-    from plait.sweep.engines.verified_stages import StagesOfTrials
+    from plait.sweeping.engines.verified_stages import StagesOfTrials
 
 # How long a worker that could take more waits before it asks again.
 POLL_S = 0.1
@@ -278,7 +278,7 @@ class SweepLoop:
 
         Where they are not, raises NotFusedError for several trials, and for one that stages cannot train it.
         """
-        from plait.sweep.engines.verified_stages import prepare_trials, verify_stages
+        from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
 
         known = self._verdicts.get(self._group)
         is_due = self._is_verification_due(known)

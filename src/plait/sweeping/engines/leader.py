@@ -14,19 +14,19 @@ from plait.data.sampler import Position
 from plait.fusion.verify import Verdict
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
-from plait.sweep.datasets import DataSets
-from plait.sweep.engines import commands
-from plait.sweep.engines.batch_streams import BatchStream, BatchStreams, next_batches, reseated
-from plait.sweep.engines.fused import FusedArray, TrialInit, TrialTensors
-from plait.sweep.engines.unfused import UnfusedArray
-from plait.sweep.worker_group import WorkerGroup
+from plait.sweeping.datasets import DataSets
+from plait.sweeping.engines import commands
+from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams, next_batches, reseated
+from plait.sweeping.engines.fused import FusedArray, TrialInit, TrialTensors
+from plait.sweeping.engines.unfused import UnfusedArray
+from plait.sweeping.worker_group import WorkerGroup
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from plait.sweep.engines.pipelined import PipelinedArray
-    from plait.sweep.engines.verified_stages import StagesOfTrials
+    from plait.sweeping.engines.pipelined import PipelinedArray
+    from plait.sweeping.engines.verified_stages import StagesOfTrials
 
 SharedArray: TypeAlias = "FusedArray | UnfusedArray | PipelinedArray"
 
@@ -44,7 +44,7 @@ def make_array(
     """
     if team is not None and team.pipeline is not None:
         # Slow to import, with all that tracing needs.
-        from plait.sweep.engines.pipelined import PipelinedArray
+        from plait.sweeping.engines.pipelined import PipelinedArray
 
         return PipelinedArray(entries, team, team.pipeline, stages, verdict)
     return FusedArray(entries, team, verdict=verdict) if fused else UnfusedArray(entries, team)
@@ -160,7 +160,7 @@ class Follower:
         stages = None
         if order.stages and self._team.pipeline is not None:
             planned = replace(self._team.pipeline.arrangement, stages=order.stages)
-            from plait.sweep.engines.verified_stages import prepare_trials
+            from plait.sweeping.engines.verified_stages import prepare_trials
 
             stages = prepare_trials(entries, planned, verify=False)
         self._array = make_array(entries, order.fused, self._team, order.verdict, stages)

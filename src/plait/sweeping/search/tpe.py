@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plait.core.errors import InputError
-from plait.sweep.search.space import Dimension
+from plait.sweeping.search.space import Dimension
 
 if TYPE_CHECKING:
-    from plait.sweep.search.values import Past
+    from plait.sweeping.search.values import Past
 
 
 def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: int) -> Mapping[str, Any]:
