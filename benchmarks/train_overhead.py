@@ -33,7 +33,9 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
-from plait.training.loop import Trainer
+from plait.training.engines.data_parallel import DataParallelEngine
+from plait.training.loop import Loop
+from plait.training.run import Run
 
 GOALS = {1: 1.03, 2: 1.05}
 JOBS = {
@@ -114,13 +116,14 @@ class Ours:
     def __init__(self, settings: TrainSettings, rank: int, world_size: int, folder: Path) -> None:
         parts = components.build(settings, torch.device("cpu"))
         worker: Any = LoneWorker(rank, world_size)
-        self.trainer = Trainer(worker, settings, parts, RunDir(folder))
+        run = Run(worker, settings, parts, RunDir(folder))
+        self.loop = Loop(run, DataParallelEngine(run))
 
     def run(self, steps: int) -> float:
-        trainer = self.trainer
-        trainer.begin(trainer.step + steps)
+        loop = self.loop
+        loop.begin(loop.run.step + steps)
         started = time.perf_counter()
-        trainer.train()
+        loop.take_steps()
         return (time.perf_counter() - started) / steps
 
 

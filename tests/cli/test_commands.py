@@ -23,14 +23,11 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import InputError
-from plait.launch.run_dir import RunDir
 from plait.schema.job import read_job
 from plait.training import checkpoint as checkpoints
-from plait.training import components
-from plait.training.loop import Trainer
 from plait.training.worker import check_order
 from support.hosts import Hosts
-from support.training import TestWorker
+from support.training import train_here
 
 JOB = """
 name: t
@@ -178,8 +175,7 @@ def test_a_job_trains_over_two_hosts(folder: Path, hosts: Hosts):
     assert done.returncode == 0, done.stderr
     two = json.loads(done.stdout)
     settings = read_job(folder / "job.yaml").settings()
-    parts = components.build(settings, torch.device("cpu"))
-    one = Trainer(TestWorker(), settings, parts, RunDir(folder / "one")).run(resume=False)
+    one, _ = train_here(settings, folder / "one")
     assert two["workers"] == 2
     assert two["test"] == pytest.approx(one["test"], rel=1e-4)
 

@@ -27,6 +27,8 @@ from plait.schema.placement import Placement
 from plait.schema.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.engines import pipeline
+from plait.training.loop import Loop
+from plait.training.run import Run
 from support.graphs import chain
 from support.plans import planned as cut_evenly
 from support.training import TestWorker, digits_job, train_here
@@ -232,8 +234,8 @@ def train_rank(rank: int, settings: TrainSettings, folder: Path, opening_s: floa
         return prepare(*arguments)
 
     pipeline.prepare_together = slow_prepare
-    trainer = pipeline.PipelineTrainer(worker, settings, parts, RunDir(folder), ["here"] * size)
-    return trainer.run(resume=False)
+    run = Run(worker, settings, parts, RunDir(folder))
+    return Loop(run, pipeline.PipelineEngine(run, ["here"] * size)).train(resume=False)
 
 
 def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(

@@ -20,7 +20,9 @@ from plait.planner.schedules.operations import straight_layout
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints, load
-from plait.training.engines.pipeline import PipelineTrainer
+from plait.training.engines.pipeline import PipelineEngine
+from plait.training.loop import Loop
+from plait.training.run import Run
 from support.pieces import LAYERS, WIDE, Mixed, MostBytes
 from support.plans import in_stages, planned
 from support.training import TestWorker, digits_job, largest_difference, pipeline_rank, saved_weights
@@ -92,7 +94,8 @@ def train_in_pieces(rank: int, settings: TrainSettings, folder: Path, resume: bo
     parts = components.build(settings, CPU, pieces=pieces)
     worker: Any = TestWorker(rank, dist.get_world_size())
     hosts = ["here"] * dist.get_world_size()
-    return PipelineTrainer(worker, settings, parts, RunDir(folder), hosts).run(resume)
+    run = Run(worker, settings, parts, RunDir(folder))
+    return Loop(run, PipelineEngine(run, hosts)).train(resume)
 
 
 def each_way(rank: int, settings: TrainSettings, folder: Path) -> None:
@@ -142,7 +145,9 @@ def counting_bytes(rank: int, settings: TrainSettings, folder: Path) -> list[flo
         own = replace(settings, steps=steps)
         with MostBytes() as most:
             parts = components.build(own, CPU, pieces=components.make_pieces(own, CPU))
-            PipelineTrainer(worker, own, parts, RunDir(folder), hosts).run(resume)
+            run = Run(worker, own, parts, RunDir(folder))
+            Loop(run, PipelineEngine(run, hosts)).train(resume)
+            del run
         shares.append(most.peak / (LAYERS * WIDE * WIDE * 4))
         del parts
     return shares

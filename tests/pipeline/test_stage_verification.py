@@ -27,7 +27,9 @@ from plait.profiler import record, source, traced
 from plait.profiler.trace import trace
 from plait.schema.settings import ModelSettings, TrainSettings
 from plait.training import checkpoint, components
-from plait.training.engines.pipeline import PipelineTrainer
+from plait.training.engines.pipeline import PipelineEngine
+from plait.training.loop import Loop
+from plait.training.run import Run
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
 from support.checked import make_hard, plain_step, prepare, square_loss, staged
@@ -338,8 +340,8 @@ def train_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = 
     torch.set_num_threads(1)
     size = dist.get_world_size()
     parts = components.build(settings, torch.device("cpu"))
-    trainer = PipelineTrainer(TestWorker(rank, size), settings, parts, RunDir(folder), ["here"] * size)  # type: ignore[arg-type]
-    return trainer.run(resume)
+    run = Run(TestWorker(rank, size), settings, parts, RunDir(folder))  # type: ignore[arg-type]
+    return Loop(run, PipelineEngine(run, ["here"] * size)).train(resume)
 
 
 def refused_rank(rank: int, settings: TrainSettings, folder: Path) -> str:

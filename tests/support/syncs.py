@@ -12,7 +12,9 @@ import torch.distributed as dist
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import DataSettings, SyncSettings, TrainSettings
 from plait.training import components
-from plait.training.engines.decentralized import OwnPaceTrainer
+from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
+from plait.training.loop import Loop
+from plait.training.run import Run
 from support.averaging import job_store, open_store
 from support.training import TestWorker, digits_job
 from support.world import run_ranks
@@ -39,10 +41,10 @@ def train_at_own_pace(
     size = dist.get_world_size()
     worker = StoreWorker(rank, size, address, folder / "stop" if stop_at else None)
     parts = components.build(settings, torch.device("cpu"))
-    trainer = OwnPaceTrainer(worker, settings, parts, RunDir(folder), ["a"] * size)  # type: ignore[arg-type]
+    run = Run(worker, settings, parts, RunDir(folder))  # type: ignore[arg-type]
     if stop_at and rank == 1:
-        trainer.recorder.step = lambda step, *_: (folder / "stop").touch() if step >= stop_at else None  # type: ignore[method-assign]
-    result = trainer.run(resume)
+        run.metrics.step = lambda step, *_: (folder / "stop").touch() if step >= stop_at else None  # type: ignore[method-assign]
+    result = Loop(run, DecentralizedEngine(run, WholeModel(run, ["a"] * size))).train(resume)
     return result, {name: value.tolist() for name, value in parts.model.state_dict().items()}
 
 

@@ -23,8 +23,10 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.engines.pipeline import PipelineTrainer
-from plait.training.loop import Trainer
+from plait.training.engines.data_parallel import DataParallelEngine
+from plait.training.engines.pipeline import PipelineEngine
+from plait.training.loop import Loop
+from plait.training.run import Run
 from plait.workloads import data
 from support.meeting import rendezvous_of
 
@@ -173,8 +175,8 @@ def train_here(
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     parts = components.build(settings, torch.device("cpu"))
-    trainer = Trainer(TestWorker(rank, size, stop_file), settings, parts, RunDir(folder))  # type: ignore[arg-type]
-    result = trainer.run(resume)
+    run = Run(TestWorker(rank, size, stop_file), settings, parts, RunDir(folder))  # type: ignore[arg-type]
+    result = Loop(run, DataParallelEngine(run)).train(resume)
     return result, {name: value.clone() for name, value in parts.model.state_dict().items()}
 
 
@@ -192,7 +194,8 @@ def pipeline_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool
     size = dist.get_world_size()
     parts = components.build(settings, torch.device("cpu"))
     worker: Any = TestWorker(rank, size)
-    return PipelineTrainer(worker, settings, parts, RunDir(folder), ["here"] * size).run(resume)
+    run = Run(worker, settings, parts, RunDir(folder))
+    return Loop(run, PipelineEngine(run, ["here"] * size)).train(resume)
 
 
 def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,10 @@ from plait.schema.topology import TOPOLOGIES
 from plait.schema.topology_spec import read_wish
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
-from plait.training.loop import Trainer
+from plait.training.engine import TopologyChange
+from plait.training.engines.data_parallel import DataParallelEngine
+from plait.training.loop import Loop
+from plait.training.run import Run
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 
@@ -60,15 +63,10 @@ def test_three_workers_equal_one_process_over_every_topology(tmp_path: Path):
 def train_and_switch(rank: int, folder: Path) -> dict[str, Any]:
     """Take the job's steps, with another topology after each."""
     parts = components.build(JOB, components.choose_device("cpu", 0))
-    trainer = Trainer(TestWorker(rank, 3), JOB, parts, RunDir(folder))  # type: ignore[arg-type]
-    assert trainer.engine is not None
-    trainer._agree_on_start()
-    for steps, name in enumerate(["ring", "native", "clique", "star:2", "binary-tree", "native"], 1):
-        trainer.begin(steps)
-        trainer._lr_factor = lambda step: 1.0
-        assert trainer.train() == "finished"
-        trainer.engine.switch(name)
-    trainer.engine.close()
+    run = Run(TestWorker(rank, 3), JOB, parts, RunDir(folder))  # type: ignore[arg-type]
+    names = ["ring", "native", "clique", "star:2", "binary-tree", "native"]
+    changes = {step: TopologyChange(name) for step, name in enumerate(names, 1)}
+    Loop(run, DataParallelEngine(run), changes).train(resume=False)
     return {key: value.tolist() for key, value in parts.model.state_dict().items()}
 
 

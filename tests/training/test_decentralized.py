@@ -29,8 +29,8 @@ from plait.schema.settings import (
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints
 from plait.training.engines.auto_sync import choose
-from plait.training.engines.data_parallel import DataParallel
-from plait.training.worker import make_trainer
+from plait.training.engines.train_step import TrainStep
+from plait.training.worker import make_loop
 from support.averaging import job_store, open_store
 from support.syncs import StoreWorker, run_sync, settings_of, train_at_own_pace
 from support.training import largest_difference
@@ -191,31 +191,31 @@ def choose_in_a_world(
     rank: int, port: int, settings: TrainSettings, folder: Path, step_s: tuple[float, float]
 ) -> str:
     """The trainer that `auto` takes where a worker's steps are taken for so long."""
-    measure = DataParallel.time_backward
+    measure = TrainStep.time_backward
 
-    def time_backward(engine: DataParallel, batch: Any) -> float:
+    def time_backward(engine: TrainStep, batch: Any) -> float:
         assert measure(engine, batch) > 0
         return step_s[rank]
 
-    DataParallel.time_backward = time_backward  # type: ignore[method-assign]
+    TrainStep.time_backward = time_backward  # type: ignore[method-assign]
     size = dist.get_world_size()
     worker = StoreWorker(rank, size, port, None)
     parts = components.build(settings, torch.device("cpu"))
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
-    trainer = make_trainer(worker, settings, parts, RunDir(folder))  # type: ignore[arg-type]
+    loop: Any = make_loop(worker, settings, parts, RunDir(folder))  # type: ignore[arg-type]
     assert largest_difference(before, parts.model.state_dict()) == 0
-    return type(trainer).__name__
+    return type(loop.engine).__name__
 
 
 @pytest.mark.parametrize(
-    ("step_s", "sync", "trainer"),
-    [((0.1, 0.1), "all-reduce", "Trainer"), ((0.1, 0.4), "partial-reduce", "OwnPaceTrainer")],
+    ("step_s", "sync", "engine"),
+    [((0.1, 0.1), "all-reduce", "DataParallelEngine"), ((0.1, 0.4), "partial-reduce", "DecentralizedEngine")],
 )
 def test_auto_measures_the_workers_and_leaves_the_model_as_it_was(
-    step_s: tuple[float, float], sync: str, trainer: str, tmp_path: Path
+    step_s: tuple[float, float], sync: str, engine: str, tmp_path: Path
 ):
     settings = settings_of("auto", model=ModelSettings("support.training:norm_net"))
     with job_store() as port:
-        assert run_ranks(2, choose_in_a_world, port, settings, tmp_path, step_s) == [trainer] * 2
+        assert run_ranks(2, choose_in_a_world, port, settings, tmp_path, step_s) == [engine] * 2
     (chosen,) = [e for e in all_events(tmp_path)[0] if isinstance(e, run_events.SyncChosen)]
     assert chosen.sync == sync

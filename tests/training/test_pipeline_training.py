@@ -26,7 +26,9 @@ from plait.planner.schedules.orders import operations
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.schema.topology_spec import TopologySpec
 from plait.training import checkpoint, components
-from plait.training.engines.pipeline import PipelineTrainer, check_pipeline
+from plait.training.engines.pipeline import PipelineEngine, check_pipeline
+from plait.training.loop import Loop
+from plait.training.run import Run
 from support.plans import placed, planned
 from support.training import TestWorker, digits_job, largest_difference, train_here
 from support.training import train_rank as train_plainly
@@ -57,8 +59,8 @@ def train_rank(
     size = dist.get_world_size()
     parts = components.build(settings, torch.device("cpu"))
     worker: Any = TestWorker(rank, size, stop_file)
-    trainer = PipelineTrainer(worker, settings, parts, RunDir(folder), hosts or ["here"] * size)
-    return trainer.run(resume)
+    run = Run(worker, settings, parts, RunDir(folder))
+    return Loop(run, PipelineEngine(run, hosts or ["here"] * size)).train(resume)
 
 
 def final_weights(folder: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from plait.training import checkpoint, components
 from plait.training.engines.pipeline import check_pipeline
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.replica_layout import columns_of
-from plait.training.worker import make_trainer
+from plait.training.worker import make_loop
 from support.averaging import job_store
 from support.plans import planned
 from support.syncs import StoreWorker
@@ -51,7 +51,7 @@ def train_rank(rank: int, port: int, settings: TrainSettings, folder: Path, host
     worker: Any = StoreWorker(rank, dist.get_world_size(), port, None)
     worker.host = hosts[rank]
     parts = components.build(settings, torch.device("cpu"))
-    return make_trainer(worker, settings, parts, RunDir(folder)).run(resume=False)
+    return make_loop(worker, settings, parts, RunDir(folder)).train(resume=False)
 
 
 def train(settings: TrainSettings, folder: Path) -> list[Any]:

@@ -23,7 +23,9 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import checkpoint, components
-from plait.training.engines.decentralized import OwnPaceTrainer
+from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
+from plait.training.loop import Loop
+from plait.training.run import Run
 from support.averaging import job_store
 from support.syncs import StoreWorker, settings_of
 from support.world import run_ranks
@@ -58,7 +60,8 @@ def train(rank: int, port: int, settings: TrainSettings, folder: Path, resume: b
     size = dist.get_world_size()
     parts = components.build(settings, torch.device("cpu"))
     worker: Any = StoreWorker(rank, size, port, None)
-    OwnPaceTrainer(worker, settings, parts, RunDir(folder), ["a"] * size).run(resume)
+    run = Run(worker, settings, parts, RunDir(folder))
+    Loop(run, DecentralizedEngine(run, WholeModel(run, ["a"] * size))).train(resume)
     model = {f"model/{name}": value for name, value in parts.model.state_dict().items()}
     return model | named_state.optimizer_state(parts.optimizer, parts.names)
 

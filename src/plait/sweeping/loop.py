@@ -402,7 +402,7 @@ class SweepLoop:
         for place in places:
             seat = seats[place]
             if seat.is_evaluation_due:
-                seat.patience.judge(metrics[place])
+                seat.patience.update(metrics[place])
             if seat.is_out_of_patience:
                 self._end(place, "early-stop", metrics[place])
                 leaving.append(place)

@@ -81,7 +81,7 @@ class RunningTrial:
     @property
     def is_out_of_patience(self) -> bool:
         """Whether it ends early; also one that was killed between its last checkpoint and that record."""
-        return self.patience.is_over() and self.step < self.steps
+        return self.patience.should_stop() and self.step < self.steps
 
     @property
     def has_diverged(self) -> bool:

@@ -20,7 +20,7 @@ from plait.sweeping.client import AnswerThread, LocalClient, RemoteClient
 from plait.sweeping.coordinator import Coordinator, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.engines.commands import EndCommand
-from plait.sweeping.engines.leader import Follower
+from plait.sweeping.engines.leader import ArrayFollower
 from plait.sweeping.loop import SweepLoop
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
@@ -83,7 +83,7 @@ def _take_part(
     """Lead a team, or a team of one, or follow; what rank 0 has to tell."""
     sets = DataSets()
     if team is not None and not team.leads:
-        Follower(team, sets, device).run()
+        ArrayFollower(team, sets, device).run()
         return {}
     teams = worker.world_size // settings.team_size
     if teams > 1:

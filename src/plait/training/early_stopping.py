@@ -17,7 +17,7 @@ class EarlyStopping:
     best: float | None = None
     without_gain: int = 0
 
-    def judge(self, metrics: Mapping[str, float]) -> None:
+    def update(self, metrics: Mapping[str, float]) -> None:
         """Count an evaluation that brought no gain."""
         if self.rule is None or not metrics:
             return
@@ -27,7 +27,7 @@ class EarlyStopping:
         else:
             self.without_gain += 1
 
-    def is_over(self) -> bool:
+    def should_stop(self) -> bool:
         return self.rule is not None and self.without_gain >= self.rule.patience
 
 

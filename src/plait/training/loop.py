@@ -1,37 +1,30 @@
-"""The trainer: the loop around steps, with evaluation, checkpoints, early stop and the record of it all."""
+"""The loop of every run: steps, evaluation, checkpoints, early stopping, and the record of it all.
+
+How steps are computed is the engine's business (`engine.py`); what is due after which step is the loop's.
+"""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
-from plait.data import loader
-from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches, mix
-from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
-from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
-from plait.pipeline import named_state
+from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.components import UNKNOWN_STEPS, Components, emulated, total_steps
+from plait.training.checkpoint import Checkpoint
+from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
-from plait.training.engines.data_parallel import DataParallel
-from plait.training.evaluate import evaluate_parts
+from plait.training.engine import Change, Engine, EngineState, Following, Starting
 from plait.training.loss_parts import describe_parts
-from plait.training.metrics import MetricsLogger
 from plait.training.optim import build_lr_factor
+from plait.training.run import Run
 
 
 def keep_what_was_built() -> None:
@@ -57,295 +50,244 @@ def check_order(
             )
 
 
-class Trainer:
-    """Trains `parts` on this worker from where the last good checkpoint left off."""
+class _Starting:
+    """A run's beginning: from its newest good checkpoint, the same on all workers."""
 
-    def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
-        self.worker = worker
-        self.settings = settings
-        self.parts = parts
-        self.folder = folder
-        self.step = self.steps = 0
-        self.position = Position()
-        self.best: dict[str, Any] | None = None
-        self.patience = EarlyStopping(settings.early_stop)
-        self.engine = self._make_engine()
-        self.recorder = MetricsLogger(worker, settings, parts, folder)
+    def __init__(self, run: Run, engine: Starting) -> None:
+        self.run = run
+        self._starting = engine
+        self._best: dict[str, Any] | None = None
+        self._early_stopping = EarlyStopping(run.settings.early_stop)
 
-    def _make_engine(self) -> DataParallel | None:
-        return DataParallel(self.worker, self.settings, self.parts)
-
-    def _average_buffers(self) -> None:
-        assert self.engine is not None
-        self.engine.average_buffers()
-
-    def run(self, resume: bool) -> dict[str, Any]:
-        """Train to the end or until asked to stop; what the run came to. All ranks call it together."""
+    def start(self, resume: bool) -> None:
+        """Take up the state that all workers go on from."""
         if resume:
             self._restore()
         self._agree_on_start()
-        # Counted from the position: the batch size may have changed since the steps before were taken.
-        self.begin(total_steps(self.settings, self.parts.train_set.length, self.step, self.position))
-        if self.parts.train_set.is_stream:
-            self._warn_of_skipping()
-        keep_what_was_built()
-        reason = self.train()
-        self.recorder.log_rest()
-        # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
-        metrics = self._evaluate() if reason != "stopped" else {}
-        self._save_last(metrics)
-        if self.engine is not None:
-            self.engine.close()
-        if self.recorder.diverged_at is not None:
-            reason = "diverged"
-        return self.recorder.end(self.step, reason, metrics, self.best)
 
-    def begin(self, steps: int) -> None:
-        """Get ready to go on until `steps` steps are done."""
-        self.steps = steps
-        self._lr_factor = build_lr_factor(self.settings.lr_schedule, steps)
-        self._tell_of_parts()
-        self.recorder.start(self.step, None if steps == UNKNOWN_STEPS else steps)
-        if slow := emulated(self.settings.precision, self.parts.device):
-            self.recorder.warn(slow)
-        if self.engine is not None and self.engine.chosen is not None:
-            self.recorder.note(self.engine.chosen)
-
-    def _tell_of_parts(self) -> None:
-        """Warn where a batch that is trained in parts has another loss than as a whole."""
-        asked = self.worker.rank == 0 and self.settings.verify != "off"
-        if asked and self._parts_of_a_batch() > 1 and (words := describe_parts(self.settings, self.parts)):
-            self.recorder.warn(words)
-
-    def _parts_of_a_batch(self) -> int:
-        """In how many parts, each with a loss of its own, a batch is trained."""
-        return self.worker.world_size * self.settings.accumulate
-
-    def train(self) -> str:
-        """Take steps until the last one, a request to stop, or the end of patience; which of them it was."""
-        assert self.engine is not None
-        if self.patience.is_over():
-            return "early-stop"
-        for batch in itertools.islice(self._batches(), self._steps_left()):
-            # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
-            loader.seed_all(mix(self.settings.seed, self.step, self.worker.rank))
-            factor = self._lr_factor(self.step)
-            loss, stop = self.engine.step(batch, factor)
-            self.step += 1
-            self.position = batch.after
-            self.recorder.step(self.step, batch.epoch, loss, self.parts.base_lrs[0] * factor, batch.total)
-            if batch.last or self._steps_left() == 0:
-                break
-            self._evaluate_or_save()
-            if self.patience.is_over():
-                return "early-stop"
-            if stop:
-                return "stopped"
-        if self._steps_left() is None:
-            self.steps = self.step
-            self.recorder.set_steps(self.step)
-        return "finished"
-
-    def _steps_left(self) -> int | None:
-        """How many steps are left; None for a run over epochs of a stream, which ends with the stream."""
-        if self.parts.train_set.is_stream and self.settings.epochs is not None:
-            return None
-        return max(self.steps - self.step, 0)
-
-    def _evaluate_or_save(self) -> None:
-        """What is due after this step: an evaluation, and one checkpoint at most."""
-        every = self.settings.evaluate.every_steps
-        metrics = self._evaluate() if every and self.step % every == 0 else {}
-        self.patience.judge(metrics)
-        if self.step % self.settings.checkpoint.every_steps == 0 or self._is_best(metrics):
-            self._save(metrics)
-
-    def _order(self) -> Iterator[GlobalBatch]:
-        """The batches to come, by their samples."""
-        data, source = self.settings.data, self.parts.train_set
-        return batches(
-            self.position,
-            ENDLESS if source.length is None else len(source),
-            data.batch_size,
-            seed=self.settings.seed,
-            shuffle=data.shuffle and not source.is_stream,
-            keep_last=data.last_batch == "keep",
-        )
-
-    def _batches(self) -> Iterator[loader.Batch]:
-        data, parts = self.settings.data, self.parts
-        if parts.train_set.is_stream:
-            return self._stream()
-        return loader.load(
-            parts.train_set,
-            self._order(),
-            seed=self.settings.seed,
-            rank=self.worker.rank,
-            world_size=self.worker.world_size,
-            loaders=data.loaders,
-            pin=parts.device.type == "cuda",
-        )
-
-    def _warn_of_skipping(self) -> None:
-        if self.position.sample and (self.position.stream is None or self.settings.pipeline is not None):
-            self.recorder.warn(
-                f"no state of the stream to continue from: {self.position.sample:,} samples of epoch "
-                f"{self.position.epoch} are read again and skipped, which is exact if it gives the same "
-                f"samples as before"
-            )
-
-    def _stream(self) -> Iterator[loader.Batch]:
-        """This worker's shares of the batches of a stream, from the run's position on."""
-        settings, data, parts = self.settings, self.settings.data, self.parts
-        source, worker = parts.train_set, self.worker
-        order = StreamOrder(
-            self.position, data.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
-        )
-        pin = parts.device.type == "cuda"
-        batches = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
-        for number, batch in enumerate(batches):
-            if number == 0 and worker.world_size > 1:
-                check_same_stream(batch)
-            if number == 0 and has_state(source.dataset) and batch.after.stream is None:
-                self.recorder.warn(
-                    "the stream's state_dict holds values that a checkpoint cannot keep (expected numbers, "
-                    "text, None, lists, and dicts with text as keys); a resumed run will skip the samples "
-                    "that were used"
-                )
-            yield batch
-
-    def _evaluate(self) -> dict[str, float]:
-        if self.parts.test_set is None:
-            return {}
-        self._average_buffers()
-        started = time.perf_counter()
-        metrics = self._measure()
-        seconds = time.perf_counter() - started
-        self.recorder.evaluated(self.step, metrics, self.parts.test_set.length or 0, seconds)
-        return metrics
-
-    def _measure(self) -> dict[str, float]:
-        """Mean loss and metric over the test split, the same on all ranks."""
-        return evaluate_parts(self.parts, self.settings, self.worker.rank, self.worker.world_size)
-
-    def _is_best(self, metrics: dict[str, float]) -> bool:
-        name = self.settings.checkpoint.keep_best
-        if name is None or not metrics or not math.isfinite(metrics[name]):
-            return False
-        return self.best is None or gain(name, metrics[name], self.best[name]) > 0
-
-    def _save(self, metrics: dict[str, float]) -> None:
-        """Rank 0 writes a checkpoint of the state after this step; the others wait at the next sum."""
-        is_best = self._is_best(metrics)
-        if is_best:
-            self.best = {"step": self.step, **metrics}
-        started = time.perf_counter()
-        self._gather_state()
-        if not self._writes():
-            return
-        if self.settings.stop_on_nan and not self.recorder.is_loss_finite:
-            self.recorder.warn(
-                f"no checkpoint of step {self.step}, whose loss is no number: earlier ones stay"
-            )
-            return
-        rule, folder = self.settings.checkpoint, self.folder.checkpoints
-        checkpoints.save(folder, self._state())
-        if is_best:
-            checkpoints.point_to_best(folder, self.step)
-        checkpoints.prune(folder, self.step, rule.keep_last, self.best["step"] if self.best else None)
-        self.recorder.saved(self.step, time.perf_counter() - started, is_best)
-
-    def _save_last(self, metrics: dict[str, float]) -> None:
-        """Write the checkpoint of the run's end."""
-        self._save(metrics)
-
-    def _writes(self) -> bool:
-        """Whether this worker is the one that writes checkpoints."""
-        return self.worker.rank == 0
-
-    def _gather_state(self) -> None:
-        """Let whoever writes a checkpoint have all of it; all workers call it together."""
-        self._average_buffers()
-
-    def _state(self) -> checkpoints.Checkpoint:
-        parts = self.parts
+    def _checkpoint(self, state: EngineState) -> Checkpoint:
+        run, stopping = self.run, self._early_stopping
         progress = {
-            "position": asdict(self.position),
-            "seed": self.settings.seed,
-            "shuffle": self.settings.data.shuffle,
-            "samples": self.parts.train_set.length,
-            "best": self.best,
-            "early_best": self.patience.best,
-            "evaluations_without_gain": self.patience.without_gain,
-            "loss_scale": parts.scaler.state_dict(),
-            "optimizer": self.settings.optimizer.kind,
-            "workers": self.worker.world_size,
+            "position": asdict(run.position),
+            "seed": run.settings.seed,
+            "shuffle": run.settings.data.shuffle,
+            "samples": run.parts.train_set.length,
+            "best": self._best,
+            "early_best": stopping.best,
+            "evaluations_without_gain": stopping.without_gain,
+            "loss_scale": run.parts.scaler.state_dict(),
+            "optimizer": run.settings.optimizer.kind,
+            "workers": run.worker.world_size,
         }
-        return checkpoints.Checkpoint(
-            self.step,
-            named_state.model_state(parts.model),
-            named_state.optimizer_state(parts.optimizer, parts.names),
-            progress,
-        )
+        return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
 
     def _restore(self) -> None:
         """Take up the newest checkpoint that is whole and of this model; tell of those that are not."""
-        refused = []
-        for path in checkpoints.list_checkpoints(self.folder.checkpoints):
+        run, refused = self.run, []
+        for path in checkpoints.list_checkpoints(run.folder.checkpoints):
             try:
-                self._take_up_from(path)
+                self._take_up(self._starting.read(path))
             except CheckpointError as failure:
                 refused.append(str(failure))
-                self.recorder.refused(path, str(failure))
+                run.metrics.refused(path, str(failure))
                 continue
             return
         if not refused:
-            self.recorder.warn(f"no checkpoint below {self.folder.checkpoints}; starting from the first step")
+            run.metrics.warn(f"no checkpoint below {run.folder.checkpoints}; starting from the first step")
         if refused:
             raise CheckpointError(
-                f"no checkpoint below {self.folder.checkpoints} can be used; the newest: {refused[0]}"
+                f"no checkpoint below {run.folder.checkpoints} can be used; the newest: {refused[0]}"
             )
 
-    def _take_up_from(self, path: Path) -> None:
-        self._take_up(checkpoints.load(path))
-
-    def _take_up(self, state: checkpoints.Checkpoint) -> None:
-        def load_tensors() -> None:
-            checkpoints.load_model_state(self.parts.model, state.model)
-            named_state.load_optimizer_state(self.parts.optimizer, self.parts.names, state.optimizer)
-
-        self._take_up_progress(state.step, state.progress, load_tensors)
-
-    def _take_up_progress(
-        self, step: int, progress: Mapping[str, Any], load_tensors: Callable[[], None]
-    ) -> None:
-        """Go on after `step` steps; nothing has changed where the progress or the tensors are refused."""
-        parts = self.parts
-        checkpoints.check_optimizer(progress, self.settings.optimizer.kind)
+    def _take_up(self, state: Checkpoint) -> None:
+        """Go on from a checkpoint; nothing has changed where its progress or its tensors are refused."""
+        run, progress = self.run, state.progress
+        checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
         try:
             position = decode(Position, progress["position"])
             best, early_best = progress["best"], progress["early_best"]
             without_gain, loss_scale = int(progress["evaluations_without_gain"]), progress["loss_scale"]
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
-        check_order(progress, position, self.settings, parts.train_set.length)
-        load_tensors()
-        self.step, self.position = step, position
-        self.best = best if best and checkpoints.has(self.folder.checkpoints, best.get("step")) else None
-        self.patience.best, self.patience.without_gain = early_best, without_gain
+        check_order(progress, position, run.settings, run.parts.train_set.length)
+        self._starting.load(state)
+        run.step, run.position = state.step, position
+        self._best = best if best and checkpoints.has(run.folder.checkpoints, best.get("step")) else None
+        self._early_stopping.best, self._early_stopping.without_gain = early_best, without_gain
         # A run that had no loss scale begins with a fresh one.
-        if loss_scale and parts.scaler.is_enabled():
-            parts.scaler.load_state_dict(loss_scale)
+        if loss_scale and run.parts.scaler.is_enabled():
+            run.parts.scaler.load_state_dict(loss_scale)
 
     def _agree_on_start(self) -> None:
         """All workers start from rank 0's state, also where their folders are not shared."""
-        if self.worker.world_size == 1:
+        worker = self.run.worker
+        if worker.world_size == 1:
             return
-        steps = all_gather_values(self.step)
-        if len(set(steps)) > 1:
-            state = checkpoints.broadcast(self._state() if self.worker.rank == 0 else None)
-            if self.worker.rank != 0:
+        if len(set(all_gather_values(self.run.step))) > 1:
+            own = self._checkpoint(self._starting.start_state()) if worker.rank == 0 else None
+            state = checkpoints.broadcast(own)
+            if worker.rank != 0:
                 self._take_up(state)
-        with torch.no_grad():
-            for tensor in itertools.chain(self.parts.model.parameters(), self.parts.model.buffers()):
-                dist.broadcast(tensor, src=0)
+        self._starting.broadcast_start()
+
+
+class Loop(_Starting):
+    """Trains a run with an engine, from where the last good checkpoint left off.
+
+    `changes` are applied after so many steps, by all workers at once.
+    """
+
+    def __init__(self, run: Run, engine: Engine, changes: Mapping[int, Change] | None = None) -> None:
+        super().__init__(run, engine)
+        self.engine = engine
+        self._changes = dict(changes or {})
+        self._steps = 0
+        # A run over epochs of a stream ends with the stream, whatever length it claims.
+        self._until_data_ends = run.parts.train_set.is_stream and run.settings.epochs is not None
+
+    def train(self, resume: bool) -> dict[str, Any]:
+        """Train to the end or until asked to stop; what the run came to. All ranks call it together."""
+        run = self.run
+        self.start(resume)
+        # Counted from the position: the batch size may have changed since the steps before were taken.
+        self.begin(total_steps(run.settings, run.parts.train_set.length, run.step, run.position))
+        reason = self.take_steps()
+        run.metrics.log_rest()
+        # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
+        metrics = self._evaluate() if reason != "stopped" else {}
+        self.engine.finish(lambda: self._save(metrics))
+        self.engine.close()
+        run.close()
+        if run.metrics.diverged_at is not None:
+            reason = "diverged"
+        return run.metrics.end(run.step, reason, metrics, self._best)
+
+    def begin(self, steps: int) -> None:
+        """Get ready to go on until `steps` steps are done."""
+        run, metrics = self.run, self.run.metrics
+        self._steps = steps
+        run.lr_factor = build_lr_factor(run.settings.lr_schedule, steps)
+        self._tell_of_parts()
+        metrics.start(run.step, None if steps == UNKNOWN_STEPS else steps)
+        if slow := emulated(run.settings.precision, run.parts.device):
+            metrics.warn(slow)
+        if run.parts.train_set.is_stream:
+            self._warn_of_skipping()
+        self.engine.open()
+        keep_what_was_built()
+        metrics.begin_steps()
+
+    def _tell_of_parts(self) -> None:
+        """Warn where a batch that is trained in parts has another loss than as a whole."""
+        run = self.run
+        asked = run.worker.rank == 0 and run.settings.verify != "off"
+        if asked and self.engine.parts_of_a_batch > 1 and (words := describe_parts(run.settings, run.parts)):
+            run.metrics.warn(words)
+
+    def _warn_of_skipping(self) -> None:
+        run = self.run
+        if run.position.sample and (run.position.stream is None or run.settings.pipeline is not None):
+            run.metrics.warn(
+                f"no state of the stream to continue from: {run.position.sample:,} samples of epoch "
+                f"{run.position.epoch} are read again and skipped, which is exact if it gives the same "
+                f"samples as before"
+            )
+
+    def take_steps(self) -> str:
+        """Take steps until the last one, a request to stop, or the end of patience; which of them it was."""
+        run = self.run
+        if self._early_stopping.should_stop():
+            return "early-stop"
+        while self._steps_left() > 0:
+            self._apply_changes()
+            trained = self.engine.train(min(self._steps_left(), self._next_due() - run.step))
+            run.step += trained.steps
+            run.position = trained.position
+            if trained.ended:
+                self._until_data_ends, self._steps = False, run.step
+                run.metrics.set_steps(run.step)
+            if self._steps_left() == 0:
+                break
+            self._evaluate_or_save()
+            if self._early_stopping.should_stop():
+                return "early-stop"
+            if trained.stopped:
+                return "stopped"
+        return "finished"
+
+    def _steps_left(self) -> int:
+        return UNKNOWN_STEPS if self._until_data_ends else max(self._steps - self.run.step, 0)
+
+    def _apply_changes(self) -> None:
+        change = self._changes.get(self.run.step)
+        if change is not None:
+            self.engine.apply(change)
+
+    def _next_due(self) -> int:
+        """The next step after which something is due."""
+        settings, step = self.run.settings, self.run.step
+        periods = [settings.checkpoint.every_steps, settings.evaluate.every_steps]
+        ends = [step + each - step % each for each in periods if each]
+        return min(ends + [at for at in self._changes if at > step])
+
+    def _evaluate_or_save(self) -> None:
+        """What is due after this step: an evaluation, and one checkpoint at most."""
+        settings, step = self.run.settings, self.run.step
+        every = settings.evaluate.every_steps
+        metrics = self._evaluate() if every and step % every == 0 else {}
+        self._early_stopping.update(metrics)
+        if step % settings.checkpoint.every_steps == 0 or self._is_best(metrics):
+            self._save(metrics)
+
+    def _evaluate(self) -> dict[str, float]:
+        run = self.run
+        if run.parts.test_set is None:
+            return {}
+        started = time.perf_counter()
+        metrics = self.engine.evaluate()
+        seconds = time.perf_counter() - started
+        run.metrics.evaluated(run.step, metrics, run.parts.test_set.length or 0, seconds)
+        return metrics
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        name = self.run.settings.checkpoint.keep_best
+        if name is None or not metrics or not math.isfinite(metrics[name]):
+            return False
+        return self._best is None or gain(name, metrics[name], self._best[name]) > 0
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        """One worker writes a checkpoint of the state after this step; the others go on."""
+        run = self.run
+        is_best = self._is_best(metrics)
+        if is_best:
+            self._best = {"step": run.step, **metrics}
+        started = time.perf_counter()
+        state = self.engine.state()
+        if state is None:
+            return
+        if run.settings.stop_on_nan and not run.metrics.is_loss_finite:
+            run.metrics.warn(f"no checkpoint of step {run.step}, whose loss is no number: earlier ones stay")
+            state.discard()
+            return
+        rule, folder = run.settings.checkpoint, run.folder.checkpoints
+        checkpoints.save(folder, self._checkpoint(state))
+        state.discard()
+        if is_best:
+            checkpoints.point_to_best(folder, run.step)
+        checkpoints.prune(folder, run.step, rule.keep_last, self._best["step"] if self._best else None)
+        run.metrics.saved(run.step, time.perf_counter() - started, is_best)
+
+
+class Follower(_Starting):
+    """A worker without a loop of its own: another one tells its engine what to do."""
+
+    def __init__(self, run: Run, engine: Following) -> None:
+        super().__init__(run, engine)
+        self._engine = engine
+
+    def train(self, resume: bool) -> dict[str, Any]:
+        """Follow to the end of the run; the record is kept elsewhere."""
+        self.start(resume)
+        self._engine.follow(ready=keep_what_was_built)
+        self.run.close()
+        return {}

@@ -21,8 +21,10 @@ from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.components import Components
 from plait.training.eager_optimizers import use_eager_optimizers
-from plait.training.engines.decentralized import OwnPaceTrainer
-from plait.training.loop import Trainer
+from plait.training.engines.data_parallel import DataParallelEngine
+from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
+from plait.training.loop import Follower, Loop
+from plait.training.run import Run
 
 
 def check_order(order: dict[str, Any]) -> None:
@@ -43,8 +45,7 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
     folder = RunDir(Path(order["folder"]))
     parts = components.build(settings, device, pieces=components.find_pieces(settings, device))
-    trainer = make_trainer(worker, settings, parts, folder)
-    result = trainer.run(resume=order["resume"])
+    result = make_loop(worker, settings, parts, folder).train(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and settings.sync.kind not in TOLERANT:
         dist.destroy_process_group()
@@ -64,47 +65,35 @@ class DivergedError(PlaitError):
         )
 
 
-def make_trainer(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> Trainer:
-    """The trainer that the settings ask for; all workers make one together."""
-    if settings.pipeline is None and (worker.world_size == 1 or settings.sync.kind == "all-reduce"):
-        return Trainer(worker, settings, parts, folder)
-    hosts = worker.hosts
-    if settings.pipeline is None:
-        return _with_sync(worker, settings, parts, folder, hosts)
-    return _with_stages(worker, settings, parts, folder, hosts)
+def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> Loop | Follower:
+    """The loop with the engine that the settings ask for; all workers make one together."""
+    chosen = None
+    if settings.sync.kind == "auto" and settings.pipeline is None and worker.world_size > 1:
+        from plait.training.engines.auto_sync import choose_sync  # imports the profiler
+
+        chosen = choose_sync(worker, settings, parts)
+        settings = replace(settings, sync=SyncSettings(chosen.sync))
+    run = Run(worker, settings, parts, folder)
+    if chosen is not None:
+        run.metrics.note(chosen)
+    if settings.pipeline is not None:
+        return _with_stages(run)
+    if worker.world_size == 1 or settings.sync.kind == "all-reduce":
+        return Loop(run, DataParallelEngine(run))
+    return Loop(run, DecentralizedEngine(run, WholeModel(run, worker.hosts)))
 
 
-def _with_stages(
-    worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir, hosts: Sequence[str]
-) -> Trainer:
-    """A trainer for workers that hold stages of the model."""
+def _with_stages(run: Run) -> Loop | Follower:
+    """The loop of a worker that holds stages of the model."""
     # Slow to import, with all that tracing needs.
-    from plait.training.engines.pipeline import PipelineTrainer, check_pipeline
-    from plait.training.engines.pipeline_replicas import FollowerTrainer, HeadTrainer
+    from plait.training.engines.pipeline import PipelineEngine, check_pipeline
+    from plait.training.engines.pipeline_replicas import FollowerEngine, LeadPipeline
     from plait.training.engines.replica_layout import columns_of
 
-    if settings.sync.kind == "all-reduce":
-        return PipelineTrainer(worker, settings, parts, folder, hosts)
-    arrangement = check_pipeline(settings, worker.world_size)
-    heads = [column.layout.worker(0, 0) for column in columns_of(arrangement)]
-    trainer = HeadTrainer if worker.rank in heads else FollowerTrainer
-    return trainer(worker, settings, parts, folder, hosts, arrangement)
-
-
-def _with_sync(
-    worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir, hosts: Sequence[str]
-) -> Trainer:
-    """A trainer for workers that may be unlike, with the sync that the job names or measurements choose."""
-    if settings.sync.kind != "auto":
-        return OwnPaceTrainer(worker, settings, parts, folder, hosts)
-    from plait.training.engines.auto_sync import choose_sync  # imports the profiler
-
-    chosen = choose_sync(worker, settings, parts)
-    settings = replace(settings, sync=SyncSettings(chosen.sync))
-    trainer = (
-        Trainer(worker, settings, parts, folder)
-        if chosen.sync == "all-reduce"
-        else OwnPaceTrainer(worker, settings, parts, folder, hosts)
-    )
-    trainer.recorder.note(chosen)
-    return trainer
+    hosts = run.worker.hosts
+    if run.settings.sync.kind == "all-reduce":
+        return Loop(run, PipelineEngine(run, hosts))
+    layout = check_pipeline(run.settings, run.worker.world_size)
+    if run.worker.rank in [column.layout.worker(0, 0) for column in columns_of(layout)]:
+        return Loop(run, DecentralizedEngine(run, LeadPipeline(run, hosts, layout)))
+    return Follower(run, FollowerEngine(run, hosts, layout))

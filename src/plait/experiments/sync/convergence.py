@@ -39,7 +39,7 @@ from plait.schema.settings import (
 )
 from plait.schema.topology_spec import TopologySpec
 from plait.training import components
-from plait.training.worker import make_trainer
+from plait.training.worker import make_loop
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.mlp import mlp_tiny
 
@@ -186,7 +186,7 @@ def _time_to_target(
     with tempfile.TemporaryDirectory() as path:
         folder = RunDir(Path(path))
         parts = components.build(settings, torch.device("cpu"))
-        make_trainer(guest, settings, parts, folder).run(resume=False)
+        make_loop(guest, settings, parts, folder).train(resume=False)
         if dist.is_initialized():
             dist.destroy_process_group()
         worker.store.set(f"bench/done/{number}/{worker.rank}", "")

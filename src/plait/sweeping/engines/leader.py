@@ -129,7 +129,7 @@ def _newcomers(entries: Sequence[TrialInit]) -> tuple[commands.Newcomer, ...]:
     return tuple(commands.Newcomer(entry.settings, entry.state) for entry in entries)
 
 
-class Follower:
+class ArrayFollower:
     """A worker that holds what its leader holds, and does what that says."""
 
     def __init__(self, team: WorkerGroup, sets: DataSets, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from plait.data.sampler import mix
 from plait.pipeline import named_state
 from plait.sweeping.engines.fused import TrialInit, TrialTensors
 from plait.sweeping.worker_group import TeamSum, WorkerGroup, share_of
-from plait.training.engines.data_parallel import DataParallel
+from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import means, sums_over_share
 
 
@@ -42,7 +42,7 @@ class UnfusedArray:
         assert len(entries) == 1
         (self._entry,) = entries
         self._age = self._entry.age
-        self._engine = DataParallel(_Alone(), self._entry.settings, self._entry.parts)  # type: ignore[arg-type]
+        self._engine = TrainStep(_Alone(), self._entry.settings, self._entry.parts)  # type: ignore[arg-type]
         # Whether a step may have made the running statistics of a team's workers differ.
         self._differs = False
         if self._team is not None:

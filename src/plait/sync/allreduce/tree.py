@@ -16,13 +16,13 @@ from plait.core.codec import encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Topology
 from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, MOST_FAR_BYTES
-from plait.sync.allreduce.engine import Engine, Reduction, layout
+from plait.sync.allreduce.reduce_thread import ReduceThread, Reduction, layout
 from plait.sync.allreduce.reducer import Members, Pending, Spec
 
 
 @dataclass(frozen=True)
 class _Sum:
-    engine: Engine
+    engine: ReduceThread
     job: Reduction
     bring_back: Callable[[], object] | None
 
@@ -56,7 +56,7 @@ class OverTopology:
         if most is None:
             # From the hosts' names, which all members know alike.
             most = MOST_BYTES if len(set(members.hosts)) == 1 else MOST_FAR_BYTES
-        self._engine = Engine(members, _see_each_other(members, region), most, least)
+        self._engine = ReduceThread(members, _see_each_other(members, region), most, least)
         self._engine.start()
         self.topology: Topology | None = None
 

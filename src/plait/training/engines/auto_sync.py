@@ -14,7 +14,7 @@ from plait.data.sampler import GlobalBatch, Position, epoch_order
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
-from plait.training.engines.data_parallel import DataParallel
+from plait.training.engines.train_step import TrainStep
 
 STEPS = 10
 # All-reduce is exact; others have to be this much faster to be worth it.
@@ -39,11 +39,11 @@ def choose(step_s: Sequence[Sequence[float]]) -> SyncChosen:
 
 def choose_sync(worker: Worker, settings: TrainSettings, parts: Components) -> SyncChosen:
     """The choice that all workers make together, from steps whose gradients are dropped."""
-    engine = DataParallel(worker, settings, parts, alone=True)
+    step = TrainStep(worker, settings, parts, alone=True)
     kept = [buffer.clone() for buffer in parts.model.buffers()]
     batch = _first_share(worker, settings, parts)
     # The first step warms up.
-    own = [engine.time_backward(batch) for _ in range(STEPS + 1)][1:]
+    own = [step.time_backward(batch) for _ in range(STEPS + 1)][1:]
     with torch.no_grad():
         for buffer, before in zip(parts.model.buffers(), kept):
             buffer.copy_(before)

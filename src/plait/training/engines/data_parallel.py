@@ -1,159 +1,98 @@
-"""One step of a data-parallel run: every worker holds the model and works on its share of the batch.
-
-N workers on a global batch take the same steps as one process on it. Each weights its loss by its share's
-size, and gradients are summed. BatchNorm uses the statistics of each worker's share, as in
-DistributedDataParallel; `average_buffers` gives all workers the mean of their running statistics, weighted by
-the samples that each has seen.
-"""
+"""Data parallel: every worker holds the model, works on its share of each batch, and gradients are summed."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from plait.data.calling import forward
-from plait.data.loader import Batch, cut, to_device
-from plait.launch.worker import Worker
-from plait.pipeline.frozen import FrozenAtStart
-from plait.schema.settings import TrainSettings
-from plait.schema.topology_spec import read_wish
-from plait.sync.allreduce.autotune import TopologyChosen, settle
-from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.reducer import whole_world
-from plait.sync.buffers import average
-from plait.training.components import Components
-from plait.training.stragglers import StragglerInjector
+from plait.data import loader
+from plait.data.sampler import mix
+from plait.pipeline import named_state
+from plait.training import checkpoint as checkpoints
+from plait.training.checkpoint import Checkpoint
+from plait.training.engine import Change, EngineState, Trained, whole_state
+from plait.training.engines.train_step import TrainStep
+from plait.training.evaluate import evaluate_parts
+from plait.training.run import Run
 
 
-class DataParallel:
-    """Takes steps on `parts` together with the other workers, or, with `alone`, on its own gradients."""
+class DataParallelEngine:
+    """Steps of a run whose workers each hold the whole model; also of a single process."""
 
-    def __init__(
-        self, worker: Worker, settings: TrainSettings, parts: Components, alone: bool = False
-    ) -> None:
-        self._worker = worker
-        self._settings = settings
-        self._parts = parts
-        together = worker.world_size > 1 and not alone
-        self._members = whole_world(worker.rendezvous) if together else None
-        self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
-        self.chosen = self._start_topology()
-        self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
-        self._frozen = FrozenAtStart(parts.model.named_parameters())
-        self._wish = _Wish(parts.device)
-        # Samples of this worker since all agreed on running statistics.
-        self._seen = 0
-        # What comes between the gradients of a worker alone and its update.
-        self.before_update: Callable[[], None] | None = None
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._step: TrainStep | None = None
+        # The batches to come; loader processes read them ahead, also while an evaluation runs.
+        self._batches: Iterator[loader.Batch] | None = None
 
-    def _start_topology(self) -> TopologyChosen | None:
-        """Sum as the settings ask; what was measured for it, if anything was."""
-        if self._sync is None or self._members is None:
-            return None
-        topology, chosen = settle(
-            self._settings.topology, self._members, self._sync.gradient_bytes, self._parts.device
-        )
-        if topology is not None:
-            self._sync.switch(topology)
-        return chosen
+    @property
+    def parts_of_a_batch(self) -> int:
+        return self._run.worker.world_size * self._run.settings.accumulate
 
-    def switch(self, topology: str) -> None:
-        """Sum over the topology of that name from the next step on; all workers call it between two steps."""
-        if self._sync is not None and self._members is not None:
-            wish, size = read_wish(topology), self._sync.gradient_bytes
-            self._sync.switch(settle(wish, self._members, size, self._parts.device)[0])
+    def read(self, path: Path) -> Checkpoint:
+        return checkpoints.load(path)
+
+    def load(self, state: Checkpoint) -> None:
+        load_whole(self._run, state)
+
+    def start_state(self) -> EngineState:
+        return whole_state(self._run.parts)
+
+    def broadcast_start(self) -> None:
+        self._run.broadcast_weights()
+
+    def open(self) -> None:
+        if self._step is not None:
+            return
+        self._step = TrainStep(self._run.worker, self._run.settings, self._run.parts)
+        if self._step.chosen is not None:
+            self._run.metrics.note(self._step.chosen)
+
+    def train(self, steps: int) -> Trained:
+        run = self._run
+        assert self._step is not None
+        if self._batches is None:
+            self._batches = run.own_batches()
+        done, position = 0, run.position
+        for batch in itertools.islice(self._batches, steps):
+            step = run.step + done
+            # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
+            loader.seed_all(mix(run.settings.seed, step, run.worker.rank))
+            loss, stop = self._step.step(batch, run.lr_factor(step))
+            done, position = done + 1, batch.after
+            run.metrics.step(step + 1, batch.epoch, loss, run.lr(step), batch.total)
+            if batch.last or stop:
+                return Trained(done, position, stopped=stop, ended=batch.last)
+        return Trained(done, position, ended=done < steps)
+
+    def evaluate(self) -> dict[str, float]:
+        run = self._run
+        self._average_buffers()
+        return evaluate_parts(run.parts, run.settings, run.worker.rank, run.worker.world_size)
+
+    def state(self) -> EngineState | None:
+        self._average_buffers()
+        return whole_state(self._run.parts) if self._run.worker.rank == 0 else None
+
+    def finish(self, save: Callable[[], None]) -> None:
+        save()
+
+    def apply(self, change: Change) -> None:
+        assert self._step is not None
+        self._step.switch(change.topology)
 
     def close(self) -> None:
-        """End what runs beside the steps; called after the last one."""
-        if self._sync is not None:
-            self._sync.close()
+        self._batches = None
+        if self._step is not None:
+            self._step.close()
 
-    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, bool]:
-        """Forward, backward, agree, update; the global batch's mean loss, and whether anyone wants to end."""
-        self._frozen.check()
-        optimizer = self._parts.optimizer
-        for group, base in zip(optimizer.param_groups, self._parts.base_lrs):
-            group["lr"] = base * lr_factor
-        if self._sync is None:
-            optimizer.zero_grad(set_to_none=True)
-            loss, stop = self._backward(batch), self._worker.stop_requested()
-        else:
-            self._sync.begin()
-            loss = self._backward(batch)
-            wish = torch.full_like(loss, float(self._worker.stop_requested()))
-            notes = self._sync.agree(torch.stack([loss, wish]))
-            loss, stop = notes[0], self._wish.before()
-            self._wish.note(notes[1:])
-        if self.before_update is not None:
-            self.before_update()
-        self._update()
-        return loss, stop
-
-    def _backward(self, batch: Batch) -> Tensor:
-        with self._slow.slowed():
-            return self._backward_at_full_speed(batch)
-
-    def _backward_at_full_speed(self, batch: Batch) -> Tensor:
-        parts = self._parts
-        total = torch.zeros((), dtype=torch.float64, device=parts.device)
-        if batch.count == 0:
-            # The scaler makes its scale on first use; the other workers have one by now.
-            parts.scaler.scale(total)
-            return total
-        self._seen += batch.count
-        pieces = list(cut(batch.content, batch.count, self._settings.accumulate))
-        for i, (content, count) in enumerate(pieces):
-            inputs, target = to_device(content, parts.device, parts.dtype)
-            with parts.autocast():
-                loss = parts.loss(forward(parts.model, inputs), target)
-            weighted = loss * (count / batch.total)
-            if self._sync is not None:
-                self._sync.before_backward(last=i == len(pieces) - 1)
-            parts.scaler.scale(weighted).backward()
-            total += weighted.detach()
-        return total
-
-    def time_backward(self, batch: Batch) -> float:
-        """Seconds that forward and backward of `batch` take on this worker; the gradients are dropped."""
-        started = time.perf_counter()
-        self._backward(batch)
-        if self._parts.device.type == "cuda":
-            torch.cuda.synchronize()
-        self._parts.optimizer.zero_grad(set_to_none=True)
-        return time.perf_counter() - started
-
-    def _update(self) -> None:
-        parts = self._parts
-        if self._settings.clip_norm is not None:
-            parts.scaler.unscale_(parts.optimizer)
-            torch.nn.utils.clip_grad_norm_(parts.model.parameters(), self._settings.clip_norm)
-        parts.scaler.step(parts.optimizer)
-        parts.scaler.update()
-
-    def average_buffers(self) -> None:
-        """Give all workers the mean of their running statistics; all ranks call it together."""
-        if self._worker.world_size > 1:
-            average(list(self._parts.model.buffers()), samples=self._seen)
-            self._seen = 0
+    def _average_buffers(self) -> None:
+        assert self._step is not None
+        self._step.average_buffers()
 
 
-class _Wish:
-    """The workers' wish to end, read one step after it was summed, so that no GPU is waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._value = torch.zeros(1, dtype=torch.float64, pin_memory=on_gpu)
-        self._arrived = torch.cuda.Event() if on_gpu else None
-
-    def note(self, wishes: Tensor) -> None:
-        self._value.copy_(wishes, non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def before(self) -> bool:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return bool(self._value.item() > 0)
+def load_whole(run: Run, state: Checkpoint) -> None:
+    """Go on from the tensors of a checkpoint on a worker that holds the whole model."""
+    checkpoints.load_model_state(run.parts.model, state.model)
+    named_state.load_optimizer_state(run.parts.optimizer, run.parts.names, state.optimizer)

@@ -30,8 +30,8 @@ from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
-from plait.training.checkpoint import Checkpoint
 from plait.training.components import Components, build_model
+from plait.training.engine import EngineState
 from plait.training.metrics import MetricsLogger
 from plait.training.optim import build_optimizer
 from plait.training.stragglers import StragglerInjector
@@ -254,11 +254,9 @@ def _let_go(parts: Components, pipeline: pipelines.Pipeline, everywhere: set[str
     parts.optimizer.state.clear()
 
 
-def with_gathered(state: Checkpoint, gathered: State, tied: Mapping[str, str]) -> Checkpoint:
-    """`state` with the model's and the optimizer's state as gathered from all stages, if it has been."""
+def with_gathered(state: EngineState, gathered: State, tied: Mapping[str, str]) -> EngineState:
+    """`state` with the model's and the optimizer's state as gathered from all stages."""
     model, optimizer = gathered
-    if not model:
-        return state
     whole = {**state.model, **model}
     whole |= {name: whole[first] for name, first in tied.items()}
     return replace(state, model=whole, optimizer=optimizer)

@@ -83,7 +83,7 @@ class _Lane:
         return None
 
 
-class Engine(threading.Thread):
+class ReduceThread(threading.Thread):
     """Runs jobs along a topology. Ranks here are places in the topology; `near` are those of this host."""
 
     def __init__(

@@ -1,0 +1,122 @@
+"""Engines: how an interval of steps is computed, the only thing that the loop knows about parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from plait.core.errors import JobError
+from plait.data.sampler import Position
+from plait.pipeline import named_state
+from plait.pipeline.named_state import Tensors
+from plait.training.checkpoint import Checkpoint, Written
+from plait.training.components import Components
+
+
+@dataclass(frozen=True)
+class TopologyChange:
+    """Sum gradients over the topology of this name."""
+
+    topology: str
+
+
+# What can be changed while a run goes on.
+Change = TopologyChange
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of an interval of steps, the same on all workers."""
+
+    steps: int
+    position: Position
+    # Whether a worker was asked to stop, and whether the data has ended.
+    stopped: bool = False
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The tensors of a checkpoint, by parameter name; `sync` is what agreement keeps besides."""
+
+    model: Tensors
+    optimizer: Tensors
+    sync: Tensors = field(default_factory=dict)
+    # Where tensors were written to as they came, instead of in `model` and `optimizer`.
+    written: Written | None = None
+
+    def discard(self) -> None:
+        """Remove what was written aside and no checkpoint has taken."""
+        if self.written is not None:
+            self.written.model.unlink(missing_ok=True)
+            self.written.optimizer.unlink(missing_ok=True)
+
+
+class Starting(Protocol):
+    """How a worker comes to the state that all go on from; called before anything else."""
+
+    def read(self, path: Path) -> Checkpoint:
+        """The checkpoint at `path`; CheckpointError where it is damaged."""
+
+    def load(self, state: Checkpoint) -> None:
+        """Go on from the tensors of a checkpoint; CheckpointError if they do not fit."""
+
+    def start_state(self) -> EngineState:
+        """What the other workers need of this one to begin where it does."""
+
+    def broadcast_start(self) -> None:
+        """Give all workers the first one's weights."""
+
+
+class Engine(Starting, Protocol):
+    """How intervals of steps are computed, on this worker together with the others.
+
+    All workers call each method together, in the same order.
+    """
+
+    @property
+    def parts_of_a_batch(self) -> int:
+        """In how many parts, each with a loss of its own, a batch is trained."""
+
+    def open(self) -> None:
+        """Link up with the other workers, and get ready to take steps."""
+
+    def train(self, steps: int) -> Trained:
+        """Take that many steps, or fewer if someone is asked to stop or the data ends."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss and metric over the test split, the same on all workers."""
+
+    def state(self) -> EngineState | None:
+        """The state of all workers, on the one that writes checkpoints."""
+
+    def finish(self, save: Callable[[], None]) -> None:
+        """Have the last checkpoint saved by `save`, whoever is lost meanwhile."""
+
+    def apply(self, change: Change) -> None:
+        """Change the run between two steps; JobError where this engine cannot."""
+
+    def close(self) -> None:
+        """End the links to the other workers."""
+
+
+class Following(Starting, Protocol):
+    """The engine of a worker that another one leads."""
+
+    def follow(self, ready: Callable[[], None]) -> None:
+        """Link up with the other workers, call `ready`, and follow to the end of the run."""
+
+
+def cannot_apply(change: Change, engine: str) -> JobError:
+    """What a user is told who asks for a change that an engine has no way to make."""
+    return JobError(f"cannot apply {change}: {engine} has no topology that can change")
+
+
+def whole_state(parts: Components, sync: Mapping[str, torch.Tensor] | None = None) -> EngineState:
+    """The state of a model that this worker holds as a whole."""
+    model = named_state.model_state(parts.model)
+    return EngineState(model, named_state.optimizer_state(parts.optimizer, parts.names), dict(sync or {}))

@@ -1,0 +1,159 @@
+"""A step on a whole model: forward and backward on this worker's share of a batch, agreement, update.
+
+N workers on a global batch take the same steps as one process on it. Each weights its loss by its share's
+size, and gradients are summed. BatchNorm uses the statistics of each worker's share, as in
+DistributedDataParallel; `average_buffers` gives all workers the mean of their running statistics, weighted by
+the samples that each has seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from plait.data.calling import forward
+from plait.data.loader import Batch, cut, to_device
+from plait.launch.worker import Worker
+from plait.pipeline.frozen import FrozenAtStart
+from plait.schema.settings import TrainSettings
+from plait.schema.topology_spec import read_wish
+from plait.sync.allreduce.autotune import TopologyChosen, settle
+from plait.sync.allreduce.buckets import AllReduce
+from plait.sync.allreduce.reducer import whole_world
+from plait.sync.buffers import average
+from plait.training.components import Components
+from plait.training.stragglers import StragglerInjector
+
+
+class TrainStep:
+    """Takes steps on `parts` together with the other workers, or, with `alone`, on its own gradients."""
+
+    def __init__(
+        self, worker: Worker, settings: TrainSettings, parts: Components, alone: bool = False
+    ) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._parts = parts
+        together = worker.world_size > 1 and not alone
+        self._members = whole_world(worker.rendezvous) if together else None
+        self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
+        self.chosen = self._start_topology()
+        self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
+        self._frozen = FrozenAtStart(parts.model.named_parameters())
+        self._stop = _StopFlag(parts.device)
+        # Samples of this worker since all agreed on running statistics.
+        self._seen = 0
+        # What comes between the gradients of a worker alone and its update.
+        self.before_update: Callable[[], None] | None = None
+
+    def _start_topology(self) -> TopologyChosen | None:
+        """Sum as the settings ask; what was measured for it, if anything was."""
+        if self._sync is None or self._members is None:
+            return None
+        topology, chosen = settle(
+            self._settings.topology, self._members, self._sync.gradient_bytes, self._parts.device
+        )
+        if topology is not None:
+            self._sync.switch(topology)
+        return chosen
+
+    def switch(self, topology: str) -> None:
+        """Sum over the topology of that name from the next step on; all workers call it between two steps."""
+        if self._sync is not None and self._members is not None:
+            wish, size = read_wish(topology), self._sync.gradient_bytes
+            self._sync.switch(settle(wish, self._members, size, self._parts.device)[0])
+
+    def close(self) -> None:
+        """End what runs beside the steps; called after the last one."""
+        if self._sync is not None:
+            self._sync.close()
+
+    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, bool]:
+        """Forward, backward, agree, update; the global batch's mean loss, and whether anyone wants to end."""
+        self._frozen.check()
+        optimizer = self._parts.optimizer
+        for group, base in zip(optimizer.param_groups, self._parts.base_lrs):
+            group["lr"] = base * lr_factor
+        if self._sync is None:
+            optimizer.zero_grad(set_to_none=True)
+            loss, stop = self._backward(batch), self._worker.stop_requested()
+        else:
+            self._sync.begin()
+            loss = self._backward(batch)
+            wish = torch.full_like(loss, float(self._worker.stop_requested()))
+            notes = self._sync.agree(torch.stack([loss, wish]))
+            loss, stop = notes[0], self._stop.before()
+            self._stop.note(notes[1:])
+        if self.before_update is not None:
+            self.before_update()
+        self._update()
+        return loss, stop
+
+    def _backward(self, batch: Batch) -> Tensor:
+        with self._slow.slowed():
+            return self._backward_at_full_speed(batch)
+
+    def _backward_at_full_speed(self, batch: Batch) -> Tensor:
+        parts = self._parts
+        total = torch.zeros((), dtype=torch.float64, device=parts.device)
+        if batch.count == 0:
+            # The scaler makes its scale on first use; the other workers have one by now.
+            parts.scaler.scale(total)
+            return total
+        self._seen += batch.count
+        pieces = list(cut(batch.content, batch.count, self._settings.accumulate))
+        for i, (content, count) in enumerate(pieces):
+            inputs, target = to_device(content, parts.device, parts.dtype)
+            with parts.autocast():
+                loss = parts.loss(forward(parts.model, inputs), target)
+            weighted = loss * (count / batch.total)
+            if self._sync is not None:
+                self._sync.before_backward(last=i == len(pieces) - 1)
+            parts.scaler.scale(weighted).backward()
+            total += weighted.detach()
+        return total
+
+    def time_backward(self, batch: Batch) -> float:
+        """Seconds that forward and backward of `batch` take on this worker; the gradients are dropped."""
+        started = time.perf_counter()
+        self._backward(batch)
+        if self._parts.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._parts.optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - started
+
+    def _update(self) -> None:
+        parts = self._parts
+        if self._settings.clip_norm is not None:
+            parts.scaler.unscale_(parts.optimizer)
+            torch.nn.utils.clip_grad_norm_(parts.model.parameters(), self._settings.clip_norm)
+        parts.scaler.step(parts.optimizer)
+        parts.scaler.update()
+
+    def average_buffers(self) -> None:
+        """Give all workers the mean of their running statistics; all ranks call it together."""
+        if self._worker.world_size > 1:
+            average(list(self._parts.model.buffers()), samples=self._seen)
+            self._seen = 0
+
+
+class _StopFlag:
+    """The workers' wish to end, read one step after it was summed, so that no GPU is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._value = torch.zeros(1, dtype=torch.float64, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+
+    def note(self, wishes: Tensor) -> None:
+        self._value.copy_(wishes, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def before(self) -> bool:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._value.item() > 0)

@@ -1,0 +1,131 @@
+"""One run as its loop and its engine see it: who this worker is, what is trained, how far, and the record."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from plait.core.events import Event, EventLog
+from plait.data import loader
+from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches
+from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
+from plait.launch.run_dir import RunDir
+from plait.launch.worker import Worker
+from plait.schema.settings import TrainSettings
+from plait.training.components import Components
+from plait.training.metrics import MetricsLogger
+
+
+class Run:
+    """What a loop and its engine share; the loop alone moves `step` and `position` on."""
+
+    def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
+        self.worker = worker
+        self.settings = settings
+        self.parts = parts
+        self.folder = folder
+        self.metrics = MetricsLogger(worker, settings, parts, folder)
+        self.step = 0
+        self.position = Position()
+        self.lr_factor: Callable[[int], float] = lambda step: 1.0
+        self._keeps_record = worker.rank == 0
+        self._own_events: EventLog | None = None
+
+    def lr(self, step: int) -> float:
+        """The learning rate of the first parameter group."""
+        return self.parts.base_lrs[0] * self.lr_factor(step)
+
+    def note(self, event: Event) -> None:
+        """Record an event of this worker's, in the run's record or in a file of its own."""
+        if self._keeps_record:
+            self.metrics.note(event)
+        else:
+            self._events().record(event)
+
+    def flush_events(self) -> None:
+        if self._own_events is not None:
+            self._own_events.flush()
+
+    def take_over_record(self) -> None:
+        """Keep the run's record from now on: the worker that kept it is gone."""
+        if not self._keeps_record:
+            self.metrics.take_over(self._events())
+            self._keeps_record, self._own_events = True, None
+
+    def close(self) -> None:
+        if self._own_events is not None:
+            self._own_events.close()
+
+    def _events(self) -> EventLog:
+        if self._own_events is None:
+            self._own_events = EventLog(self.folder.events(self.worker.rank), self.worker.rank)
+        return self._own_events
+
+    def order(self) -> Iterator[GlobalBatch]:
+        """The batches to come, by their samples."""
+        data, source = self.settings.data, self.parts.train_set
+        return batches(
+            self.position,
+            ENDLESS if source.length is None else len(source),
+            data.batch_size,
+            seed=self.settings.seed,
+            shuffle=data.shuffle and not source.is_stream,
+            keep_last=data.last_batch == "keep",
+        )
+
+    def load(
+        self,
+        source: loader.DataSource,
+        order: Iterator[GlobalBatch],
+        share: int = 0,
+        shares: int = 1,
+        loaders: int | None = None,
+    ) -> Iterator[loader.Batch]:
+        """Share `share` of `shares` of each batch of `order`, read by the job's loader processes."""
+        return loader.load(
+            source,
+            order,
+            seed=self.settings.seed,
+            rank=share,
+            world_size=shares,
+            loaders=self.settings.data.loaders if loaders is None else loaders,
+            pin=self.parts.device.type == "cuda",
+        )
+
+    def own_batches(self) -> Iterator[loader.Batch]:
+        """This worker's share of each batch to come."""
+        if self.parts.train_set.is_stream:
+            return self._stream()
+        worker = self.worker
+        return self.load(self.parts.train_set, self.order(), worker.rank, worker.world_size)
+
+    def _stream(self) -> Iterator[loader.Batch]:
+        settings, data, parts = self.settings, self.settings.data, self.parts
+        source, worker = parts.train_set, self.worker
+        order = StreamOrder(
+            self.position, data.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
+        )
+        pin = parts.device.type == "cuda"
+        found = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
+        for number, batch in enumerate(found):
+            if number == 0 and worker.world_size > 1:
+                check_same_stream(batch)
+            if number == 0 and has_state(source.dataset) and batch.after.stream is None:
+                self.metrics.warn(
+                    "the stream's state_dict holds values that a checkpoint cannot keep (expected numbers, "
+                    "text, None, lists, and dicts with text as keys); a resumed run will skip the samples "
+                    "that were used"
+                )
+            yield batch
+
+    def broadcast_weights(self) -> None:
+        """Give all workers the first one's parameters and buffers."""
+        if self.worker.world_size == 1:
+            return
+        model = self.parts.model
+        with torch.no_grad():
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                dist.broadcast(tensor, src=0)
