@@ -155,9 +155,13 @@ class Trial:
         if mode.settings.get("parallel.plan") == PLAN:
             save_plan(_two_stages(), folder / PLAN)
         self.job = folder / "job.yaml"
-        self.job.write_text(yaml.safe_dump(_job(name, mode, folder, shell)))
+        self._content = _job(name, mode, folder, shell)
 
     def start(self, resume: bool = False) -> subprocess.Popen[bytes]:
+        if resume:
+            # No fault is to be noticed any more, and a busy machine may take long for a step.
+            self._content["parallel"]["timeout_s"] = LONGEST_S
+        self.job.write_text(yaml.safe_dump(self._content))
         command = [
             sys.executable,
             "-m",

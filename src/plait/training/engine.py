@@ -78,6 +78,9 @@ class Engine(Starting, Protocol):
     All workers call each method together, in the same order.
     """
 
+    # Whether it trains on a stream until that ends, whatever length it claims.
+    sees_end_of_data: bool
+
     @property
     def parts_of_a_batch(self) -> int:
         """In how many parts, each with a loss of its own, a batch is trained."""

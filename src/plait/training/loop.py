@@ -142,8 +142,8 @@ class Loop(_Starting):
         self.engine = engine
         self._changes = dict(changes or {})
         self._steps = 0
-        # A run over epochs of a stream ends with the stream, whatever length it claims.
-        self._until_data_ends = run.parts.train_set.is_stream and run.settings.epochs is not None
+        over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
+        self._until_data_ends = over_stream and engine.sees_end_of_data
 
     def train(self, resume: bool) -> dict[str, Any]:
         """Train to the end or until asked to stop; what the run came to. All ranks call it together."""

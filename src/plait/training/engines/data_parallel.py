@@ -20,6 +20,8 @@ from plait.training.run import Run
 class DataParallelEngine:
     """Steps of a run whose workers each hold the whole model; also of a single process."""
 
+    sees_end_of_data = True
+
     def __init__(self, run: Run) -> None:
         self._run = run
         self._step: TrainStep | None = None

@@ -167,6 +167,8 @@ class WholeModel:
 class DecentralizedEngine:
     """Steps that members take as they can: each updates alone, and averages weights with some others."""
 
+    sees_end_of_data = False
+
     def __init__(self, run: Run, member: Member) -> None:
         self._run = run
         self._member = member

@@ -108,6 +108,8 @@ def _check_depths(arrangement: PipelineLayout) -> None:
 class PipelineEngine:
     """Steps of a run whose workers hold stages of the model; `hosts` names the host of each rank."""
 
+    sees_end_of_data = False
+
     def __init__(self, run: Run, hosts: Sequence[str]) -> None:
         self._run = run
         self._layout = check_pipeline(run.settings, run.worker.world_size)
