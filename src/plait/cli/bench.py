@@ -14,13 +14,19 @@ from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
-# Each is a module of plait.experiments with a function run(command=...) -> Bench; one that has PARTS by name
-# takes parts=... besides.
-NAMES = ("fusion", "pipeline", "planner", "profiler", "scalability", "sync")
+# Each has a function run(command=...) -> Bench; one that has PARTS by name takes parts=... besides.
+MODULES = {
+    "fusion": "plait.experiments.fusion.bench",
+    "pipeline": "plait.experiments.pipeline.bench",
+    "planner": "plait.experiments.planner",
+    "profiler": "plait.experiments.profiler",
+    "scalability": "plait.experiments.sync.scalability",
+    "sync": "plait.experiments.sync.bench",
+}
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help=f"Which one: {', '.join(NAMES)}.", show_default=False)],
+    name: Annotated[str, typer.Argument(help=f"Which one: {', '.join(MODULES)}.", show_default=False)],
     part: Annotated[
         list[str] | None, typer.Option(help="Only this part of it; may be given several times.")
     ] = None,
@@ -32,11 +38,11 @@ def bench(
 
     Example: plait bench planner
     """
-    if name not in NAMES:
-        raise InputError(f"NAME: found {shown(name)}, expected an experiment{did_you_mean(name, NAMES)}")
+    if name not in MODULES:
+        raise InputError(f"NAME: found {shown(name)}, expected an experiment{did_you_mean(name, MODULES)}")
     from plait.experiments.bench import as_json, render, write_csv
 
-    module = importlib.import_module(f"plait.experiments.{name}")
+    module = importlib.import_module(MODULES[name])
     known = getattr(module, "PARTS", {})
     for found in part or ():
         if found not in known:

@@ -19,7 +19,7 @@ def in_world(workers: int, entry: str, settings: dict[str, Any], preload: tuple[
     with tempfile.TemporaryDirectory() as logs:
         launch = Launch(
             Placement((Host(LOCAL, workers),), threads=1),
-            entry=f"plait.experiments.{entry}",
+            entry=entry,
             settings=settings,
             logs=Path(logs),
             preload=preload,

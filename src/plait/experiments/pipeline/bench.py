@@ -56,7 +56,7 @@ def speed(
     rows: list[Row] = []
     for model in models:
         asked = {"model": model, "repeats": repeats, "steps": steps, "peer": peer}
-        rows += in_world(2, "pipeline:speed_worker", asked)["rows"]
+        rows += in_world(2, f"{__name__}:speed_worker", asked)["rows"]
     return rows, _claims(rows)
 
 

@@ -99,7 +99,9 @@ def run(
     for count in [workers] if isinstance(workers, int) else workers:
         for model in models:
             asked = {"model": model, "repeats": repeats, "minibatch": minibatch or MINIBATCH[model]}
-            world = in_world(count, "pipeline_comparison:worker", asked, preload=("torch._dynamo",))
+            world = in_world(
+                count, "plait.experiments.pipeline.comparison:worker", asked, preload=("torch._dynamo",)
+            )
             rows += world["rows"]
             on_rows(world["rows"])
     return rows, claims_of(rows)

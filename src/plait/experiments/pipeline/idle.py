@@ -41,7 +41,7 @@ def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> tuple[list[Row],
     """The idle share of every schedule on so many workers, the median of `repeats`."""
     rows: list[Row] = []
     for workers in depths:
-        rows += in_world(workers, "pipeline_idle:idle_worker", {"repeats": repeats})["rows"]
+        rows += in_world(workers, f"{__name__}:idle_worker", {"repeats": repeats})["rows"]
     return rows, claims_of(rows)
 
 

@@ -33,7 +33,7 @@ def run(
     rows: list[Row] = []
     for model in models:
         asked = {"model": model, "steps": steps}
-        rows += in_world(2, "pipeline_recording:recording_worker", asked)["rows"]
+        rows += in_world(2, f"{__name__}:recording_worker", asked)["rows"]
     claims = []
     for row in rows:
         percent = 100 * float(row["share"] or 0)

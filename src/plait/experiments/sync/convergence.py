@@ -98,7 +98,7 @@ def convergence_rows(
     """One row for each model, case and sync: median, least and most seconds over the seeds."""
     # Syncs take turns, so that what else the machine does meets all of them.
     runs = [[m, case, sync, seed] for m in models for case in cases for seed in seeds for sync in syncs]
-    found = in_world(WORKERS, "sync_convergence:convergence_worker", {"runs": runs})["found"]
+    found = in_world(WORKERS, f"{__name__}:convergence_worker", {"runs": runs})["found"]
     rows: list[Row] = []
     for model in models:
         for case in cases:

@@ -55,7 +55,7 @@ def pipeline_rows(
     rows: list[Row] = []
     for count in pipelines:
         asked = {"cases": list(cases), "syncs": list(syncs), "seconds": seconds}
-        rows += in_world(count * STAGES, "sync_pipelines:pipeline_worker", asked)["rows"]
+        rows += in_world(count * STAGES, f"{__name__}:pipeline_worker", asked)["rows"]
     return rows
 
 

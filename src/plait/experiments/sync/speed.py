@@ -72,7 +72,7 @@ def speed_rows(
 ) -> list[Row]:
     """One row for each case and sync, measured for `seconds` each."""
     asked = {"cases": list(cases), "syncs": list(syncs), "seconds": seconds}
-    rows: list[Row] = in_world(workers, "sync_speed:speed_worker", asked)["rows"]
+    rows: list[Row] = in_world(workers, f"{__name__}:speed_worker", asked)["rows"]
     return rows
 
 
