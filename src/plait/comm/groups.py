@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.rendezvous import Rendezvous
+from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
 
 ATTEMPTS = 5
 # For a proof that its sender says is on its way.
 PROOF_S = 5.0
-_PROOF_TAG = (1 << 20) + 1
 _SO_ATTACH_FILTER = 26
 
 
@@ -112,8 +112,8 @@ class _Proofs:
                 theirs = torch.zeros_like(own)
                 self._kept.append(own)
                 self._received[peer] = theirs
-                self._works.append(dist.isend(own, peer, group=group, tag=_PROOF_TAG))
-                self._works.append(dist.irecv(theirs, peer, group=group, tag=_PROOF_TAG))
+                self._works.append(dist.isend(own, peer, group=group, tag=Tag.PROOF))
+                self._works.append(dist.irecv(theirs, peer, group=group, tag=Tag.PROOF))
         except RuntimeError:
             self._works.append(None)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from plait.comm.rpc import Answer, Question
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import finite
@@ -20,7 +21,6 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
-from plait.sweeping.client import Answer, Question
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Trial, TrialScheduler

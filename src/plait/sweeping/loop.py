@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from plait.comm.rpc import Client
 from plait.core.codec import finite
 from plait.fusion.errors import FusionError
 from plait.fusion.verify import Verdict, tell
@@ -21,7 +22,6 @@ from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import choose_width, try_two
-from plait.sweeping.client import Client
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams, next_batches, reseated
 from plait.sweeping.engines.fused import Array, TrialInit

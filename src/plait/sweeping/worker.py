@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.comm.rpc import AnswerThread, LocalClient, RemoteClient
 from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.sweeping.client import AnswerThread, LocalClient, RemoteClient
 from plait.sweeping.coordinator import Coordinator, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.engines.commands import EndCommand
@@ -30,6 +30,10 @@ from plait.training import components
 from plait.training.eager_optimizers import use_eager_optimizers
 
 WAIT_S = 0.05
+
+
+# Where workers ask the one that keeps the trials.
+QUESTIONS = "plait/sweep"
 
 
 def check_order(order: dict[str, Any]) -> None:
@@ -89,8 +93,10 @@ def _take_part(
     if teams > 1:
         _check_shared(worker, folder)
     office = Coordinator(worker, settings, folder, sets, resume) if worker.rank == 0 else None
-    desk = RemoteClient(worker.store) if office is None else LocalClient(office.answer)
-    clerk = AnswerThread(worker, desk) if isinstance(desk, LocalClient) and teams > 1 else None
+    desk = RemoteClient(worker.store, QUESTIONS) if office is None else LocalClient(office.answer)
+    clerk = (
+        AnswerThread(worker.store, QUESTIONS, desk) if isinstance(desk, LocalClient) and teams > 1 else None
+    )
     reason = SweepLoop(worker, settings, folder, desk, sets, device, team).run()
     if team is not None:
         team.tell(EndCommand(), 0)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.links.packing import NONE_RECEIVED, Buffer, Message, Received, packing_of
+from plait.comm.tags import Tag
 
 _FIRST_CAPACITY = 1 << 12
 # The tag on which two ends tell each other at their close what they have posted, and for how many channels.
-_CLOSING = 1 << 24
 _MOST_CHANNELS = 1024
 
 
@@ -152,8 +152,8 @@ class RemoteLink:
         own = [channel for channel, into in self._incoming.items() if into.posted is not None]
         mine, theirs = torch.full((2, _MOST_CHANNELS), -1)
         mine[: len(own)] = torch.tensor(own, dtype=torch.int64)
-        sent = dist.isend(mine, self._peer, tag=_CLOSING)
-        received = dist.irecv(theirs, self._peer, tag=_CLOSING)
+        sent = dist.isend(mine, self._peer, tag=Tag.CLOSING)
+        received = dist.irecv(theirs, self._peer, tag=Tag.CLOSING)
         for work in (sent, received):
             assert work is not None
             work.wait(timedelta(seconds=seconds))

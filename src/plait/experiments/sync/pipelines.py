@@ -159,7 +159,7 @@ def _side_by_side(
     if worker.rank == column.head:
         rate = _lead(column, seconds)
     else:
-        while (order := column.next_order())["kind"] == "update":
+        while (order := column.commands.receive())["kind"] == "update":
             column.update(order["step"], order["share"], order["count"], order["lr"])
     column.averaging.settle()
     dist.barrier()
@@ -171,12 +171,12 @@ def _lead(column: PipelineReplica, seconds: float) -> float:
     """Batches for `seconds`, after a first one that is not counted; how many a second."""
     started, updates, elapsed_s = 0.0, -1, 0.0
     while elapsed_s < seconds:
-        column.tell("update", step=updates, share=0, count=MICROBATCHES, lr=1.0)
+        column.commands.send("update", step=updates, share=0, count=MICROBATCHES, lr=1.0)
         column.update(updates, 0, MICROBATCHES, 1.0, _contents())
         updates += 1
         started = started or time.monotonic()
         elapsed_s = time.monotonic() - started
-    column.tell("settle")
+    column.commands.send("settle")
     return updates / elapsed_s
 
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
 from plait.sync.allreduce.reducer import Members
 
 # Far from the channels of pipelines, which use the same process group.
-_FIRST_TAG = 1 << 20
 _TAGS_OF_A_LANE = 1 << 14
 # So many receives are posted ahead: word of them travels behind the data that goes the other way, and on
 # a slow link that takes long. Pieces that come into lent memory are fewer, for that memory's sake.
@@ -26,7 +26,7 @@ _LENT = 24
 
 def tag_of(members: Members, route: int, phase: int) -> int:
     """What tells a stream from the others between the same two workers."""
-    return _FIRST_TAG + members.lane * _TAGS_OF_A_LANE + 2 * route + phase
+    return Tag.FIRST_ROUTE + members.lane * _TAGS_OF_A_LANE + 2 * route + phase
 
 
 class FarStream(threading.Thread):

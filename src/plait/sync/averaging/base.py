@@ -11,13 +11,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from plait.comm.tags import Tag
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 from plait.sync.averaging.group_mean import GroupMean, Ways
 from plait.sync.averaging.peers import Peers
 
-MEETING = 2
-MEETING_WAYS = Ways(3, 4)
-GROUP_WAYS = Ways(5, 6)
+MEETING_WAYS = Ways(Tag.FULL_TO_OWNER, Tag.FULL_FROM_OWNER)
+GROUP_WAYS = Ways(Tag.GROUP_TO_OWNER, Tag.GROUP_FROM_OWNER)
 LOOK_S = 0.02
 ATTEMPT_BITS = 8
 # Votes come after a mean, in which members wait for owners for two timeouts at most.
@@ -197,12 +197,12 @@ class FullAverage:
 
     def _call(self, members: set[int]) -> None:
         for member in members - {self._mail.rank}:
-            self._mail.send(member, MEETING, self.number, [])
+            self._mail.send(member, Tag.FULL_AVERAGE, self.number, [])
 
     def _hear(self) -> None:
         self._mail.wait(LOOK_S)
         for peer in self._mail.peers():
-            while (message := self._mail.take(peer, MEETING)) is not None:
+            while (message := self._mail.take(peer, Tag.FULL_AVERAGE)) is not None:
                 message.release()
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
 from plait.comm.mailbox import Mailbox
+from plait.comm.tags import Tag
 from plait.sync.averaging.flat_buffer import FlatBuffer
 from plait.sync.averaging.peers import Inbox
 
-ASK, ANSWER = 7, 8
 LOOK_S = 0.02
 # A question's number: how often all have settled, and behind it the count of this worker's questions.
 COUNT_BITS = 32
@@ -56,7 +56,7 @@ class GossipThread:
         self._questions = 0
         self._wishes = 0
         self._asked: _Question | None = None
-        self._answers = Inbox(mail, ANSWER)
+        self._answers = Inbox(mail, Tag.GOSSIP_ANSWER)
         self._averages = 0
         self._run = threading.Event()
         self._parked = threading.Event()
@@ -125,17 +125,17 @@ class GossipThread:
             self._parked.set()
 
     def _answer_all(self, peer: int) -> None:
-        while (message := self._mail.take(peer, ASK)) is not None:
+        while (message := self._mail.take(peer, Tag.GOSSIP_ASK)) is not None:
             if message.content.number >> COUNT_BITS == self._settled:
                 self._answer(peer, message)
             else:
-                self._mail.send(peer, ANSWER, message.content.number, [])
+                self._mail.send(peer, Tag.GOSSIP_ANSWER, message.content.number, [])
             message.release()
             self._mail.flush(0.1)
 
     def _answer(self, peer: int, message: Message) -> None:
         with self._lock:
-            self._mail.send(peer, ANSWER, message.content.number, self._truth)
+            self._mail.send(peer, Tag.GOSSIP_ANSWER, message.content.number, self._truth)
             if self._mutual:
                 for truth, theirs in zip(self._truth, message.content.tensors):
                     assert theirs is not None
@@ -161,7 +161,7 @@ class GossipThread:
             sent = [truth.clone() for truth in self._truth] if self._mutual else []
         self._questions += 1
         number = (self._settled << COUNT_BITS) + self._questions
-        if self._mail.send(peer, ASK, number, sent):
+        if self._mail.send(peer, Tag.GOSSIP_ASK, number, sent):
             self._asked = _Question(peer, number, sent)
             self._mail.flush(0.1)
 

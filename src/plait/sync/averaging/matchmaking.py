@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.links.packing import Message
+from plait.comm.tags import Tag
 from plait.sync.averaging.flat_buffer import put_mean
 from plait.sync.averaging.peers import Inbox, Peers, SharedClock
 from plait.sync.averaging.round_rules import (
@@ -30,7 +31,6 @@ from plait.sync.averaging.round_rules import (
     with_members,
 )
 
-UP, DOWN = 1, 13
 LOOK_S = 0.02
 KEPT = 256  # rounds whose records stay in the store
 RECALL = 16  # rounds in a row that may have none
@@ -49,7 +49,7 @@ class Matchmaking:
         self._rules = replace(rules or Rules(), hung_s=peers.timeout_s)
         self._rank = peers.rank
         self._clock = SharedClock(peers.now)
-        self._up, self._down = Inbox(peers.mail, UP), Inbox(peers.mail, DOWN)
+        self._up, self._down = Inbox(peers.mail, Tag.ROUND_UP), Inbox(peers.mail, Tag.ROUND_DOWN)
         self._number = 0
         self._seen = -1
 
@@ -175,7 +175,9 @@ class Matchmaking:
         for rank in round_.members:
             if rank != self._rank:
                 mean = flats if rank in came else ()
-                self._mail.send(rank, DOWN, round_.number, [torch.tensor(who, dtype=torch.float64), *mean])
+                self._mail.send(
+                    rank, Tag.ROUND_DOWN, round_.number, [torch.tensor(who, dtype=torch.float64), *mean]
+                )
 
     def _follow(self, number: int, joined: Open, flats: Sequence[Tensor]) -> Round | None:
         """Hand in and take what the leader found; None where it is gone, and the round with it."""
@@ -183,7 +185,7 @@ class Matchmaking:
         for entry in joined.entries:
             self._clock.hear(entry.time)
         # Without flats it only ends the leader's wait.
-        self._mail.send(leader, UP, number, flats)
+        self._mail.send(leader, Tag.ROUND_UP, number, flats)
         waited = self._peers.stopwatch(LEADER_TIMEOUTS)
         known: Open | Closed | None = joined
         while True:

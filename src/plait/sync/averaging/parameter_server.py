@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.mailbox import Mailbox
+from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
 from plait.sync.averaging.base import AtSettle, SyncStats
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 from plait.sync.averaging.group_graph import shards
 
-PUSH, PULL = 9, 10
 LOOK_S = 0.02
 
 
@@ -100,7 +100,7 @@ class Server:
 
     def _take_pushes(self) -> None:
         for peer in self._mail.peers():
-            while (message := self._mail.take(peer, PUSH)) is not None:
+            while (message := self._mail.take(peer, Tag.PUSH)) is not None:
                 last = message.content.note == "last"
                 self._push(peer, [t for t in message.content.tensors if t is not None], last)
                 self._waiting[peer] = (message.content.number, last)
@@ -136,7 +136,7 @@ class Server:
         """Send the weights to whoever may go on."""
         for worker, (number, last) in list(self._waiting.items()):
             if (found := self._pulled(worker, last)) is not None:
-                self._mail.send(worker, PULL, number, found)
+                self._mail.send(worker, Tag.PULL, number, found)
                 del self._waiting[worker]
         self._mail.flush(0.1)
 
@@ -233,7 +233,7 @@ class HetPipe:
             ]
             for server, mail, change in zip(self._servers, self._mails, changes):
                 if server != self._rank:
-                    mail.send(server, PUSH, self._number, change, "last" if last else "")
+                    mail.send(server, Tag.PUSH, self._number, change, "last" if last else "")
                     mail.flush(self._deadline_s)
             for part, change in enumerate(changes):
                 self._take(part, self._pull(part, change, last))
@@ -249,7 +249,7 @@ class HetPipe:
             assert self._server is not None
             return self._server.exchange(change, last, self._deadline_s)
         end = time.monotonic() + self._deadline_s
-        while (message := mail.take(server, PULL)) is None:
+        while (message := mail.take(server, Tag.PULL)) is None:
             if mail.is_gone(server):
                 raise PeerError(f"worker {server}, a parameter server, is gone", LostPeer.GONE, server)
             if time.monotonic() > end:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.comm.rpc import Commands
 from plait.data.sampler import mix
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
@@ -28,8 +28,6 @@ from plait.training.engines.pipeline_setup import State, open_pipeline, prepare_
 from plait.training.engines.replica_layout import check_ties, columns_of
 from plait.training.evaluate import sums_of
 
-# Far from the numbers of the routes between stages.
-ORDERS, ANSWERS = 1 << 16, (1 << 16) + 1
 # A partner that is late by so many steps may itself wait for this column in another stage.
 OVERDUE = 1.0
 
@@ -65,7 +63,7 @@ class ColumnWork:
 class PipelineReplica:
     """This worker's part of its column; all workers of the world make one together.
 
-    The head calls `tell` before each thing that the whole column does; the others find it in `next_order`.
+    The head sends a command before each thing that the whole column does; the others receive it.
     """
 
     def __init__(
@@ -84,8 +82,6 @@ class PipelineReplica:
         self.head = self.arrangement.layout.worker(0, 0)
         self._last = self.arrangement.layout.worker(self.arrangement.last, 0)
         self._rank, self._settings, self._parts = worker.rank, settings, parts
-        self._orders = self._answers = 0
-        self._heard = Counter[int]()
         self._loss = 0.0
         self.checked, self.arrangement = prepare_together(worker, settings, parts, self.arrangement, folder)
         traced = self.checked.traced
@@ -93,6 +89,8 @@ class PipelineReplica:
         self._channels, self.pipeline = open_pipeline(
             worker, settings, parts, traced, self.arrangement, hosts
         )
+        followers = [w for w in self.arrangement.workers if w != self.head]
+        self.commands = Commands(self._channels, self.head, followers)
         stages = self.arrangement.stages_of(worker.rank)
         # Those who hold the same in the other columns.
         self.peers = tuple(column.layout.worker(stages[0], 0) for column in columns)
@@ -115,22 +113,6 @@ class PipelineReplica:
             worker, hosts, sources, options, settings.seed, prefix, self.number, OVERDUE, at_settle=rest
         )
 
-    def tell(self, kind: str, **numbers: Any) -> None:
-        """Let the others of the column do something with this worker, their head."""
-        self._orders += 1
-        note = json.dumps({"kind": kind, **numbers})
-        for follower in self._followers:
-            self._channels.send(follower, ORDERS, self._orders, [], f"the order to {kind}", note)
-
-    def next_order(self) -> dict[str, Any]:
-        """What the head wants of the column next; raises where the head is gone."""
-        self._orders += 1
-        what = "the next order of the pipeline's first worker"
-        message = self._channels.receive(self.head, ORDERS, self._orders, what)
-        order: dict[str, Any] = json.loads(message.content.note)
-        message.release()
-        return order
-
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:
         """Update on `count` samples and average; the loss, on the head, which alone has the `contents`."""
         pieces = self.pieces_of(count)
@@ -140,7 +122,7 @@ class PipelineReplica:
         work = ColumnWork(sizes, (self._settings.seed, step, share), iter(contents))
         self.pipeline.run(one_batch(self.arrangement, self._rank, pieces), work)
         if self._rank == self.head != self._last:
-            self._loss = float(self._hear(self._last, "a batch's loss")[0][0])
+            self._loss = float(self.commands.receive_reply(self._last, "a batch's loss")[0][0])
         return self._loss
 
     def pieces_of(self, count: int) -> int:
@@ -154,7 +136,7 @@ class PipelineReplica:
             self._loss = sum(float(loss) for loss in self.pipeline.losses.values())
             self.pipeline.losses.clear()
             if self._rank != self.head:
-                self._answer([torch.tensor([self._loss], dtype=torch.float64)])
+                self.commands.reply([torch.tensor([self._loss], dtype=torch.float64)])
         self.averaging.after_update()
 
     def evaluate(self, counts: Sequence[int], contents: Iterable[Any] = ()) -> Tensor:
@@ -166,9 +148,9 @@ class PipelineReplica:
 
         self.pipeline.evaluate(len(counts), ColumnWork(counts, (0,), iter(contents)), measure)
         if self._rank == self._last != self.head:
-            self._answer([sums])
+            self.commands.reply([sums])
         elif self._rank == self.head != self._last:
-            sums = self._hear(self._last, "the sums of an evaluation")[0][0]
+            sums = self.commands.receive_reply(self._last, "the sums of an evaluation")[0][0]
         return sums
 
     def gather_state(self) -> State:
@@ -176,10 +158,10 @@ class PipelineReplica:
         model, optimizer = self.pipeline.state()
         if self._rank != self.head:
             note = json.dumps([list(model), list(optimizer)])
-            self._answer([*model.values(), *optimizer.values()], note)
+            self.commands.reply([*model.values(), *optimizer.values()], note)
             return model, optimizer
-        for follower in self._followers:
-            tensors, note = self._hear(follower, "the state of its stage")
+        for follower in self.commands.followers:
+            tensors, note = self.commands.receive_reply(follower, "the state of its stage")
             names, paths = json.loads(note)
             model |= dict(zip(names, tensors))
             optimizer |= dict(zip(paths, tensors[len(names) :]))
@@ -189,19 +171,3 @@ class PipelineReplica:
         """End the links to the other workers."""
         self.averaging.close()
         self._channels.close()
-
-    @property
-    def _followers(self) -> tuple[int, ...]:
-        return tuple(w for w in self.arrangement.workers if w != self.head)
-
-    def _answer(self, tensors: Sequence[Tensor], note: str = "") -> None:
-        self._answers += 1
-        self._channels.send(self.head, ANSWERS, self._answers, tensors, "an answer", note)
-
-    def _hear(self, peer: int, what: str) -> tuple[list[Tensor], str]:
-        self._heard[peer] += 1
-        message = self._channels.receive(peer, ANSWERS, self._heard[peer], what)
-        found = [t.clone() for t in message.content.tensors if t is not None]
-        note = message.content.note
-        message.release()
-        return found, note

@@ -61,7 +61,7 @@ class LeadPipeline:
         if not batch.count:
             return torch.zeros((), dtype=torch.float64)
         replica = self._replica
-        replica.tell("update", step=step, share=share, count=batch.count, lr=factor)
+        replica.commands.send("update", step=step, share=share, count=batch.count, lr=factor)
         pieces = loader.cut(batch.content, batch.count, replica.pieces_of(batch.count))
         loss = replica.update(step, share, batch.count, factor, self._on_device(c for c, _ in pieces))
         return torch.tensor(loss, dtype=torch.float64)
@@ -72,7 +72,7 @@ class LeadPipeline:
 
     def synchronize(self) -> tuple[int, ...]:
         step, pipeline = self._run.step, self._replica.pipeline
-        self._replica.tell("synchronize", step=step)
+        self._replica.commands.send("synchronize", step=step)
         self._run.note(operations_event(step, pipeline.spans))
         pipeline.spans.clear()
         return self.averaging.settle()
@@ -84,15 +84,15 @@ class LeadPipeline:
         batches = [b for b in in_order(tests.count(settings.seed), size) if share(b.samples, share_, shares)]
         counts = [len(share(batch.samples, share_, shares)) for batch in batches]
         found = self._run.load(tests, iter(batches), share_, shares)
-        self._replica.tell("evaluate", counts=counts)
+        self._replica.commands.send("evaluate", counts=counts)
         return self._replica.evaluate(counts, self._on_device(batch.content for batch in found))
 
     def state(self) -> EngineState:
-        self._replica.tell("gather")
+        self._replica.commands.send("gather")
         return with_gathered(whole_state(self._run.parts), self._replica.gather_state(), self._tied)
 
     def close(self) -> None:
-        self._replica.tell("end")
+        self._replica.commands.send("end")
         self._replica.close()
 
 
@@ -122,21 +122,21 @@ class FollowerEngine:
         replica = _open(self._run, self._layout, self._hosts)
         leave_world(_needs_world(self._hosts))
         ready()
-        while (order := replica.next_order())["kind"] != "end":
-            self._carry_out(replica, order)
+        while (command := replica.commands.receive())["kind"] != "end":
+            self._carry_out(replica, command)
         replica.close()
 
-    def _carry_out(self, replica: PipelineReplica, order: dict[str, Any]) -> None:
-        match order["kind"]:
+    def _carry_out(self, replica: PipelineReplica, command: dict[str, Any]) -> None:
+        match command["kind"]:
             case "update":
-                replica.update(order["step"], order["share"], order["count"], order["lr"])
-                self._throughput.count(order["step"] + 1, order["count"])
+                replica.update(command["step"], command["share"], command["count"], command["lr"])
+                self._throughput.count(command["step"] + 1, command["count"])
                 if self._throughput.is_due():
                     self._run.note(self._throughput.event(replica.averaging.tally))
             case "synchronize":
-                self._synchronize(replica, order["step"])
+                self._synchronize(replica, command["step"])
             case "evaluate":
-                replica.evaluate(order["counts"])
+                replica.evaluate(command["counts"])
             case "gather":
                 replica.gather_state()
 

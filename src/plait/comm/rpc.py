@@ -1,0 +1,147 @@
+"""Commands and questions between workers, as JSON and tensors: a leader's to its followers, and to a server.
+
+Commands go over channels, from one leader to the workers of its group, in order. Questions go over the job's
+store, from any worker to the one that answers.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.comm.channels import Channels
+from plait.comm.tags import Tag
+from plait.core.errors import InputError, PlaitError
+
+Question = dict[str, Any]
+Answer = dict[str, Any]
+Answerer = Callable[[Question], Answer]
+
+_CLOSE: Question = {"ask": "close"}
+# Between two questions a worker may train for any time.
+PATIENCE = timedelta(days=365)
+
+
+class Commands:
+    """What a leader tells its followers, and what they reply; `leader` is a rank, as the followers are."""
+
+    def __init__(self, channels: Channels, leader: int, followers: Sequence[int]) -> None:
+        self.leader = leader
+        self._channels = channels
+        self._followers = followers
+        self._sent = self._replied = 0
+        self._received = Counter[int]()
+
+    @property
+    def followers(self) -> Sequence[int]:
+        return self._followers
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Tell all followers to do something; the leader calls it."""
+        self._sent += 1
+        note = json.dumps({"kind": kind, **values})
+        for follower in self._followers:
+            self._channels.send(follower, Tag.COMMAND, self._sent, [], f"the command to {kind}", note)
+
+    def receive(self) -> dict[str, Any]:
+        """The leader's next command; PeerError where the leader is gone."""
+        self._sent += 1
+        what = "the next command of the pipeline's first worker"
+        message = self._channels.receive(self.leader, Tag.COMMAND, self._sent, what)
+        command: dict[str, Any] = json.loads(message.content.note)
+        message.release()
+        return command
+
+    def reply(self, tensors: Sequence[Tensor], note: str = "") -> None:
+        """Send something to the leader that it waits for."""
+        self._replied += 1
+        self._channels.send(self.leader, Tag.REPLY, self._replied, tensors, "a reply", note)
+
+    def receive_reply(self, follower: int, what: str) -> tuple[list[Tensor], str]:
+        """The next reply of a follower, `what` the leader waits for."""
+        self._received[follower] += 1
+        message = self._channels.receive(follower, Tag.REPLY, self._received[follower], what)
+        found = [tensor.clone() for tensor in message.content.tensors if tensor is not None]
+        note = message.content.note
+        message.release()
+        return found, note
+
+
+class Client(Protocol):
+    """Whom a worker asks."""
+
+    def ask(self, **question: Any) -> Answer: ...
+
+
+class LocalClient:
+    """Questions in the process that answers them, one at a time."""
+
+    def __init__(self, answer: Answerer) -> None:
+        self._answer = answer
+        self._lock = threading.Lock()
+
+    def ask(self, **question: Any) -> Answer:
+        with self._lock:
+            return self._answer(question)
+
+
+class RemoteClient:
+    """Questions of another worker, over the job's store below `prefix`."""
+
+    def __init__(self, store: dist.Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def ask(self, **question: Any) -> Answer:
+        number = self._store.add(f"{self._prefix}/questions", 1)
+        self._store.set(f"{self._prefix}/question/{number}", json.dumps(question))
+        answer: Answer = json.loads(self._store.get(f"{self._prefix}/answer/{number}"))
+        self._store.delete_key(f"{self._prefix}/answer/{number}")
+        if "failed" in answer:
+            error = InputError if answer["wrong_input"] else PlaitError
+            raise error(answer["failed"])
+        return answer
+
+
+class AnswerThread:
+    """Answers the questions of other workers in a thread, in the order they come."""
+
+    def __init__(self, store: dist.Store, prefix: str, client: Client) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._client = client
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        number = 1
+        while (question := self._next(f"{self._prefix}/question/{number}")) != _CLOSE:
+            self._store.set(f"{self._prefix}/answer/{number}", json.dumps(self._reply(question)))
+            self._store.delete_key(f"{self._prefix}/question/{number}")
+            number += 1
+
+    def _next(self, key: str) -> Question:
+        self._store.wait([key], PATIENCE)
+        question: Question = json.loads(self._store.get(key))
+        return question
+
+    def _reply(self, question: Mapping[str, Any]) -> Answer:
+        try:
+            return self._client.ask(**question)
+        except Exception as failure:  # whoever asked must not wait for ever
+            words = str(failure) if isinstance(failure, PlaitError) else traceback.format_exc()
+            return {"failed": words, "wrong_input": isinstance(failure, InputError)}
+
+    def close(self) -> None:
+        """End the thread; all other workers have asked their last question."""
+        number = self._store.add(f"{self._prefix}/questions", 1)
+        self._store.set(f"{self._prefix}/question/{number}", json.dumps(_CLOSE))
+        self._thread.join(10.0)

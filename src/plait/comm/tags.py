@@ -1,0 +1,34 @@
+"""The numbers of all channels between two workers, so that no two users ever take the same one."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Tag(IntEnum):
+    """Who a message is for. Small numbers also serve the edges between stages, in channels of their own."""
+
+    # Partial reduce: to the leader of a round, and back.
+    ROUND_UP = 1
+    ROUND_DOWN = 13
+    # All members come to the same state: votes, then shares of the mean to their owners and back.
+    FULL_AVERAGE = 2
+    FULL_TO_OWNER = 3
+    FULL_FROM_OWNER = 4
+    # The mean over a group, by the same way.
+    GROUP_TO_OWNER = 5
+    GROUP_FROM_OWNER = 6
+    # Gossip.
+    GOSSIP_ASK = 7
+    GOSSIP_ANSWER = 8
+    # The parameter server.
+    PUSH = 9
+    PULL = 10
+    # The leader of a pipeline to those that follow it, and back.
+    COMMAND = 1 << 16
+    REPLY = (1 << 16) + 1
+    # All-reduce over a topology: from here on, two for each route of each lane.
+    FIRST_ROUTE = 1 << 20
+    # How a link ends, and that a process group is the job's own.
+    CLOSING = 1 << 24
+    PROOF = (1 << 24) + 1
