@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
+from plait.comm.rendezvous import Rendezvous
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     CheckpointSettings,
@@ -59,6 +61,13 @@ class LoneWorker:
         self.world_size = world_size
         self.host = "localhost"
         self.timeout_s = 60.0
+        self.hosts = (self.host,) * world_size
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        return Rendezvous(
+            _get_default_store(), b"a benchmark", self.rank, self.hosts, timeout_s=self.timeout_s
+        )
 
     def stop_requested(self) -> bool:
         return os.path.exists("/tmp/plait-benchmark-never-stops")
