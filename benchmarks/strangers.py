@@ -82,15 +82,11 @@ def open_to(kind: str, where: Any) -> socket.socket:
     return made
 
 
-def attack(sockets: list[tuple[str, Any]], count: int, seed: int, space: str | None) -> dict[str, int]:
-    """Do all of it, as nobody; what came of it."""
-    if space is not None:
-        import ctypes
-
-        with open(f"/run/netns/{space}") as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
-    # What is measured is what the job does about them, not what else runs on its cores.
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+def attack(
+    sockets: list[tuple[str, Any]], count: int, rate: float, seed: int, space: str | None
+) -> dict[str, int]:
+    """Do all of it, as nobody, at most `rate` connections a second; what came of it."""
+    enter(space)
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -106,7 +102,9 @@ def attack(sockets: list[tuple[str, Any]], count: int, seed: int, space: str | N
         lambda: b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x0ctouch /tmp/pw\x85R.",
         lambda: (draw.randrange(64)).to_bytes(8, "little"),
     ]
+    begun = time.monotonic()
     for number in range(count):
+        time.sleep(max(0.0, begun + number / rate - time.monotonic()))
         kind, where = sockets[number % len(sockets)]
         told["tried"] += 1
         try:
@@ -127,6 +125,47 @@ def attack(sockets: list[tuple[str, Any]], count: int, seed: int, space: str | N
         if len(held) > 2000:
             held.pop(0).close()
     return told
+
+
+def enter(space: str | None) -> None:
+    """Go to a network namespace, and run when no core has anything else to do."""
+    if space is not None:
+        import ctypes
+
+        with open(f"/run/netns/{space}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    # What is measured is what the job does about strangers, not what else runs on its cores.
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def be_decoy(space: str | None, address: str, told: Any) -> None:
+    """Listen beside the job, drop whoever comes: what strangers cost the kernel alone."""
+    enter(space)
+    with socket.create_server((address, 0), backlog=512) as server:
+        told.send(server.getsockname())
+        held: list[socket.socket] = []
+        while True:
+            held.append(server.accept()[0])
+            if len(held) > 64:
+                held.pop(0).close()
+
+
+@contextlib.contextmanager
+def decoy(hosts: Hosts | None, sockets: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """A listener that is not the job's, where the job's first host is."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    space, address = None, "127.0.0.1"
+    if hosts is not None:
+        space, address = hosts.space("w0"), min(where[0] for kind, where in sockets if kind == "tcp")
+    process = multiprocessing.get_context("spawn").Process(
+        target=be_decoy, args=(space, address, there), daemon=True
+    )
+    process.start()
+    try:
+        yield "tcp", here.recv()
+    finally:
+        process.kill()
+        process.join()
 
 
 def steps_of(run: Path) -> list[tuple[float, float]]:
@@ -172,6 +211,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--hosts", action="store_true", help="a job over two hosts, attacked from a third")
     parser.add_argument("--connections", type=int, default=10000)
+    parser.add_argument("--rate", type=float, default=1e9, help="connections a second at most")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--peace-s", type=float, default=4.0)
     asked = parser.parse_args()
@@ -201,14 +241,19 @@ def measure(process: subprocess.Popen[bytes], folder: Path, hosts: Hosts | None,
     phases: list[tuple[str, float, float]] = []
     told: list[dict[str, int]] = []
     space = hosts.space("w2") if hosts is not None else None
-    for number in range(asked.rounds):
-        begun = time.time()
-        time.sleep(asked.peace_s)
-        phases.append(("peace", begun, time.time()))
-        begun = time.time()
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            told.append(pool.apply(attack, (sockets, asked.connections, number, space)))
-        phases.append(("attack", begun, time.time()))
+    with decoy(hosts, sockets) as other:
+        for number in range(asked.rounds):
+            begun = time.time()
+            time.sleep(asked.peace_s)
+            phases.append(("peace", begun, time.time()))
+            # On few cores the kernel's work for connections takes time from the job, whoever they are for: so
+            # the same connections to a listener that is not the job's are the measure.
+            for kind, aims in (("decoy", [other]), ("attack", sockets)):
+                begun = time.time()
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    found = pool.apply(attack, (aims, asked.connections, asked.rate, number, space))
+                phases.append((kind, begun, time.time()))
+                told += [found] if kind == "attack" else []
     alive = process.poll() is None
     # A connection may take a few seconds to prove itself.
     end = time.monotonic() + 20
@@ -220,19 +265,20 @@ def measure(process: subprocess.Popen[bytes], folder: Path, hosts: Hosts | None,
     longest_answer = max(each["answer_bytes"] for each in told)
     times = {
         kind: [s for t, s in steps for k, a, b in phases if k == kind and a + s < t < b]
-        for kind in ("peace", "attack")
+        for kind in ("peace", "decoy", "attack")
     }
     medians = {kind: statistics.median(found) for kind, found in times.items()}
-    slower = medians["attack"] / medians["peace"] - 1
+    slower = medians["attack"] / medians["decoy"] - 1
     print(f"attackers: {told}")
-    peace_ms, attack_ms = (medians[kind] / 20 * 1e3 for kind in ("peace", "attack"))
-    print(f"a step in peace {peace_ms:.3f} ms, under attack {attack_ms:.3f} ms")
+    for kind, found in times.items():
+        low, middle, high = (f(found) / 20 * 1e3 for f in (min, statistics.median, max))
+        print(f"a step in {kind}: {middle:.3f} ms ({low:.3f} to {high:.3f}, {len(found)} times)")
     claims = {
         "the job goes on and ends well when asked to": alive and status == 130,
         "answers are the listener's nonce and proof at most (48 bytes)": longest_answer <= 48,
         "nothing was executed": not Path("/tmp/pw").exists(),
         "no descriptor stays behind": gained <= 8,
-        f"steps are at most 2% longer ({slower:+.1%})": slower <= 0.02,
+        f"steps are at most 2% longer than beside strangers of others ({slower:+.1%})": slower <= 0.02,
     }
     for claim, holds in claims.items():
         print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
