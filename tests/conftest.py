@@ -1,4 +1,4 @@
-"""For all rooms: hypothesis without deadlines on a noisy machine, and hosts in network namespaces."""
+"""For all tests: hypothesis without deadlines on a noisy machine, and hosts in network namespaces."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from support.hosts import Hosts, missing_for_hosts
 from support.processes import starts_processes
+from support.schedule import in_order
 
 # The same examples on every machine; PLAIT_EXPLORE=1 looks for new ones.
 explores = bool(os.environ.get("PLAIT_EXPLORE"))
@@ -41,10 +42,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes; `make quick` leaves them out."""
+    """Mark the tests that start processes, which `make quick` leaves out; put the slow modules first."""
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
+    items[:] = in_order(items)
 
 
 @pytest.fixture

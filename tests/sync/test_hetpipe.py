@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from plait.comm.links.packing import Content, Message
+from plait.comm.tags import Tag
 from plait.core.errors import PeerError
-from plait.sync.averaging.parameter_server import PULL, Server, held_up_by
+from plait.sync.averaging.parameter_server import Server, held_up_by
 
 
 class ScriptedMail:
@@ -40,7 +41,7 @@ class ScriptedMail:
         return None
 
     def send(self, peer: int, channel: int, number: int, tensors: Any) -> bool:
-        assert channel == PULL
+        assert channel == Tag.PULL
         self.sent[peer] = tensors[0].tolist()
         return True
 

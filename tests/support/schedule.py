@@ -1,0 +1,49 @@
+"""In which order tests run: the slow modules first, shared out over the workers, so that no slow one is last."""
+
+from __future__ import annotations
+
+import os
+from itertools import groupby
+
+import pytest
+
+# The modules with tests of ten seconds and more, the slowest first.
+SLOW = (
+    "faults/test_chaos.py",
+    "cli/test_commands.py",
+    "cli/test_sweep_command.py",
+    "experiments/test_planner_bench.py",
+    "pipeline/test_pipeline_exact.py",
+    "test_documents.py",
+    "sweep/test_sweep_stages.py",
+    "training/test_sync_resume.py",
+    "profiler/test_trace_transformers.py",
+    "faults/test_runs.py",
+    "sweep/test_sweep_replicas.py",
+    "cli/test_fuzz.py",
+    "pipeline/test_meta_device.py",
+    "sweep/test_sweep_stages_verified.py",
+    "training/test_pipeline_training.py",
+)
+
+
+def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
+    """`items` by module: each worker begins with a share of them at the front of which are slow modules.
+
+    pytest-xdist gives each worker a run of the list, as long as the others'; who is done takes from the end of
+    another's.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    modules = [list(group) for _, group in groupby(items, key=lambda item: item.path)]
+    modules.sort(key=lambda group: _rank(group[0]))
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for number, module in enumerate(modules):
+        slow = number < len(SLOW)
+        share = shares[number % workers] if slow else min(shares, key=len)
+        share += module
+    return [item for share in shares for item in share]
+
+
+def _rank(item: pytest.Item) -> int:
+    name = item.path.as_posix()
+    return next((rank for rank, end in enumerate(SLOW) if name.endswith(f"/{end}")), len(SLOW))
