@@ -1,4 +1,4 @@
-"""In which order tests run: the slow modules first, shared out over the workers, so that no slow one is last."""
+"""In which order tests run: slow modules first, shared out over the workers, so that none is the last."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SLOW = (
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
     """`items` by module: each worker begins with a share of them at the front of which are slow modules.
 
-    pytest-xdist gives each worker a run of the list, as long as the others'; who is done takes from the end of
-    another's.
+    pytest-xdist gives each worker a run of the list, all of one length; one that is done takes from the end
+    of another's.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     modules = [list(group) for _, group in groupby(items, key=lambda item: item.path)]
