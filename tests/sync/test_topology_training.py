@@ -11,6 +11,7 @@ import pytest
 
 from plait.core import events as core_events
 from plait.core.errors import InputError
+from plait.core.run_events import Changed
 from plait.launch.run_dir import RunDir
 from plait.schema.job import make_job
 from plait.schema.settings import OptimizerSettings, TrainSettings
@@ -18,7 +19,7 @@ from plait.schema.topology import TOPOLOGIES
 from plait.schema.topology_spec import read_wish
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
-from plait.training.engine import TopologyChange
+from plait.training.changes import StepTable, TopologyChange
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.loop import Loop
 from plait.training.run import Run
@@ -65,8 +66,8 @@ def train_and_switch(rank: int, folder: Path) -> dict[str, Any]:
     parts = components.build(JOB, components.choose_device("cpu", 0))
     run = Run(TestWorker(rank, 3), JOB, parts, RunDir(folder))  # type: ignore[arg-type]
     names = ["ring", "native", "clique", "star:2", "binary-tree", "native"]
-    changes = {step: TopologyChange(name) for step, name in enumerate(names, 1)}
-    Loop(run, DataParallelEngine(run), changes).train(resume=False)
+    changes = StepTable({step: TopologyChange(name) for step, name in enumerate(names, 1)})
+    Loop(run, DataParallelEngine(run), [changes]).train(resume=False)
     return {key: value.tolist() for key, value in parts.model.state_dict().items()}
 
 
@@ -74,6 +75,15 @@ def test_a_run_that_switches_after_every_step_takes_the_steps_of_one_process(tmp
     _, alone = train_here(JOB, tmp_path / "one")
     for found in run_ranks(3, train_and_switch, tmp_path / "many"):
         assert largest_difference(alone, found) < 1e-10
+    log = tmp_path / "many" / "events" / "rank0.jsonl"
+    changed = [r.event for r in core_events.read(log) if isinstance(r.event, Changed)]
+    assert [(each.step, each.change["topology"], each.by) for each in changed] == [
+        (1, "ring", "table"),
+        (2, "native", "table"),
+        (3, "clique", "table"),
+        (4, "star:2", "table"),
+        (5, "binary-tree", "table"),
+    ]
 
 
 def job(**parallel: Any) -> dict[str, Any]:

@@ -257,3 +257,14 @@ class SyncChosen(Event):
 
     sync: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Changed(Event):
+    """A running job was changed after `step` steps: what `change` sets, `by` whom it was asked for, and why."""
+
+    step: int
+    kind_of_change: str
+    change: dict[str, Any]
+    by: str
+    why: str

@@ -13,19 +13,9 @@ from plait.core.errors import JobError
 from plait.data.sampler import Position
 from plait.pipeline import named_state
 from plait.pipeline.named_state import Tensors
+from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint, Written
 from plait.training.components import Components
-
-
-@dataclass(frozen=True)
-class TopologyChange:
-    """Sum gradients over the topology of this name."""
-
-    topology: str
-
-
-# What can be changed while a run goes on.
-Change = TopologyChange
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,22 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from plait.comm.collectives import all_gather_values
-from plait.core.codec import decode
+from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
+from plait.core.run_events import Changed
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
+from plait.training.changes import ChangeSource
 from plait.training.checkpoint import Checkpoint
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
-from plait.training.engine import Change, Engine, EngineState, Following, Starting
+from plait.training.engine import Engine, EngineState, Following, Starting
 from plait.training.loss_parts import describe_parts
 from plait.training.optim import build_lr_factor
 from plait.training.run import Run
@@ -134,13 +136,13 @@ class _Starting:
 class Loop(_Starting):
     """Trains a run with an engine, from where the last good checkpoint left off.
 
-    `changes` are applied after so many steps, by all workers at once.
+    `sources` are asked for changes between two steps; the loop alone applies them, and records them.
     """
 
-    def __init__(self, run: Run, engine: Engine, changes: Mapping[int, Change] | None = None) -> None:
+    def __init__(self, run: Run, engine: Engine, sources: Sequence[ChangeSource] = ()) -> None:
         super().__init__(run, engine)
         self.engine = engine
-        self._changes = dict(changes or {})
+        self._sources = tuple(sources)
         self._steps = 0
         over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
         self._until_data_ends = over_stream and engine.sees_end_of_data
@@ -219,16 +221,20 @@ class Loop(_Starting):
         return UNKNOWN_STEPS if self._until_data_ends else max(self._steps - self.run.step, 0)
 
     def _apply_changes(self) -> None:
-        change = self._changes.get(self.run.step)
-        if change is not None:
-            self.engine.apply(change)
+        step = self.run.step
+        for source in self._sources:
+            for asked in source.due(step):
+                self.engine.apply(asked.change)
+                kind = type(asked.change).__name__
+                self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
 
     def _next_due(self) -> int:
         """The next step after which something is due."""
         settings, step = self.run.settings, self.run.step
         periods = [settings.checkpoint.every_steps, settings.evaluate.every_steps]
         ends = [step + each - step % each for each in periods if each]
-        return min(ends + [at for at in self._changes if at > step])
+        asked = [source.next_due(step) for source in self._sources]
+        return min(ends + [at for at in asked if at is not None])
 
     def _evaluate_or_save(self) -> None:
         """What is due after this step: an evaluation, and one checkpoint at most."""
