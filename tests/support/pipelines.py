@@ -23,7 +23,7 @@ from plait.pipeline.layout import PipelineLayout, microbatches_per_update, one_b
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.profiler.trace import TracedModel, trace
-from plait.training.fused_optim import use_fused_kernels
+from plait.training.optimizers.fused import use_fused_kernels
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.transformer import transformer_tiny
 from support.meeting import rendezvous_of

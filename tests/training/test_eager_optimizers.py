@@ -11,7 +11,7 @@ SCRIPT = """
 import inspect, json, sys, torch
 import plait.sweeping.worker
 import plait.training.worker
-from plait.training.eager_optimizers import use_eager_optimizers
+from plait.training.optimizers.eager import use_eager_optimizers
 
 def train(kind):
     torch.manual_seed(0)

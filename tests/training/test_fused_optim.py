@@ -17,7 +17,7 @@ from plait.pipeline.named_state import load_optimizer_state, optimizer_state
 from plait.pipeline.weight_stash import WeightVersions
 from plait.schema.settings import OptimizerSettings
 from plait.training.checkpoint import Checkpoint, load, save
-from plait.training.optim import build_optimizer
+from plait.training.optimizers.build import build_optimizer
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),

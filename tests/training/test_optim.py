@@ -13,7 +13,7 @@ from plait.core.errors import JobError
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.sweeping.trial_settings import is_fusable
-from plait.training.optim import (
+from plait.training.optimizers.build import (
     build_lr_factor,
     build_optimizer,
     check_groups,

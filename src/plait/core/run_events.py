@@ -261,7 +261,7 @@ class SyncChosen(Event):
 
 @dataclass(frozen=True)
 class Changed(Event):
-    """A running job was changed after `step` steps: what `change` sets, `by` whom it was asked for, and why."""
+    """A running job was changed after `step` steps: what `change` sets, who asked for it, and why."""
 
     step: int
     kind_of_change: str

@@ -39,7 +39,7 @@ from plait.profiler.traced import TracedModel
 from plait.schema.placement import Placement
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
-from plait.training.optim import build_optimizer
+from plait.training.optimizers.build import build_optimizer
 from plait.verification import same_random_numbers
 from plait.workloads.losses import build_loss
 

@@ -35,7 +35,7 @@ from plait.sweeping.worker_group import WorkerGroup, share_of
 from plait.training import components
 from plait.training.components import DataPair
 from plait.training.early_stopping import EarlyStopping
-from plait.training.optim import build_lr_factor
+from plait.training.optimizers.build import build_lr_factor
 
 if TYPE_CHECKING:
     from plait.sweeping.engines.verified_stages import StagesOfTrials

@@ -27,7 +27,7 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.sweeping.worker_group import WorkerGroup, check_teams, make_team
 from plait.training import components
-from plait.training.eager_optimizers import use_eager_optimizers
+from plait.training.optimizers.eager import use_eager_optimizers
 
 WAIT_S = 0.05
 

@@ -25,7 +25,7 @@ from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
 from plait.training.engine import Engine, EngineState, Following, Starting
 from plait.training.loss_parts import describe_parts
-from plait.training.optim import build_lr_factor
+from plait.training.optimizers.build import build_lr_factor
 from plait.training.run import Run
 
 

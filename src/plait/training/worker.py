@@ -20,10 +20,10 @@ from plait.schema.sync_options import TOLERANT
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.components import Components
-from plait.training.eager_optimizers import use_eager_optimizers
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.loop import Follower, Loop
+from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
 
 

@@ -57,7 +57,7 @@ from plait.sync.allreduce.autotune import settle
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.training import components
-from plait.training.optim import build_optimizer
+from plait.training.optimizers.build import build_optimizer
 from plait.workloads.losses import build_loss
 
 MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}

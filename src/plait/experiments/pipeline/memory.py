@@ -56,7 +56,7 @@ from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training import components
-from plait.training.optim import build_optimizer
+from plait.training.optimizers.build import build_optimizer
 from plait.workloads.losses import build_loss
 
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED, Schedule.FLUSH, Schedule.GPIPE)

@@ -35,7 +35,7 @@ from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stage, pre
 from plait.sweeping.worker_group import WorkerGroup
 from plait.training.engines.pipeline_setup import further_names
 from plait.training.evaluate import in_order, means, sums_of
-from plait.training.optim import build_optimizer
+from plait.training.optimizers.build import build_optimizer
 
 
 class PipelinedArray:

@@ -10,8 +10,9 @@ from plait.data import loader
 from plait.data.sampler import mix
 from plait.pipeline import named_state
 from plait.training import checkpoint as checkpoints
+from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
-from plait.training.engine import Change, EngineState, Trained, whole_state
+from plait.training.engine import EngineState, Trained, whole_state
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import evaluate_parts
 from plait.training.run import Run

@@ -29,8 +29,9 @@ from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.peers import WaitTimer
 from plait.sync.averaging.whole_state import rest_of_state
 from plait.training import checkpoint as checkpoints
+from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
-from plait.training.engine import Change, EngineState, Trained, cannot_apply, whole_state
+from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.averaging import PREFIX as SYNC_PREFIX
 from plait.training.engines.averaging import averages_gradients, make_averaging, sources_of
 from plait.training.engines.data_parallel import load_whole

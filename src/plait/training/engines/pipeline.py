@@ -28,8 +28,9 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
+from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
-from plait.training.engine import Change, EngineState, Trained, cannot_apply, whole_state
+from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.data_parallel import load_whole
 from plait.training.engines.own_tensors import arranged_names, fill_pieces, unused_names
 from plait.training.engines.pipeline_setup import (

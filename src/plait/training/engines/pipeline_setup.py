@@ -33,7 +33,7 @@ from plait.schema.settings import TrainSettings
 from plait.training.components import Components, build_model
 from plait.training.engine import EngineState
 from plait.training.metrics import MetricsLogger
-from plait.training.optim import build_optimizer
+from plait.training.optimizers.build import build_optimizer
 from plait.training.stragglers import StragglerInjector
 from plait.verification import same_random_numbers
 

@@ -15,7 +15,7 @@ from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, resolve
 from plait.core.shown import shown
 from plait.schema.settings import GroupSettings, LrScheduleSettings, OptimizerSettings
-from plait.training.fused_optim import use_fused_kernels
+from plait.training.optimizers.fused import use_fused_kernels
 
 LrFactor = Callable[[int], float]
 

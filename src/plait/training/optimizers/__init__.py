@@ -1,0 +1,1 @@
+"""Optimizers of a job: built by name, with parameter groups and a learning-rate schedule."""
