@@ -55,7 +55,7 @@ class TrialMode(TorchFunctionMode):
             return self._new(_NEW[func], args, kwargs)
         if func in _REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
             return refuse_random(func, args, kwargs)
-        if _has_per_trial(args) or _has_per_trial(tuple(kwargs.values())):
+        if PerTrial.made_any and (_has_per_trial(args) or _has_per_trial(tuple(kwargs.values()))):
             return self._each(func, args, kwargs)
         return func(*args, **kwargs)
 

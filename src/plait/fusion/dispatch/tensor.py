@@ -114,7 +114,7 @@ class TrialTensor(torch.Tensor):
             return rule(func, args, kwargs)
         if kwargs:
             args, kwargs = usual_form(func, args, kwargs)
-        if rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
+        if PerTrial.made_any and rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
             from plait.fusion.dispatch.fallback import loop
 
             rule = loop

@@ -51,6 +51,10 @@ _SEVERAL = (
 )
 
 
+# Beside one tensor, operands of these types need no alignment. A hyperparameter of the trials has another type.
+_NUMBERS = frozenset((int, float, bool))
+
+
 def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of one tensor, whatever its other arguments: applied to all trials as they lie."""
     x, others = args[0], args[1:]
@@ -65,6 +69,8 @@ def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of several tensors that broadcast: a tensor's own axes end up behind the trials."""
     if "out" in kwargs:
         raise FusionError(f"{user_line()}\n  writes to out=...; a fused model cannot; use what is returned")
+    if type(args[0]) is TrialTensor and not kwargs and all(type(value) in _NUMBERS for value in args[1:]):
+        return unary(function, args, kwargs)
     trials = trials_of(args, kwargs)
     if is_in_place(function) and not isinstance(args[0], TrialTensor):
         if not function.__name__.startswith("__i"):

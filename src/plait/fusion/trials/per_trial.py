@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ class PerTrial(float):
     """
 
     values: tuple[float, ...]
+    # Whether this process has ever made one: calls are searched for them only then.
+    made_any: ClassVar[bool] = False
 
     def __new__(cls, values: Sequence[float]) -> PerTrial:
+        PerTrial.made_any = True
         made = super().__new__(cls, values[0] if len(set(values)) == 1 else math.nan)
         made.values = tuple(float(value) for value in values)
         return made
