@@ -17,7 +17,9 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
-from plait.sweeping import loop
+from plait.sweeping import array_builder, loop
+from plait.sweeping.engines.fused import TrialTensors
+from plait.sweeping.running_trial import RunningTrial, save_trial
 from plait.sweeping.settings import SweepSettings
 from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
 from support.training import digits_job
@@ -45,7 +47,9 @@ def assert_as_alone(settings: SweepSettings, found: dict[str, Any], folder: Path
 
 def test_a_search_that_learns_fuses_where_no_width_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # As many as pay depends on the machine; here, all that may be.
-    monkeypatch.setattr("plait.sweeping.loop.choose_width", lambda s, d, sets, trials, *rest: (trials, ""))
+    monkeypatch.setattr(
+        "plait.sweeping.array_builder.choose_width", lambda s, d, sets, trials, *rest: (trials, "")
+    )
     job = digits_job(steps=9)
     settings = sweep_of("optimizer.lr=log:1e-3:0.3", width=None, job=job, kind="asha", trials=12)
     sweep_here(settings, tmp_path)
@@ -136,14 +140,13 @@ def test_a_kill_between_an_early_stopped_trials_checkpoint_and_its_record_is_res
     settings = sweep_of("optimizer.lr=0.01,0.1", width=2, job=EARLY)
     expected = sweep_here(settings, tmp_path / "whole")
     assert {(row["state"], row["step"]) for row in expected["trials"]} == {("early-stop", 8)}
-    save = loop.SweepLoop._save
 
-    def save_and_die(self: loop.SweepLoop, place: int) -> None:
-        save(self, place)
+    def save_and_die(*args: Any) -> None:
+        save_trial(*args)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.SweepLoop, "_save", save_and_die)
+        patch.setattr(loop, "save_trial", save_and_die)
         with pytest.raises(Killed):
             sweep_here(settings, tmp_path / "killed")
     assert same_table(expected, sweep_here(settings, tmp_path / "killed", resume=True))
@@ -159,13 +162,12 @@ def test_patience_counts_evaluations_at_rungs_too(kind: str, tmp_path: Path):
 
 def test_checkpoints_are_written_at_rungs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved = []
-    save = loop.SweepLoop._save
 
-    def noted(self: loop.SweepLoop, place: int) -> None:
-        saved.append((self._seats[place].trial, self._seats[place].step))
-        save(self, place)
+    def noted(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> None:
+        saved.append((trial.trial, trial.step))
+        save_trial(folder, trial, tensors)
 
-    monkeypatch.setattr(loop.SweepLoop, "_save", noted)
+    monkeypatch.setattr(loop, "save_trial", noted)
     job = job_of("norm_net", steps=12, checkpoint=CheckpointSettings(every_steps=6))
     sweep_here(sweep_of("optimizer.lr=0.1", width=2, job=job, kind="asha", least_steps=6), tmp_path)
     assert saved == [(0, 6), (0, 12)]

@@ -1,189 +1,175 @@
-"""A worker of a sweep: it fills its array from the book, takes steps, and reports what trials come to."""
+"""A sweep on one worker: it takes trials from the coordinator, trains them in arrays, and reports results."""
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from plait.comm.rpc import Client
 from plait.core.codec import finite
-from plait.fusion.errors import FusionError
-from plait.fusion.verify import Verdict, tell
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.pipeline.layout import PipelineLayout
-from plait.schema.settings import TrainSettings
-from plait.sweeping.array_size import choose_width, try_two
+from plait.sweeping.array_builder import ArrayBuilder
+from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams, next_batches, reseated
-from plait.sweeping.engines.fused import Array, TrialInit
-from plait.sweeping.engines.leader import LeaderArray, make_array, make_entry, position_of
-from plait.sweeping.engines.verified_arrays import verify_entries
-from plait.sweeping.reasons import NotFusedError, fused_work, split_by_kind, why_optimizer
-from plait.sweeping.running_trial import RunningTrial, newest, save_seat
+from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams
+from plait.sweeping.engines.leader import make_entry, position_of
+from plait.sweeping.reasons import NotFusedError
+from plait.sweeping.running_trial import RunningTrial, newest, save_trial
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import WorkerGroup, share_of
-from plait.training import components
-from plait.training.components import DataPair
 from plait.training.early_stopping import EarlyStopping
+from plait.training.loop import take_steps
 from plait.training.optimizers.build import build_lr_factor
 
-if TYPE_CHECKING:
-    from plait.sweeping.engines.verified_stages import StagesOfTrials
-
-# How long a worker that could take more waits before it asks again.
+# How long a worker that could take more trials waits before it asks again.
 POLL_S = 0.1
-log = logging.getLogger(__name__)
 
 
-class SweepLoop:
-    """Trains trials on this worker, or on the team it leads, until there are none left or all must stop."""
+class SweepTraining:
+    """Trials on this worker, or on the worker group it leads, as the training loop drives them.
+
+    Trials that have ended leave the array and others join between two steps; the coordinator decides which.
+    """
 
     def __init__(
         self,
         worker: Worker,
         settings: SweepSettings,
         folder: RunDir,
-        desk: Client,
+        coordinator: Client,
         sets: DataSets,
         device: torch.device,
-        team: WorkerGroup | None = None,
+        workers: WorkerGroup | None = None,
     ) -> None:
         self._worker = worker
-        self._team = team
+        self._workers = workers
         self._settings = settings
         self._folder = folder
-        self._desk = desk
+        self._coordinator = coordinator
         self._sets = sets
         self._device = device
-        self._seats: list[RunningTrial] = []
-        self._array: Array | None = None
+        self._builder = ArrayBuilder(worker, settings, coordinator, device, workers)
+        self._engine = ArrayEngine(self._builder)
         self._feeds: BatchStreams | None = None
-        self._group = ""
-        self._width = 1
-        # How many trials an array of a group holds, and, where that is one, why.
-        self._widths: dict[str, tuple[int, str]] = {}
-        # What must run trial by trial in arrays of a group.
-        self._verdicts: dict[str, Verdict] = {}
-        # The layers of each stage that a verification has led to.
-        self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
-        # Why trials that wait do not join the array there is, though it has room; and why some never do.
-        self._closed = self._apart = ""
+        self._leaving: list[int] = []
         self._may_get_more = True
         self._asked = 0.0
-        self._losses: Tensor | None = None
-        self._losses_of = 0
+        self._is_over = False
 
     def run(self) -> str:
         """Train until the end; `finished`, or `stopped` with every trial's state saved."""
-        while not self._worker.stop_requested():
-            if not self._seats and not self._begin():
-                if self._is_over():
-                    return "finished"
-                time.sleep(POLL_S)
-                continue
+        while True:
             try:
-                self._settle()
-                if self._seats:
-                    self._step()
+                reason = take_steps(self)
             except NotFusedError as failure:
                 self._separate(str(failure))
-        self._give_back()
-        return "stopped"
+                continue
+            if reason == "stopped":
+                self._give_back()
+            return reason
 
-    def _is_over(self) -> bool:
-        return bool(self._desk.ask(ask="look").get("over", False))
+    def ended(self) -> str | None:
+        if self._worker.stop_requested():
+            return "stopped"
+        return "finished" if self._is_over else None
 
-    def _begin(self) -> bool:
-        """Make an array of trials that wait; whether there were any."""
-        found = self._desk.ask(ask="look")
-        if "group" not in found:
-            return False
-        self._group = found["group"]
+    def apply_changes(self) -> None:
+        """Let trials that have ended leave, and others join; without any to train, wait a moment."""
+        if self._engine.trials:
+            self._refill()
+            return
+        found = self._coordinator.ask(ask="look")
+        if "group" in found:
+            self._begin(found)
+        self._is_over = bool(found.get("over", False))
+        if not self._engine.trials and not self._is_over:
+            time.sleep(POLL_S)
+
+    def steps_until_due(self) -> int:
+        trials = self._engine.trials
+        if trials and self._engine.free and self._may_get_more:
+            return min(1, *(trial.steps_until_due() for trial in trials))
+        return min((trial.steps_until_due() for trial in trials), default=0)
+
+    def advance(self, steps: int) -> bool:
+        for _ in range(steps):
+            self._engine.train(1)
+            if self._worker.stop_requested():
+                return True
+        return False
+
+    def evaluate_and_save(self) -> None:
+        """Do what is due for each trial: points of its curve, evaluation, checkpoint, report."""
+        trials = self._engine.trials
+        due = [place for place, trial in enumerate(trials) if trial.is_due()]
+        if due:
+            self._engine.collect_losses()
+            points = [self._loss_point(trials[place]) for place in due]
+            self._record([point for point in points if point is not None])
+            diverged = [place for place in due if trials[place].has_diverged]
+            for place in diverged:
+                self._end(place, "diverged", {})
+            self._leaving = diverged
+            self._leaving = diverged + self._evaluate_and_report([p for p in due if p not in diverged])
+        for trial in trials:
+            trial.moved = False
+
+    def _begin(self, found: Mapping[str, Any]) -> None:
+        """Make an array of trials that wait."""
+        group = self._engine.group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
-        self._feeds = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._team))
-        if self._group not in self._widths:
-            own = math.ceil(found["waiting"] * self._settings.team_size / self._worker.world_size)
-            self._widths[self._group] = self._choose_width(settings, sets, own)
-        self._width = self._widths[self._group][0]
-        try:
-            self._change([], self._take(self._width, begin=True))
-        except NotFusedError as failure:
-            self._separate(str(failure))
-        return bool(self._seats)
+        self._feeds = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._workers))
+        self._builder.choose_width(group, settings, sets, found["waiting"])
+        if joining := self._take(self._builder.width(group), begin=True):
+            self._change([], joining)
 
-    def _choose_width(self, settings: TrainSettings, sets: DataPair, trials: int) -> tuple[int, str]:
-        """How many of `trials` like these an array holds, and, where that is one, why."""
-        if (why := why_optimizer(settings)) is not None:
-            return 1, why
-        if self._settings.width == 1:
-            return 1, "--width is 1"
-        try:
-            return self._try_width(settings, sets, trials, None)
-        except NotFusedError as failure:
-            if self._settings.train.verify == "off":
-                return 1, str(failure)
-        # Some module may have to run trial by trial.
-        entries = [TrialInit(settings, components.build(settings, self._device, sets)) for _ in range(2)]
-        try:
-            return self._try_width(settings, sets, trials, self._verify(entries))
-        except NotFusedError as failure:
-            return 1, str(failure)
+    def _refill(self) -> None:
+        """Let trials that have ended leave, and ask for others in their places."""
+        leaving, self._leaving = sorted(self._leaving), []
+        free = 0 if self._engine.closed else self._engine.free + len(leaving)
+        is_time = free and self._may_get_more and time.monotonic() - self._asked > POLL_S
+        if leaving or is_time:
+            self._change(leaving, self._take(free) if free else [])
 
-    def _try_width(
-        self, settings: TrainSettings, sets: DataPair, trials: int, verdict: Verdict | None
-    ) -> tuple[int, str]:
-        width, replicas = self._settings.width, self._settings.replicas
-        with fused_work():
-            if width is None:
-                return choose_width(settings, self._device, sets, trials, replicas, verdict)
-            if self._can_only_refuse_here:
-                try_two(settings, self._device, sets, replicas, verdict)
-        return width, ""
+    def _change(self, leaving: Sequence[int], joining: Sequence[Joining]) -> None:
+        if not leaving and not joining:
+            return
+        if joining:
+            admission = self._engine.admit(joining)
+            joining = admission.joining
+            for each in admission.waiting:
+                self._coordinator.ask(ask="back", trial=each.trial.trial)
+            if admission.apart:
+                self._coordinator.ask(ask="split", trials=[each.trial.trial for each in admission.apart])
+        self._engine.apply(TrialsChange(tuple(leaving), tuple(joining)))
+        self._report_array()
 
-    @property
-    def _can_only_refuse_here(self) -> bool:
-        """Whether a team's leader must try fusion by itself: later its followers are in the midst of it."""
-        return self._team is not None and self._settings.train.pipeline is None
-
-    def _separate(self, why: str) -> None:
-        """Train the trials of this group one by one from now on, from their last checkpoints."""
-        self._widths[self._group] = 1, why
-        self._losses, self._losses_of = None, 0
-        for seat in self._seats:
-            self._desk.ask(ask="back", trial=seat.trial)
-        self._dissolve()
-        self._tell_array()
-
-    def _take(self, count: int, begin: bool = False) -> list[tuple[RunningTrial, TrialInit]]:
+    def _take(self, count: int, begin: bool = False) -> list[Joining]:
+        """Trials that the coordinator hands out, ready to join."""
         self._asked = time.monotonic()
-        answer = self._desk.ask(ask="take", group=self._group, count=count, begin=begin)
+        answer = self._coordinator.ask(ask="take", group=self._engine.group, count=count, begin=begin)
         self._may_get_more = answer["more"]
-        used = [seat.feed for seat in self._seats]
+        used = [trial.feed for trial in self._engine.trials]
         taken = []
         for order in answer["trials"]:
-            seat, entry = self._seat(order, used)
-            used.append(seat.feed)
-            taken.append((seat, entry))
+            taken.append(self._prepare(order, used))
+            used.append(taken[-1].trial.feed)
         return taken
 
-    def _seat(self, order: Mapping[str, Any], used: list[BatchStream]) -> tuple[RunningTrial, TrialInit]:
+    def _prepare(self, order: Mapping[str, Any], used: list[BatchStream]) -> Joining:
         """A trial ready to join: from its newest checkpoint where it has one, else from its beginning."""
         settings = with_values(self._settings.train, order["values"])
         state = newest(self._folder, order["trial"])
         position = position_of(state)
         assert self._feeds is not None
-        seat = RunningTrial(
+        trial = RunningTrial(
             trial=order["trial"],
             settings=settings,
             steps=order["steps"],
@@ -191,263 +177,105 @@ class SweepLoop:
             lr_factor=build_lr_factor(settings.lr_schedule, order["steps"]),
             feed=self._feeds.find(settings, position, used),
             position=position,
-            patience=EarlyStopping(settings.early_stop),
+            early_stopping=EarlyStopping(settings.early_stop),
         )
         if state is not None:
-            seat.take_up(state.step, state.progress)
-        return seat, make_entry(settings, state, self._device, self._sets)
+            trial.load_progress(state.step, state.progress)
+        return Joining(trial, make_entry(settings, state, self._device, self._sets))
 
-    def _change(self, leaving: Sequence[int], joining: list[tuple[RunningTrial, TrialInit]]) -> None:
-        """Let trials leave the array and others join; an array without trials is gone."""
-        if not leaving and not joining:
-            return
-        self._collect()
-        if len(leaving) == len(self._seats) and not joining:
-            self._dissolve()
-        elif self._array is None:
-            joining = self._of_one_kind(joining)
-            # Known before the array is made: who could not be fused is given back.
-            self._seats = [seat for seat, _ in joining]
-            self._array = self._make_array([entry for _, entry in joining])
-        else:
-            joining = self._admitted(joining)
-            if len(leaving) == len(self._seats) and not joining:
-                self._dissolve()
-            elif leaving or joining:
-                with self._fused_work():
-                    self._array.change(leaving, [entry for _, entry in joining])
-                self._seats = reseated(self._seats, leaving, [seat for seat, _ in joining])
-        self._tell_array()
+    def _separate(self, why: str) -> None:
+        """Train the trials of this group one by one from now on, from their last checkpoints."""
+        self._builder.train_one_by_one(self._engine.group, why)
+        for place, trial in enumerate(self._engine.trials):
+            if place not in self._leaving:
+                self._coordinator.ask(ask="back", trial=trial.trial)
+        self._leaving = []
+        self._engine.close()
+        self._report_array()
 
-    def _tell_array(self) -> None:
+    def _report_array(self) -> None:
         """Let the record have the trials of the array, whether they are fused, and what is worth saying."""
-        numbers = [seat.trial for seat in self._seats]
-        is_fused = self._array is not None and self._array.is_fused and len(numbers) > 1
-        why = self._closed or self._apart or self._widths[self._group][1]
-        self._desk.ask(ask="array", worker=self._worker.rank, trials=numbers, fused=is_fused, why=why)
-
-    def _of_one_kind(
-        self, joining: list[tuple[RunningTrial, TrialInit]]
-    ) -> list[tuple[RunningTrial, TrialInit]]:
-        """Those that can be fused with the first; the others wait for an array of their own."""
-        if len(joining) < 2 or self._settings.train.pipeline is not None:
-            return joining
-        others, self._apart = split_by_kind([entry.parts.model for _, entry in joining])
-        if others:
-            self._desk.ask(ask="split", trials=[joining[number][0].trial for number in others])
-        return [one for number, one in enumerate(joining) if number not in others]
-
-    def _admitted(
-        self, joining: list[tuple[RunningTrial, TrialInit]]
-    ) -> list[tuple[RunningTrial, TrialInit]]:
-        """Those that may join the array: none where its trials have changed in a way that others have not."""
-        assert self._array is not None
-        try:
-            with fused_work():
-                self._array.check_entering([entry for _, entry in joining])
-        except NotFusedError as failure:
-            self._closed = f"others wait until it has ended: {failure}"
-            for seat, _ in joining:
-                self._desk.ask(ask="back", trial=seat.trial)
-            return []
-        return joining
-
-    def _fused_work(self) -> AbstractContextManager[None]:
-        """Around what an array computes: what stops fused trials lets them be trained one by one.
-
-        Not those of a team, whose followers are in the midst of the same.
-        """
-        can_separate = self._team is None and self._width > 1
-        return fused_work() if can_separate else nullcontext()
-
-    def _make_array(self, entries: Sequence[TrialInit]) -> Array:
-        if self._team is not None and self._team.pipeline is not None:
-            stages, found = self._verify_in_stages(entries, self._team.pipeline.arrangement)
-            return LeaderArray(self._team, entries, True, found, stages)
-        fused = self._width > 1
-        verdict = self._verify(entries) if fused else None
-        with self._fused_work():
-            if self._team is not None:
-                return LeaderArray(self._team, entries, fused, verdict)
-            return make_array(entries, fused, None, verdict)
-
-    def _verify_in_stages(
-        self, entries: Sequence[TrialInit], arrangement: PipelineLayout
-    ) -> tuple[StagesOfTrials, Verdict]:
-        """The stages of these trials, and how they are fused rightly; see `_verify`.
-
-        Where they are not, raises NotFusedError for several trials, and for one that stages cannot train it.
-        """
-        from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
-
-        known = self._verdicts.get(self._group)
-        is_due = self._is_verification_due(known)
-        planned = replace(arrangement, stages=self._stages.get(self._group, arrangement.stages))
-        stages = prepare_trials(entries, planned, verify=is_due)
-        for note in stages.checked.notes:
-            log.warning("verify: %s", note)
-        if not is_due:
-            return stages, known or Verdict()
-        verdict = verify_stages(entries, stages, known)
-        if verdict.refused is not None and len(entries) == 1:
-            raise FusionError(
-                f"parallel.plan: the stages do not compute what the model computes: {verdict.refused}; cut "
-                f"elsewhere (another number of stages), or sweep without a plan"
-            )
-        self._stages[self._group] = stages.checked.fine
-        self._keep(replace(verdict, seconds=verdict.seconds + stages.checked.seconds), known, len(entries))
-        return stages, verdict
-
-    def _is_verification_due(self, known: Verdict | None) -> bool:
-        mode = self._settings.train.verify
-        return mode != "off" and (known is None or mode != "first")
-
-    def _verify(self, entries: Sequence[TrialInit]) -> Verdict:
-        """How these trials are fused rightly: what the first array of a kind showed, unless asked anew.
-
-        Raises NotFusedError where they are not fused at all.
-        """
-        known = self._verdicts.get(self._group)
-        if not self._is_verification_due(known):
-            return known or Verdict()
-        verdict = verify_entries(entries, share_of(self._team), known)
-        self._keep(verdict, known, len(entries))
-        return verdict
-
-    def _keep(self, verdict: Verdict, known: Verdict | None, trials: int) -> None:
-        """Tell of a verdict, and keep it for arrays to come; raises NotFusedError where it is a refusal."""
-        tell(verdict, known.unfused if known is not None else {})
-        log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
-        self._desk.ask(
-            ask="verified",
+        numbers = [trial.trial for trial in self._engine.trials]
+        self._coordinator.ask(
+            ask="array",
             worker=self._worker.rank,
-            trials=trials,
-            seconds=verdict.seconds,
-            unfused=dict(verdict.unfused),
-            refused=verdict.refused,
+            trials=numbers,
+            fused=self._engine.is_fused,
+            why=self._engine.why,
         )
-        if verdict.refused is not None:
-            raise NotFusedError(verdict.refused)
-        self._verdicts[self._group] = verdict
 
-    def _dissolve(self) -> None:
-        if self._array is not None:
-            self._array.close()
-        self._array, self._seats = None, []
-        self._closed = self._apart = ""
-
-    def _step(self) -> None:
-        assert self._array is not None
-        batches = next_batches([seat.feed for seat in self._seats])
-        factors = [seat.lr_factor(seat.step) for seat in self._seats]
-        with self._fused_work():
-            losses = self._array.step(batches, factors)
-        # Added up where they are: nobody waits for the device to tell.
-        self._losses = losses if self._losses is None else self._losses + losses
-        self._losses_of += 1
-        for seat, batch in zip(self._seats, batches):
-            seat.step += 1
-            seat.moved = True
-            seat.position = batch.after
-
-    def _collect(self) -> None:
-        """Give the losses since the last time to the trials they belong to."""
-        if self._losses is not None:
-            for seat, loss in zip(self._seats, self._losses.tolist()):
-                seat.add_losses(loss, self._losses_of)
-        self._losses, self._losses_of = None, 0
-
-    def _settle(self) -> None:
-        """What is due after a step: notes, evaluations, checkpoints, reports; then fill empty places."""
-        due = [place for place, seat in enumerate(self._seats) if seat.is_due()]
-        leaving: list[int] = []
-        if due:
-            self._collect()
-            notes = [self._note(self._seats[place]) for place in due]
-            self._desk_note([note for note in notes if note is not None])
-            lost = [place for place in due if self._seats[place].has_diverged]
-            leaving = [place for place in lost if self._end(place, "diverged", {})]
-            leaving += self._evaluate_and_report([place for place in due if place not in lost])
-        for seat in self._seats:
-            seat.moved = False
-        free = self._width - len(self._seats) + len(leaving)
-        if self._closed:
-            free = 0
-        if leaving or (free and self._may_get_more and time.monotonic() - self._asked > POLL_S):
-            self._change(sorted(leaving), self._take(free) if free else [])
-
-    def _note(self, seat: RunningTrial) -> tuple[int, int, float | None] | None:
-        if not seat.is_note_due:
+    def _loss_point(self, trial: RunningTrial) -> tuple[int, int, float | None] | None:
+        if not trial.is_loss_due:
             return None
-        return seat.trial, seat.step, finite(seat.take_mean_loss())
+        return trial.trial, trial.step, finite(trial.take_mean_loss())
 
-    def _desk_note(
+    def _record(
         self, losses: list[tuple[int, int, float | None]], metrics: Sequence[tuple[int, int, Any]] = ()
     ) -> None:
         if losses or metrics:
-            self._desk.ask(ask="note", losses=losses, metrics=list(metrics))
+            self._coordinator.ask(ask="note", losses=losses, metrics=list(metrics))
 
     def _evaluate_and_report(self, places: Sequence[int]) -> list[int]:
         """Evaluate, save and report the trials for which it is time; the places of those that leave."""
-        assert self._array is not None
-        seats = self._seats
-        judged = [place for place in places if seats[place].is_evaluated]
-        has_test_set = judged and self._sets.of(seats[judged[0]].settings)[1] is not None
-        with self._fused_work():
-            found = self._array.evaluate(judged) if has_test_set else [{} for _ in judged]
-        metrics = dict(zip(judged, found))
-        points = [(seats[p].trial, seats[p].step, _finite(metrics[p])) for p in judged if metrics[p]]
-        self._desk_note([], points)
+        trials = self._engine.trials
+        metrics = self._evaluate([place for place in places if trials[place].is_evaluated])
         leaving = []
         for place in places:
-            seat = seats[place]
-            if seat.is_evaluation_due:
-                seat.patience.update(metrics[place])
-            if seat.is_out_of_patience:
+            trial = trials[place]
+            if trial.is_evaluation_due:
+                trial.early_stopping.update(metrics[place])
+            if trial.stops_early:
                 self._end(place, "early-stop", metrics[place])
                 leaving.append(place)
-            elif seat.has_reached and self._reach(place, metrics[place]):
+            elif trial.has_reached and self._reach(place, metrics[place]):
                 leaving.append(place)
-            elif seat.is_checkpoint_due:
+            elif trial.is_checkpoint_due:
                 self._save(place)
         return leaving
 
+    def _evaluate(self, places: Sequence[int]) -> dict[int, dict[str, float]]:
+        trials = self._engine.trials
+        if not places or self._sets.of(trials[places[0]].settings)[1] is None:
+            return {place: {} for place in places}
+        metrics = dict(zip(places, self._engine.evaluate(places)))
+        self._record([], [(trials[p].trial, trials[p].step, _finite(metrics[p])) for p in places])
+        return metrics
+
     def _reach(self, place: int, metrics: dict[str, float]) -> bool:
         """Report a trial at its goal; whether it leaves the array."""
-        seat = self._seats[place]
-        result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(seat.latest_loss)}
+        trial = self._engine.trials[place]
+        result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
         # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
         waits = self._settings.search.kind in ("halving", "pbt")
-        if self._is_wanted(seat, result) if seat.step >= seat.steps else waits:
+        if self._is_wanted(trial, result) if trial.step >= trial.steps else waits:
             self._save(place)
-        seat.until = self._desk.ask(ask="report", trial=seat.trial, step=seat.step, **result)["until"]
-        return seat.until == 0
+        answer = self._coordinator.ask(ask="report", trial=trial.trial, step=trial.step, **result)
+        trial.until = answer["until"]
+        return trial.until == 0
 
-    def _end(self, place: int, state: str, metrics: dict[str, float]) -> bool:
+    def _end(self, place: int, state: str, metrics: dict[str, float]) -> None:
         """Report a trial that ended by itself."""
-        seat = self._seats[place]
-        result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(seat.latest_loss)}
-        if state != "diverged" and self._is_wanted(seat, result):
+        trial = self._engine.trials[place]
+        result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
+        if state != "diverged" and self._is_wanted(trial, result):
             self._save(place)
-        self._desk.ask(ask="stop", trial=seat.trial, step=seat.step, state=state, **result)
-        return True
+        self._coordinator.ask(ask="stop", trial=trial.trial, step=trial.step, state=state, **result)
 
-    def _is_wanted(self, seat: RunningTrial, result: Mapping[str, Any]) -> bool:
-        return bool(self._desk.ask(ask="wanted", trial=seat.trial, **result)["wanted"])
+    def _is_wanted(self, trial: RunningTrial, result: Mapping[str, Any]) -> bool:
+        return bool(self._coordinator.ask(ask="wanted", trial=trial.trial, **result)["wanted"])
 
     def _save(self, place: int) -> None:
-        assert self._array is not None
-        with self._fused_work():
-            tensors = self._array.tensors(place)
-        save_seat(self._folder, self._seats[place], tensors)
+        save_trial(self._folder, self._engine.trials[place], self._engine.state(place))
 
     def _give_back(self) -> None:
         """Save every trial of the array, for whoever goes on with it."""
-        self._collect()
-        for place, seat in enumerate(self._seats):
+        self._engine.collect_losses()
+        for place, trial in enumerate(self._engine.trials):
+            if place in self._leaving:
+                continue
             self._save(place)
-            self._desk.ask(ask="back", trial=seat.trial)
-        self._dissolve()
+            self._coordinator.ask(ask="back", trial=trial.trial)
+        self._engine.close()
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

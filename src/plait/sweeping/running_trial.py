@@ -20,7 +20,8 @@ from plait.training import checkpoint as checkpoints
 from plait.training.early_stopping import EarlyStopping
 from plait.training.optimizers.build import LrFactor
 
-NOTES = 200
+# How many points a learning curve has at most, unless the job says otherwise.
+POINTS = 200
 
 
 def trial_folder(folder: RunDir, trial: int) -> RunDir:
@@ -40,7 +41,7 @@ class RunningTrial:
     feed: BatchStream
     step: int = 0
     position: Position = field(default_factory=Position)
-    patience: EarlyStopping = field(default_factory=EarlyStopping)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     loss_sum: float = 0.0
     loss_steps: int = 0
     train_loss: float | None = None
@@ -53,9 +54,13 @@ class RunningTrial:
         return self.step >= self.until
 
     @property
-    def is_note_due(self) -> bool:
+    def is_loss_due(self) -> bool:
         """Whether the learning curve gets a point; fixed steps, so that a resumed trial has the same."""
-        return self._is_time(self.settings.log_every_steps or max(1, self.steps // NOTES))
+        return self._is_time(self._loss_every)
+
+    @property
+    def _loss_every(self) -> int:
+        return self.settings.log_every_steps or max(1, self.steps // POINTS)
 
     @property
     def is_evaluation_due(self) -> bool:
@@ -64,24 +69,31 @@ class RunningTrial:
     @property
     def is_evaluated(self) -> bool:
         """Whether it needs its results on the test split now."""
-        return self.is_evaluation_due or self.has_reached or self.is_out_of_patience
+        return self.is_evaluation_due or self.has_reached or self.stops_early
 
     @property
     def is_checkpoint_due(self) -> bool:
         return self._is_time(self.settings.checkpoint.every_steps)
+
+    def steps_until_due(self) -> int:
+        """Steps until `is_due`; 0 where it has come to its end already."""
+        if self.has_reached or self.stops_early:
+            return 0
+        periods = (self._loss_every, self.settings.evaluate.every_steps, self.settings.checkpoint.every_steps)
+        return min(self.until - self.step, *(each - self.step % each for each in periods if each))
 
     def _is_time(self, every: int | None) -> bool:
         return self.moved and every is not None and self.step % every == 0
 
     def is_due(self) -> bool:
         """Whether anything is."""
-        regular = self.is_note_due or self.is_evaluation_due or self.is_checkpoint_due
-        return self.has_reached or regular or self.is_out_of_patience
+        regular = self.is_loss_due or self.is_evaluation_due or self.is_checkpoint_due
+        return self.has_reached or regular or self.stops_early
 
     @property
-    def is_out_of_patience(self) -> bool:
+    def stops_early(self) -> bool:
         """Whether it ends early; also one that was killed between its last checkpoint and that record."""
-        return self.patience.should_stop() and self.step < self.steps
+        return self.early_stopping.should_stop() and self.step < self.steps
 
     @property
     def has_diverged(self) -> bool:
@@ -104,11 +116,11 @@ class RunningTrial:
         self.train_loss = mean
         return mean
 
-    def take_up(self, step: int, progress: Mapping[str, Any]) -> None:
+    def load_progress(self, step: int, progress: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint tells."""
         self.step = step
-        self.patience.best = progress["early_best"]
-        self.patience.without_gain = progress["evaluations_without_gain"]
+        self.early_stopping.best = progress["early_best"]
+        self.early_stopping.without_gain = progress["evaluations_without_gain"]
         self.loss_sum, self.loss_steps = progress["loss_sum"], progress["loss_steps"]
         self.train_loss = progress["train_loss"]
 
@@ -118,8 +130,8 @@ class RunningTrial:
             "position": asdict(self.position),
             "seed": self.settings.seed,
             "best": None,
-            "early_best": self.patience.best,
-            "evaluations_without_gain": self.patience.without_gain,
+            "early_best": self.early_stopping.best,
+            "evaluations_without_gain": self.early_stopping.without_gain,
             "loss_scale": dict(tensors.loss_scale),
             "optimizer": self.settings.optimizer.kind,
             "workers": 1,
@@ -130,12 +142,12 @@ class RunningTrial:
         }
 
 
-def save_seat(folder: RunDir, seat: RunningTrial, tensors: TrialTensors) -> None:
+def save_trial(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> None:
     """Write the trial's checkpoint into its folder, which is that of an ordinary run; older ones go."""
-    own = trial_folder(folder, seat.trial)
-    write_atomic(own.settings, json.dumps(encode(seat.settings), indent=1))
-    state = checkpoints.Checkpoint(seat.step, tensors.model, tensors.optimizer, seat.progress(tensors))
-    save_state(folder, seat.trial, state)
+    own = trial_folder(folder, trial.trial)
+    write_atomic(own.settings, json.dumps(encode(trial.settings), indent=1))
+    state = checkpoints.Checkpoint(trial.step, tensors.model, tensors.optimizer, trial.progress(tensors))
+    save_state(folder, trial.trial, state)
 
 
 def save_state(folder: RunDir, trial: int, state: checkpoints.Checkpoint) -> None:

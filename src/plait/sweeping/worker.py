@@ -1,4 +1,4 @@
-"""What a worker process of a sweep runs; rank 0 keeps the book as well."""
+"""What a worker process of a sweep runs; rank 0 is the coordinator as well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.sweeping.coordinator import Coordinator, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.engines.commands import EndCommand
 from plait.sweeping.engines.leader import ArrayFollower
-from plait.sweeping.loop import SweepLoop
+from plait.sweeping.loop import SweepTraining
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key, with_values
@@ -60,18 +60,18 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     check_teams(settings, worker.world_size)
-    team = None
+    group = None
     if settings.team_size > 1:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
-        team = make_team(worker, settings, device)
+        group = make_team(worker, settings, device)
     try:
-        result = _take_part(worker, settings, folder, device, team, order["resume"])
+        result = _take_part(worker, settings, folder, device, group, order["resume"])
     except FusionError as failure:
         if settings.train.pipeline is not None:  # stages are fused, whatever the width
             raise
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
-    if team is not None:
-        team.close()
+    if group is not None:
+        group.close()
         dist.destroy_process_group()
     return result
 
@@ -81,33 +81,33 @@ def _take_part(
     settings: SweepSettings,
     folder: RunDir,
     device: torch.device,
-    team: WorkerGroup | None,
+    group: WorkerGroup | None,
     resume: bool,
 ) -> dict[str, Any]:
-    """Lead a team, or a team of one, or follow; what rank 0 has to tell."""
+    """Lead a worker group, or train alone, or follow; rank 0 returns the result."""
     sets = DataSets()
-    if team is not None and not team.leads:
-        ArrayFollower(team, sets, device).run()
+    if group is not None and not group.leads:
+        ArrayFollower(group, sets, device).run()
         return {}
     teams = worker.world_size // settings.team_size
     if teams > 1:
         _check_shared(worker, folder)
-    office = Coordinator(worker, settings, folder, sets, resume) if worker.rank == 0 else None
-    desk = RemoteClient(worker.store, QUESTIONS) if office is None else LocalClient(office.answer)
-    clerk = (
-        AnswerThread(worker.store, QUESTIONS, desk) if isinstance(desk, LocalClient) and teams > 1 else None
-    )
-    reason = SweepLoop(worker, settings, folder, desk, sets, device, team).run()
-    if team is not None:
-        team.tell(EndCommand(), 0)
-    if office is None:
-        return desk.ask(ask="leave")
+    coordinator = Coordinator(worker, settings, folder, sets, resume) if worker.rank == 0 else None
+    client = RemoteClient(worker.store, QUESTIONS) if coordinator is None else LocalClient(coordinator.answer)
+    answers = None
+    if isinstance(client, LocalClient) and teams > 1:
+        answers = AnswerThread(worker.store, QUESTIONS, client)
+    reason = SweepTraining(worker, settings, folder, client, sets, device, group).run()
+    if group is not None:
+        group.tell(EndCommand(), 0)
+    if coordinator is None:
+        return client.ask(ask="leave")
     # The others may still train; the launcher ends us when one of them fails.
-    while office.left < teams - 1:
+    while coordinator.left < teams - 1:
         time.sleep(WAIT_S)
-    if clerk is not None:
-        clerk.close()
-    return office.close("finished" if office.book.is_over else reason)
+    if answers is not None:
+        answers.close()
+    return coordinator.close("finished" if coordinator.book.is_over else reason)
 
 
 def _check_shared(worker: Worker, folder: RunDir) -> None:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import decode, encode
@@ -50,6 +50,43 @@ def check_order(
                 f"of an epoch: samples would be repeated and left out; resume with {before!r}, or start a "
                 f"new run"
             )
+
+
+class Training(Protocol):
+    """What the loop drives: a run, or the trials of a sweep on this worker, with the engine that trains them.
+
+    Where several workers train together, all of them call each method together, after the same step.
+    """
+
+    def ended(self) -> str | None:
+        """Why nothing is left to train; None while there is."""
+
+    def apply_changes(self) -> None:
+        """Change, between two steps, what is asked to be changed: settings, workers, trials."""
+
+    def steps_until_due(self) -> int:
+        """Steps until something is due besides training; 0 where there is nothing to train at the moment."""
+
+    def advance(self, steps: int) -> bool:
+        """Have the engine take that many steps, or fewer; whether a worker was asked to stop."""
+
+    def evaluate_and_save(self) -> None:
+        """Do what is due after the last step: evaluations, early stopping, checkpoints, reports."""
+
+
+def take_steps(training: Training) -> str:
+    """Train until nothing is left, or until asked to stop: the loop of every run and every sweep.
+
+    Returns what ended it: `stopped`, or what `training.ended()` says.
+    """
+    while (reason := training.ended()) is None:
+        training.apply_changes()
+        steps = training.steps_until_due()
+        stopped = steps > 0 and training.advance(steps)
+        training.evaluate_and_save()
+        if stopped:
+            return training.ended() or "stopped"
+    return reason
 
 
 class _Starting:
@@ -153,7 +190,7 @@ class Loop(_Starting):
         self.start(resume)
         # Counted from the position: the batch size may have changed since the steps before were taken.
         self.begin(total_steps(run.settings, run.parts.train_set.length, run.step, run.position))
-        reason = self.take_steps()
+        reason = take_steps(self)
         run.metrics.log_rest()
         # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
         metrics = self._evaluate() if reason != "stopped" else {}
@@ -195,32 +232,25 @@ class Loop(_Starting):
                 f"samples as before"
             )
 
-    def take_steps(self) -> str:
-        """Take steps until the last one, a request to stop, or the end of patience; which of them it was."""
-        run = self.run
+    def ended(self) -> str | None:
         if self._early_stopping.should_stop():
             return "early-stop"
-        while self._steps_left() > 0:
-            self._apply_changes()
-            trained = self.engine.train(min(self._steps_left(), self._next_due() - run.step))
-            run.step += trained.steps
-            run.position = trained.position
-            if trained.ended:
-                self._until_data_ends, self._steps = False, run.step
-                run.metrics.set_steps(run.step)
-            if self._steps_left() == 0:
-                break
-            self._evaluate_or_save()
-            if self._early_stopping.should_stop():
-                return "early-stop"
-            if trained.stopped:
-                return "stopped"
-        return "finished"
+        return "finished" if self._steps_left() == 0 else None
+
+    def advance(self, steps: int) -> bool:
+        run = self.run
+        trained = self.engine.train(steps)
+        run.step += trained.steps
+        run.position = trained.position
+        if trained.ended:
+            self._until_data_ends, self._steps = False, run.step
+            run.metrics.set_steps(run.step)
+        return trained.stopped
 
     def _steps_left(self) -> int:
         return UNKNOWN_STEPS if self._until_data_ends else max(self._steps - self.run.step, 0)
 
-    def _apply_changes(self) -> None:
+    def apply_changes(self) -> None:
         step = self.run.step
         for source in self._sources:
             for asked in source.due(step):
@@ -228,16 +258,18 @@ class Loop(_Starting):
                 kind = type(asked.change).__name__
                 self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
 
-    def _next_due(self) -> int:
-        """The next step after which something is due."""
+    def steps_until_due(self) -> int:
         settings, step = self.run.settings, self.run.step
         periods = [settings.checkpoint.every_steps, settings.evaluate.every_steps]
         ends = [step + each - step % each for each in periods if each]
         asked = [source.next_due(step) for source in self._sources]
-        return min(ends + [at for at in asked if at is not None])
+        due = min(ends + [at for at in asked if at is not None])
+        return min(self._steps_left(), due - step)
 
-    def _evaluate_or_save(self) -> None:
-        """What is due after this step: an evaluation, and one checkpoint at most."""
+    def evaluate_and_save(self) -> None:
+        """Evaluate and save where that is due after this step; the end of the run has both of its own."""
+        if self._steps_left() == 0:
+            return
         settings, step = self.run.settings, self.run.step
         every = settings.evaluate.every_steps
         metrics = self._evaluate() if every and step % every == 0 else {}

@@ -51,7 +51,7 @@ _SEVERAL = (
 )
 
 
-# Beside one tensor, operands of these types need no alignment. A hyperparameter of the trials has another type.
+# Beside one tensor, numbers of these types need no alignment; a hyperparameter of the trials has another.
 _NUMBERS = frozenset((int, float, bool))
 
 

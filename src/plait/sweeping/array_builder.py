@@ -1,0 +1,193 @@
+"""Arrays for the trials of a sweep: how many trials one holds, and how they are fused rightly."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from plait.comm.rpc import Client
+from plait.fusion.errors import FusionError
+from plait.fusion.verify import Verdict, tell
+from plait.launch.worker import Worker
+from plait.pipeline.layout import PipelineLayout
+from plait.schema.settings import TrainSettings
+from plait.sweeping.array_size import choose_width, try_two
+from plait.sweeping.engines.fused import Array, TrialInit
+from plait.sweeping.engines.leader import LeaderArray, make_array
+from plait.sweeping.engines.verified_arrays import verify_entries
+from plait.sweeping.reasons import NotFusedError, fused_work, why_optimizer
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.worker_group import WorkerGroup, share_of
+from plait.training import components
+from plait.training.components import DataPair
+
+if TYPE_CHECKING:
+    from plait.sweeping.engines.verified_stages import StagesOfTrials
+
+log = logging.getLogger(__name__)
+
+
+class ArrayBuilder:
+    """Makes the arrays of this worker, or of the worker group that it leads.
+
+    A *group of trials* are those that may be fused with each other. What was found out about a group (its
+    width, what runs trial by trial, how its stages are cut) holds for all later arrays of it.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: SweepSettings,
+        coordinator: Client,
+        device: torch.device,
+        workers: WorkerGroup | None,
+    ) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._coordinator = coordinator
+        self._device = device
+        self._workers = workers
+        # How many trials an array of a group holds, and, where that is one, why.
+        self._widths: dict[str, tuple[int, str]] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        # The layers of each stage that a verification has led to.
+        self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether arrays lie over the stages of a pipeline, which are fused whatever the trials."""
+        return self._settings.train.pipeline is not None
+
+    def width(self, group: str) -> int:
+        return self._widths[group][0]
+
+    def why_one_by_one(self, group: str) -> str:
+        """Why the group's trials train one by one; nothing where they are fused."""
+        return self._widths[group][1]
+
+    def train_one_by_one(self, group: str, why: str) -> None:
+        self._widths[group] = 1, why
+
+    def choose_width(self, group: str, settings: TrainSettings, sets: DataPair, waiting: int) -> None:
+        """Decide, once for a group of which `waiting` trials wait, how many of them an array holds."""
+        if group not in self._widths:
+            own = math.ceil(waiting * self._settings.team_size / self._worker.world_size)
+            self._widths[group] = self._find_width(group, settings, sets, own)
+
+    def _find_width(
+        self, group: str, settings: TrainSettings, sets: DataPair, trials: int
+    ) -> tuple[int, str]:
+        if (why := why_optimizer(settings)) is not None:
+            return 1, why
+        if self._settings.width == 1:
+            return 1, "--width is 1"
+        try:
+            return self._try_width(settings, sets, trials, None)
+        except NotFusedError as failure:
+            if self._settings.train.verify == "off":
+                return 1, str(failure)
+        # Some module may have to run trial by trial.
+        entries = [TrialInit(settings, components.build(settings, self._device, sets)) for _ in range(2)]
+        try:
+            return self._try_width(settings, sets, trials, self._verify(group, entries))
+        except NotFusedError as failure:
+            return 1, str(failure)
+
+    def _try_width(
+        self, settings: TrainSettings, sets: DataPair, trials: int, verdict: Verdict | None
+    ) -> tuple[int, str]:
+        width, replicas = self._settings.width, self._settings.replicas
+        with fused_work():
+            if width is None:
+                return choose_width(settings, self._device, sets, trials, replicas, verdict)
+            # A group's leader tries fusion by itself: later its followers would be in the middle of it.
+            if self._workers is not None and self._settings.train.pipeline is None:
+                try_two(settings, self._device, sets, replicas, verdict)
+        return width, ""
+
+    def fused_work(self, group: str) -> AbstractContextManager[None]:
+        """Around what an array computes: what stops fused trials lets them be trained one by one.
+
+        Not in a worker group, whose followers are in the middle of the same call.
+        """
+        can_separate = self._workers is None and self.width(group) > 1
+        return fused_work() if can_separate else nullcontext()
+
+    def make(self, group: str, entries: Sequence[TrialInit]) -> Array:
+        """An array of these trials, verified; NotFusedError where they must train one by one."""
+        workers = self._workers
+        if workers is not None and workers.pipeline is not None:
+            stages, found = self._verify_in_stages(group, entries, workers.pipeline.arrangement)
+            return LeaderArray(workers, entries, True, found, stages)
+        fused = self.width(group) > 1
+        verdict = self._verify(group, entries) if fused else None
+        with self.fused_work(group):
+            if workers is not None:
+                return LeaderArray(workers, entries, fused, verdict)
+            return make_array(entries, fused, None, verdict)
+
+    def _verify_in_stages(
+        self, group: str, entries: Sequence[TrialInit], layout: PipelineLayout
+    ) -> tuple[StagesOfTrials, Verdict]:
+        """The stages of these trials, and how they are fused rightly; see `_verify`.
+
+        Where they are not, raises NotFusedError for several trials, and for one that stages cannot train it.
+        """
+        from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
+
+        known = self._verdicts.get(group)
+        is_due = self._is_verification_due(known)
+        planned = replace(layout, stages=self._stages.get(group, layout.stages))
+        stages = prepare_trials(entries, planned, verify=is_due)
+        for note in stages.checked.notes:
+            log.warning("verify: %s", note)
+        if not is_due:
+            return stages, known or Verdict()
+        verdict = verify_stages(entries, stages, known)
+        if verdict.refused is not None and len(entries) == 1:
+            raise FusionError(
+                f"parallel.plan: the stages do not compute what the model computes: {verdict.refused}; cut "
+                f"elsewhere (another number of stages), or sweep without a plan"
+            )
+        self._stages[group] = stages.checked.fine
+        timed = replace(verdict, seconds=verdict.seconds + stages.checked.seconds)
+        self._keep(group, timed, known, len(entries))
+        return stages, verdict
+
+    def _is_verification_due(self, known: Verdict | None) -> bool:
+        mode = self._settings.train.verify
+        return mode != "off" and (known is None or mode != "first")
+
+    def _verify(self, group: str, entries: Sequence[TrialInit]) -> Verdict:
+        """How these trials are fused rightly: what the group's first array showed, unless asked anew.
+
+        Raises NotFusedError where they are not fused at all.
+        """
+        known = self._verdicts.get(group)
+        if not self._is_verification_due(known):
+            return known or Verdict()
+        verdict = verify_entries(entries, share_of(self._workers), known)
+        self._keep(group, verdict, known, len(entries))
+        return verdict
+
+    def _keep(self, group: str, verdict: Verdict, known: Verdict | None, trials: int) -> None:
+        """Report a verdict, and keep it for arrays to come; raises NotFusedError where it is a refusal."""
+        tell(verdict, known.unfused if known is not None else {})
+        log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
+        self._coordinator.ask(
+            ask="verified",
+            worker=self._worker.rank,
+            trials=trials,
+            seconds=verdict.seconds,
+            unfused=dict(verdict.unfused),
+            refused=verdict.refused,
+        )
+        if verdict.refused is not None:
+            raise NotFusedError(verdict.refused)
+        self._verdicts[group] = verdict

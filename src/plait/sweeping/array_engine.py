@@ -1,0 +1,150 @@
+"""The engine of a sweep: trials that take their steps together, and join and leave between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from plait.sweeping.array_builder import ArrayBuilder
+from plait.sweeping.engines.batch_streams import next_batches, reseated
+from plait.sweeping.engines.fused import Array, TrialInit, TrialTensors
+from plait.sweeping.reasons import NotFusedError, fused_work, split_by_kind
+from plait.sweeping.running_trial import RunningTrial
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A trial ready to join an array: how far it is, and its model and optimizer."""
+
+    trial: RunningTrial
+    entry: TrialInit
+
+
+@dataclass(frozen=True)
+class TrialsChange:
+    """Let the trials at these places leave, and others join."""
+
+    leaving: tuple[int, ...]
+    joining: tuple[Joining, ...]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Which trials join, which wait for another array, and which can never be fused with those that join."""
+
+    joining: tuple[Joining, ...]
+    waiting: tuple[Joining, ...] = ()
+    apart: tuple[Joining, ...] = ()
+
+
+class ArrayEngine:
+    """Trains the trials of one array at a time, all of one group; without trials there is no array."""
+
+    def __init__(self, builder: ArrayBuilder) -> None:
+        self._builder = builder
+        self.trials: list[RunningTrial] = []
+        self.group = ""
+        # Why trials that wait do not join the array there is, though it has room; and why some never do.
+        self.closed = self._apart = ""
+        self._array: Array | None = None
+        # Losses since they were last given to the trials they belong to.
+        self._losses: Tensor | None = None
+        self._losses_of = 0
+
+    @property
+    def is_fused(self) -> bool:
+        return self._array is not None and self._array.is_fused and len(self.trials) > 1
+
+    @property
+    def why(self) -> str:
+        """What is worth saying of the array: why others do not join, or why it is not fused."""
+        return self.closed or self._apart or self._builder.why_one_by_one(self.group)
+
+    @property
+    def free(self) -> int:
+        """How many more trials could join."""
+        return 0 if self.closed else self._builder.width(self.group) - len(self.trials)
+
+    def train(self, steps: int) -> None:
+        """Take that many steps with every trial."""
+        assert self._array is not None
+        for _ in range(steps):
+            batches = next_batches([trial.feed for trial in self.trials])
+            factors = [trial.lr_factor(trial.step) for trial in self.trials]
+            with self._builder.fused_work(self.group):
+                losses = self._array.step(batches, factors)
+            # Added up on the device: nobody waits for its values here.
+            self._losses = losses if self._losses is None else self._losses + losses
+            self._losses_of += 1
+            for trial, batch in zip(self.trials, batches):
+                trial.step += 1
+                trial.moved = True
+                trial.position = batch.after
+
+    def collect_losses(self) -> None:
+        """Give the losses since the last time to the trials they belong to."""
+        if self._losses is not None:
+            for trial, loss in zip(self.trials, self._losses.tolist()):
+                trial.add_losses(loss, self._losses_of)
+        self._losses, self._losses_of = None, 0
+
+    def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
+        """Mean loss and metric over the test split, of the trials at `places`."""
+        assert self._array is not None
+        with self._builder.fused_work(self.group):
+            return self._array.evaluate(places)
+
+    def state(self, place: int) -> TrialTensors:
+        """The tensors of the checkpoint of the trial at `place`."""
+        assert self._array is not None
+        with self._builder.fused_work(self.group):
+            return self._array.tensors(place)
+
+    def admit(self, joining: Sequence[Joining]) -> Admission:
+        """Which of these trials may join the array that there is, or form a new one."""
+        if self._array is None:
+            return self._split(joining)
+        try:
+            with fused_work():
+                self._array.check_entering([each.entry for each in joining])
+        except NotFusedError as failure:
+            # The array's trials have changed in a way that others have not.
+            self.closed = f"others wait until it has ended: {failure}"
+            return Admission((), waiting=tuple(joining))
+        return Admission(tuple(joining))
+
+    def _split(self, joining: Sequence[Joining]) -> Admission:
+        """Those that can be fused with the first, apart from the others."""
+        if len(joining) < 2 or self._builder.is_pipelined:
+            return Admission(tuple(joining))
+        others, self._apart = split_by_kind([each.entry.parts.model for each in joining])
+        return Admission(
+            tuple(each for number, each in enumerate(joining) if number not in others),
+            apart=tuple(joining[number] for number in others),
+        )
+
+    def apply(self, change: TrialsChange) -> None:
+        """Let trials leave and admitted ones join; an array without trials is gone.
+
+        NotFusedError where the trials must train one by one: all of `trials` are then to be given back.
+        """
+        self.collect_losses()
+        if self._array is None:
+            self.trials = [each.trial for each in change.joining]
+            self._array = self._builder.make(self.group, [each.entry for each in change.joining])
+        elif len(change.leaving) == len(self.trials) and not change.joining:
+            self.close()
+        elif change.leaving or change.joining:
+            with self._builder.fused_work(self.group):
+                self._array.change(change.leaving, [each.entry for each in change.joining])
+            self.trials = reseated(self.trials, change.leaving, [each.trial for each in change.joining])
+
+    def close(self) -> None:
+        """End the array; its trials are with it no more."""
+        if self._array is not None:
+            self._array.close()
+        self._array, self.trials = None, []
+        self.closed = self._apart = ""
+        self._losses, self._losses_of = None, 0
