@@ -17,7 +17,7 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
-from plait.sweeping import array_builder, loop
+from plait.sweeping import loop
 from plait.sweeping.engines.fused import TrialTensors
 from plait.sweeping.running_trial import RunningTrial, save_trial
 from plait.sweeping.settings import SweepSettings

@@ -174,8 +174,8 @@ def test_two_teams_of_two_stop_together_and_go_on_as_one_worker(tmp_path: Path):
     teams = replace(settings, replicas=2)
     stopped, saved, found = run_ranks(4, stop_and_go_on, teams, tmp_path / "four")[0]
     assert stopped["reason"] == "stopped"
-    # The first team's trials, saved at the fifth step, took one more until it looked.
-    assert saved[:2] == ["step-000000006"] * 2
+    # The first group's trials were saved after the fifth step, and it looked before the next.
+    assert saved[:2] == ["step-000000005"] * 2
     assert same_table(expected, found)
 
 
