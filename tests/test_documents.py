@@ -13,6 +13,7 @@ import pytest
 from plait.core import run_events
 from plait.core.events import Event
 from plait.schema.job import Job, OpenSection, Section, make_job, parse
+from plait.schema.spellings import KEYS
 
 ROOT = Path(__file__).parent.parent
 
@@ -100,7 +101,7 @@ def job_keys(section: type[Section] = Job, prefix: str = "") -> list[str]:
     return keys + ([prefix + "*"] if issubclass(section, OpenSection) and "schedule" not in prefix else [])
 
 
-@pytest.mark.parametrize("key", job_keys())
+@pytest.mark.parametrize("key", [*job_keys(), *KEYS])
 def test_every_key_of_a_job_is_described(key: str):
     assert f"`{key}`" in text("docs/jobs.md")
 

@@ -61,7 +61,7 @@ def test_profile_plan_train_and_evaluate_follow_each_other(
     [
         ({"plan": "dta-parallel"}, "did you mean 'data-parallel'"),
         ({"schedule": "flush"}, "parallel.schedule: belongs to a pipeline"),
-        ({"plan": "auto", "schedule": "1f1b"}, "parallel.schedule: found '1f1b', expected stash or"),
+        ({"plan": "auto", "schedule": "1f2b"}, "parallel.schedule: found '1f2b', expected stash or"),
         ({"plan": "auto", "microbatches": 0}, "parallel.microbatches: found 0"),
     ],
 )

@@ -147,12 +147,23 @@ def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts():
         (["optimizer.lr=0.1"], {"search": "pbt"}, "a population of 1"),
         (["optimizer.lr=log:3:1:2"], {}, "0 < low < high"),
         ([], {}, "--over: found none"),
+        (["max_grad_norm=0,1"], {}, "--over max_grad_norm: found 0, expected greater than 0"),
+        (["data.drop_last=1,2"], {}, "--over data.drop_last: found 1, expected true or false"),
+        (["clip_norm=1", "max_grad_norm=2"], {}, "clip_norm is given twice"),
     ],
 )
 def test_what_cannot_be_swept_is_refused_before_anything_starts(over: list[str], options: Any, message: str):
     with pytest.raises(InputError) as failure:
         make_sweep(plait.make_job(CONTENT), over, **options)
     assert message in str(failure.value)
+
+
+def test_keys_to_sweep_over_may_have_their_conventional_names():
+    made = make_sweep(plait.make_job(CONTENT), ["data.drop_last=true,false", "max_grad_norm=1.0"])
+    assert [(d.key, d.values) for d in made.over] == [
+        ("data.last_batch", ("drop", "keep")),
+        ("clip_norm", (1.0,)),
+    ]
 
 
 def test_only_a_sweep_can_be_resumed(tmp_path: Path):

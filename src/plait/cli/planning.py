@@ -188,7 +188,7 @@ def plan(
     speeds: Annotated[str | None, typer.Option(help="Relative speed of each device: 1,1,0.5,0.5.")] = None,
     memories: Annotated[str | None, typer.Option(help="Memory of each device: 16GB,16GB,8GB,8GB.")] = None,
     schedule: Annotated[
-        str, typer.Option(help="stash, 2bw, flush, gpipe, interleaved, zero-bubble, none.")
+        str, typer.Option(help="stash, 2bw, flush (or 1f1b), gpipe, interleaved, zero-bubble, none.")
     ] = "stash",
     microbatches: Annotated[int | None, typer.Option(help="Microbatches a step. [default: chosen]")] = None,
     pipelines: Annotated[int, typer.Option(help="Pipelines side by side.")] = 1,
@@ -326,11 +326,13 @@ def _number(text: str, key: str, kind: type[int] | type[float], example: str) ->
 def _schedule(name: str) -> Schedule:
     from plait.core.names import did_you_mean
     from plait.planner import Schedule
+    from plait.schema.spellings import VALUES, own_value
 
-    names = [s.value for s in Schedule]
-    if name not in names:
-        raise InputError(f"--schedule: found {shown(name)}, expected a schedule{did_you_mean(name, names)}")
-    return Schedule(name)
+    names, own = [s.value for s in Schedule], own_value("parallel.schedule", name)
+    if own not in names:
+        hint = did_you_mean(name, [*names, *VALUES["parallel.schedule"]])
+        raise InputError(f"--schedule: found {shown(name)}, expected a schedule{hint}")
+    return Schedule(own)
 
 
 def _extras(

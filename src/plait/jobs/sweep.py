@@ -23,6 +23,7 @@ from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
 from plait.schema.settings import TrainSettings
+from plait.schema.spellings import KEYS, own_value
 from plait.sweeping.engines.stages import check_in_stages, check_schedule
 from plait.sweeping.search.space import (
     MOST_VALUES,
@@ -121,12 +122,13 @@ def make_sweep(
     if trials is not None and trials > MOST_VALUES:
         raise InputError(f"--trials: found {shown(trials)}, expected {MOST_VALUES:,} at most")
     chosen = SearchSettings(search, trials, eta, least_steps, metric, seed)
-    dimensions = _dimensions(over)
+    written = _dimensions(over)
+    dimensions = tuple(map(_in_own_spelling, written))
     settings = SweepSettings(job.settings(), dimensions, chosen, width, 1 if replicas is None else replicas)
     for dimension in dimensions:
         check_key(dimension.key)
     check(settings)
-    _check_values(job, dimensions, listed=trials is None)
+    _check_values(job, written, listed=trials is None)
     if job.parallel.plan != "data-parallel":
         # Before the job is measured, which takes a while.
         check_in_stages(settings)
@@ -163,7 +165,17 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
     return replace(placement, hosts=(Host(LOCAL, settings.team_size),))
 
 
+def _in_own_spelling(dimension: Dimension) -> Dimension:
+    key = dimension.key
+    try:
+        values = tuple(own_value(key, value) for value in dimension.values)
+    except JobError as failure:
+        raise JobError(f"--over {failure}") from None
+    return replace(dimension, key=KEYS.get(key, key), values=values)
+
+
 def _dimensions(over: Over) -> tuple[Dimension, ...]:
+    """What to try, with its keys as they were written."""
     if not isinstance(over, Mapping):
         texts = [over] if isinstance(over, str) else over
         return tuple(parse_dimension(text) for text in texts)

@@ -24,6 +24,7 @@ from plait.schema import settings as run
 from plait.schema.hosts import LOCAL, MOST_SLOTS, Host, parse_hosts
 from plait.schema.messages import explain
 from plait.schema.placement import Placement
+from plait.schema.spellings import OwnSpelling
 from plait.schema.sync_options import TOLERANT, read_options
 from plait.schema.topology_spec import DEFAULT, check_wish, read_wish
 
@@ -399,13 +400,14 @@ def make_job(content: Mapping[str, Any], overrides: Overrides = ()) -> Job:
     """A checked job from plain values, as a job file holds them."""
     if not isinstance(content, Mapping):
         raise JobError(f"found {shown(content)}, expected keys such as name, model and data; see read_job")
-    tree = plain_copy(content)
+    spelling = OwnSpelling()
+    tree = spelling.of_section(plain_copy(content))
     for override in overrides:
-        _put(tree, override)
+        _put(tree, override, spelling)
     try:
         return Job.model_validate(tree)
     except ValidationError as failure:
-        raise JobError(explain(Job, failure)) from None
+        raise JobError(explain(Job, failure, spelling.written)) from None
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
@@ -421,8 +423,9 @@ def parse(text: str, where: str) -> dict[str, Any]:
     return content
 
 
-def _put(tree: dict[str, Any], override: str | tuple[str, Any]) -> None:
+def _put(tree: dict[str, Any], override: str | tuple[str, Any], spelling: OwnSpelling) -> None:
     path, value = _parse_override(override) if isinstance(override, str) else override
+    path, value = spelling.of(path, plain_copy(value, path))
     shown_path = shortened(path)
     *parents, last = path.split(".")
     if not all((*parents, last)):
@@ -438,7 +441,7 @@ def _put(tree: dict[str, Any], override: str | tuple[str, Any]) -> None:
                 f"--set {shown_path}: {shown(parent)} holds {shown(below)}, so it has no key {shown(last)}"
             )
         tree = below
-    tree[last] = plain_copy(value, path)
+    tree[last] = value
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
