@@ -195,9 +195,10 @@ def test_a_person_reads_which_trials_are_fused_and_why_others_are_not(
     job = plait.make_job({**CONTENT, "steps": 2, "precision": "float64"})
     settings = make_sweep(job, ["optimizer.lr=0.1,0.2", "optimizer.kind=sgd,adamax"], width=4)
     found = {**sweep_here(settings, tmp_path), "run": str(tmp_path)}
+    result = decode(plait.SweepResult, found)
     fused = "trials 0, 2 train fused, 2 at once, on worker 0"
     alone = "trial 1 trains alone on worker 0: optimizer.kind 'adamax' has no fused form"
-    show_result(found, Path("job.yaml"))
+    show_result(result, Path("job.yaml"))
     shown = capsys.readouterr().out
     assert fused in shown
     assert alone in shown
@@ -209,14 +210,8 @@ def test_a_person_reads_which_trials_are_fused_and_why_others_are_not(
 
 
 def test_values_with_brackets_and_formulas_are_shown_as_they_are():
-    row = {
-        "trial": 0,
-        "state": "finished",
-        "step": 1,
-        "values": {"optimizer.betas": [0.9, 0.99], "loss": "[bold]x", "model_args.name": "=1+1", "seed": -3},
-        "metrics": {},
-        "train_loss": -0.5,
-    }
+    values = {"optimizer.betas": [0.9, 0.99], "loss": "[bold]x", "model_args.name": "=1+1", "seed": -3}
+    row = plait.TrialResult(0, "finished", 1, values, {}, -0.5)
     console = Console(width=200, file=io.StringIO())
     console.print(trials_table([row]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]

@@ -250,14 +250,14 @@ def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
     assert 0 < plan.step_s < 0.5
     result = run_ranks(2, train_rank, made, tmp_path / "planned")[0]
     plain, _ = train_here(job, tmp_path / "plain")
-    assert result["step"] == 25
-    assert result["test"]["loss"] == pytest.approx(plain["test"]["loss"], rel=1e-9)
+    assert result.step == 25
+    assert result.test["loss"] == pytest.approx(plain.test["loss"], rel=1e-9)
 
 
 def test_the_time_in_which_a_pipeline_opens_is_no_time_of_its_steps(tmp_path: Path) -> None:
     result = run_ranks(1, train_rank, cut_evenly((1,), Schedule.FLUSH, 1), tmp_path, opening_s=1.0)[0]
-    steps_s = 20 * 64 / result["samples_per_s"]
-    assert result["seconds"] - steps_s > 0.9
+    steps_s = 20 * 64 / result.samples_per_s
+    assert result.seconds - steps_s > 0.9
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

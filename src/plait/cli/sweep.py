@@ -18,12 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.show import describe, print_table, show_metric
+from plait.cli.show import describe, print_table
 from plait.cli.train import STOPPED, JsonFlag, placed
+from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.shown import shown
 from plait.core.units import count_of, show_rate, show_seconds
 from plait.launch.run_dir import RunDir
+from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
 
 if TYPE_CHECKING:
     from plait.launch.supervisor import WorkerState
@@ -99,10 +101,10 @@ def sweep(
             display=display,
         )
     if json_:
-        print(json.dumps(result))
+        print(json.dumps(result.to_dict()))
     else:
         show_result(result, job)
-    if result["reason"] == "stopped":
+    if result.reason == "stopped":
         raise typer.Exit(STOPPED)
 
 
@@ -151,19 +153,20 @@ class SweepDisplay:
         self._say(f"{folder.path}: {count} on {', '.join(sorted({worker.host for worker in workers}))}")
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
-        self._show_arrays(progress.get("arrays", []))
+        self._show_arrays([decode(ArrayResult, array) for array in progress.get("arrays", [])])
         if self._live is not None:
-            self._live.update(Group(Text(describe_sweep(progress)), trials_table(progress["rows"])))
+            rows = [decode(TrialResult, row) for row in progress["rows"]]
+            self._live.update(Group(Text(describe_sweep(progress)), trials_table(rows)))
         elif time.monotonic() - self._said > PLAIN_LINE_S:
             self._said = time.monotonic()
             self._say(describe_sweep(progress))
 
-    def _show_arrays(self, arrays: list[dict[str, Any]]) -> None:
+    def _show_arrays(self, arrays: Sequence[ArrayResult]) -> None:
         """A line for each new array, and for one of which there is something new to say."""
         for array in arrays:
-            known = (array["fused"], array["why"])
-            if self._arrays.get(array["number"]) != known:
-                self._arrays[array["number"]] = known
+            known = (array.fused, array.why)
+            if self._arrays.get(array.number) != known:
+                self._arrays[array.number] = known
                 self._say(describe_array(array))
 
     def printed(self, line: str) -> None:
@@ -185,13 +188,13 @@ def describe_sweep(progress: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def describe_array(array: Mapping[str, Any]) -> str:
+def describe_array(array: ArrayResult) -> str:
     """`trials 0-7 train fused on worker 0` or `trial 8 trains alone on worker 0: optimizer.kind ...`"""
-    trials, why = array["trials"], f": {array['why']}" if array["why"] else ""
+    trials, why = array.trials, f": {array.why}" if array.why else ""
     one = len(trials) == 1
     what = f"trial{'' if one else 's'} {show_numbers(trials)} train{'s' if one else ''}"
-    how = f"fused, {array['most']} at once," if array["fused"] else "alone" if one else "one by one"
-    return f"{what} {how} on worker {array['worker']}{why}"
+    how = f"fused, {array.most} at once," if array.fused else "alone" if one else "one by one"
+    return f"{what} {how} on worker {array.worker}{why}"
 
 
 def show_numbers(numbers: Sequence[int]) -> str:
@@ -205,23 +208,23 @@ def show_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def trials_table(rows: list[dict[str, Any]]) -> Table:
+def trials_table(rows: Sequence[TrialResult]) -> Table:
     """Trials, best first, one column for each key and metric."""
     table = Table(box=None, pad_edge=False)
-    keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
-    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    keys = list(dict.fromkeys(key for row in rows for key in row.values))
+    metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     names = [*_short(keys), *(f"test {name}" for name in metrics)]
     for column in ("trial", *names, "training loss", "steps", "state"):
         table.add_column(column)
     for row in rows:
         table.add_row(
-            str(row["trial"]),
+            str(row.trial),
             # Values may hold square brackets, which are markup to the table.
-            *(escape(_show(row["values"].get(key, "-"))) for key in keys),
-            *(show_metric(name, row["metrics"][name]) if name in row["metrics"] else "-" for name in metrics),
-            "-" if row["train_loss"] is None else show_metric("loss", row["train_loss"]),
-            str(row["step"]),
-            row["state"],
+            *(escape(show_value(row.values.get(key, "-"))) for key in keys),
+            *(show_metric(name, row.metrics[name]) if name in row.metrics else "-" for name in metrics),
+            "-" if row.train_loss is None else show_metric("loss", row.train_loss),
+            str(row.step),
+            row.state,
         )
     return table
 
@@ -232,24 +235,20 @@ def _short(keys: list[str]) -> list[str]:
     return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends)]
 
 
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def show_result(result: dict[str, Any], job: Path) -> None:
+def show_result(result: SweepResult, job: Path) -> None:
     """The trials, best first, and where to look next."""
-    folder = RunDir(Path(result["run"]))
-    print_table(trials_table(result["trials"][:SHOWN]))
-    if len(result["trials"]) > SHOWN:
-        print(f"and {len(result['trials']) - SHOWN} more in {folder.path}/trials.csv")
-    for array in result["arrays"][:SHOWN]:
+    folder = RunDir(Path(result.run))
+    print_table(trials_table(result.trials[:SHOWN]))
+    if len(result.trials) > SHOWN:
+        print(f"and {len(result.trials) - SHOWN} more in {folder.path}/trials.csv")
+    for array in result.arrays[:SHOWN]:
         print(describe_array(array))
-    if len(result["arrays"]) > SHOWN:
-        print(f"and {len(result['arrays']) - SHOWN} more arrays (--json lists them)")
-    workers = count_of(result["workers"], "worker")
-    rate = f"{show_rate(result['trial_steps_per_s'])} trial steps/s on {workers}"
-    print(f"{result['step']} of {result['steps']} trials in {show_seconds(result['seconds'])}, {rate}")
-    if result["reason"] == "stopped":
+    if len(result.arrays) > SHOWN:
+        print(f"and {len(result.arrays) - SHOWN} more arrays (--json lists them)")
+    workers = count_of(result.workers, "worker")
+    rate = f"{show_rate(result.trial_steps_per_s)} trial steps/s on {workers}"
+    print(f"{result.step} of {result.steps} trials in {show_seconds(result.seconds)}, {rate}")
+    if result.reason == "stopped":
         print(f"stopped; go on with: plait sweep {job} --resume {folder.path}")
         return
     print(f"wrote {folder.path} (trials.csv, curves.png, sweep.html); next: plait evaluate {folder.path}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.artefact import load
-from plait.core.codec import encode
+from plait.core.codec import decode, encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
@@ -22,6 +22,7 @@ from plait.report.sweep import write_sweep
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
+from plait.schema.results import SweepResult
 from plait.schema.settings import TrainSettings
 from plait.schema.spellings import KEYS, own_value
 from plait.sweeping.engines.stages import check_in_stages, check_schedule
@@ -61,13 +62,13 @@ def sweep(
     resume: str | None = None,
     run_folder: str | None = None,
     display: Display | None = None,
-) -> dict[str, Any]:
+) -> SweepResult:
     """Train trials of `job` with the values of `over` put over it; what each came to, best first.
 
     `job` may be the path of its file. `over` is as on the command line, `["optimizer.lr=log:1e-4:1e-1:16"]`,
     or a mapping from keys to lists of values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1",
-    "optimizer.momentum": [0.0, 0.9]}`. The result has `trials`, `best` and `run`, the folder with the best
-    trial's checkpoint. Of the job's workers `replicas` train each array together or, where the job has a
+    "optimizer.momentum": [0.0, 0.9]}`. The result's `run` is the folder with the best trial's
+    checkpoint. Of the job's workers `replicas` train each array together or, where the job has a
     plan, as many as that has stages. With `resume` the sweep in that folder goes on, as it was asked for;
     `job` then says where its workers run, and `replicas`, where given, how many share an array.
     """
@@ -85,7 +86,7 @@ def sweep(
         )
         folder = choose_folder(Path(job.run_dir), job.name, False, run_folder)
     files = {folder.path / "sweep.json": _text(settings), folder.job: job.text()}
-    result = launch_entry(
+    found = launch_entry(
         "plait.sweeping.worker",
         "sweep",
         settings,
@@ -96,8 +97,9 @@ def sweep(
         {} if resume is not None else files,
         preload=tracing_modules(settings.train),
     )
+    result = replace(decode(SweepResult, found, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
-    return {**result, "run": str(folder.path)}
+    return result
 
 
 def make_sweep(

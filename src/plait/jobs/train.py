@@ -13,6 +13,7 @@ from plait.launch.run_dir import RunDir, choose_folder
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, check_slow
 from plait.schema.placement import Placement
+from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 
 
@@ -22,8 +23,8 @@ def train(
     resume: bool = False,
     run_folder: str | None = None,
     display: Display | None = None,
-) -> dict[str, Any]:
-    """Run `job`, or the one in a file, on its workers to its end; what it came to, with `run`, its folder.
+) -> RunResult:
+    """Run `job`, or the one in a file, on its workers to its end; what it came to.
 
     The same as `plait train`: the folder is new, `run_folder`, or on resume the latest of this job.
     """
@@ -34,8 +35,7 @@ def train(
     if job.parallel.plan != "data-parallel":
         settings, placement = _planned(job, settings, placement, display or Silent(), before)
     folder = before or choose_folder(Path(job.run_dir), job.name, False, run_folder)
-    result = launch(settings, placement, folder, display or Silent(), resume=resume, job_text=job.text())
-    return {**result, "run": str(folder.path)}
+    return launch(settings, placement, folder, display or Silent(), resume=resume, job_text=job.text())
 
 
 def _planned(

@@ -107,7 +107,7 @@ def _take_part(
         time.sleep(WAIT_S)
     if clerk is not None:
         clerk.close()
-    return office.close("finished" if office.book.is_over else reason)
+    return office.close("finished" if office.book.is_over else reason).to_dict()
 
 
 def _check_shared(worker: Worker, folder: RunDir) -> None:

@@ -114,7 +114,7 @@ def _row(settings: TrainSettings, side: str, placement: Placement) -> Row:
         "case": settings.name,
         "side": side,
         "seed": settings.seed,
-        "steps": result["step"],
-        "accuracy": result["test"]["accuracy"],
-        "loss": result["test"]["loss"],
+        "steps": result.step,
+        "accuracy": result.test["accuracy"],
+        "loss": result.test["loss"],
     }
