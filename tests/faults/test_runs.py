@@ -18,7 +18,7 @@ import pytest
 
 import plait
 from plait.core.errors import InputError, PlaitError
-from plait.launch.run import Silent
+from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
 from plait.training.evaluate_run import measure_run
@@ -122,7 +122,7 @@ class KillTheWriter(Silent):
     def printed(self, line: str) -> None:
         self.lines.append(line)
 
-    def started(self, folder: RunDir, workers: tuple[Any, ...]) -> None:
+    def started(self, workers: tuple[Any, ...]) -> None:
         threading.Thread(target=self._kill, args=(workers[0].pid,), daemon=True).start()
 
     def _kill(self, pid: int) -> None:
@@ -158,7 +158,7 @@ def test_where_the_writer_is_lost_another_worker_writes_the_last_checkpoint(
 
 def test_a_sweep_ends_when_one_of_its_workers_is_killed_whatever_the_jobs_sync(tmp_path: Path):
     class KillOne(Silent):
-        def started(self, folder: RunDir, workers: tuple[Any, ...]) -> None:
+        def started(self, workers: tuple[Any, ...]) -> None:
             os.kill(workers[1].pid, signal.SIGKILL)
 
     content = job(tmp_path, steps=100_000, parallel={"workers": 2, "sync": "partial-reduce"})

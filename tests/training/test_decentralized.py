@@ -63,7 +63,7 @@ class Watch:
         self._at_step = at_step
         self._act = act
 
-    def started(self, folder: RunDir, workers: Any) -> None:
+    def started(self, workers: Any) -> None:
         self.workers = workers
 
     def progressed(self, progress: Mapping[str, Any]) -> None:

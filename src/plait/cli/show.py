@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from plait.core.units import count_of, show_rate, show_seconds
-from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import WorkerState
+from plait.core.units import show_rate, show_seconds
+from plait.launch.display import WorkerState
 from plait.schema.results import RunResult, show_metric, show_metrics
 
 PLAIN_LINE_S = 5.0
@@ -49,10 +48,8 @@ class RunDisplay:
         if self._live:
             self._progress.stop()
 
-    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
-        hosts = sorted({worker.host for worker in workers})
-        count = count_of(len(workers), "worker")
-        self._say(f"{folder.path}: {count} on {', '.join(hosts)}")
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        self._said = time.monotonic()
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         if self._quiet:

@@ -28,7 +28,7 @@ from plait.launch.run_dir import RunDir
 from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
 
 if TYPE_CHECKING:
-    from plait.launch.supervisor import WorkerState
+    from plait.launch.display import WorkerState
 
 SHOWN = 20
 PLAIN_LINE_S = 5.0
@@ -148,9 +148,8 @@ class SweepDisplay:
         if self._live is not None:
             self._live.stop()
 
-    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
-        count = count_of(len(workers), "worker")
-        self._say(f"{folder.path}: {count} on {', '.join(sorted({worker.host for worker in workers}))}")
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        """The table will tell."""
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         self._show_arrays([decode(ArrayResult, array) for array in progress.get("arrays", [])])

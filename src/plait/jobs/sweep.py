@@ -15,7 +15,8 @@ from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 from plait.fusion.errors import FusionError
-from plait.launch.run import Display, Silent, launch_entry, tracing_modules
+from plait.launch.display import Display, Silent
+from plait.launch.run import launch_entry, tracing_modules
 from plait.launch.run_dir import RunDir, choose_folder, find_run
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import write_sweep

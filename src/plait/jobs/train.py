@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.codec import encode
-from plait.launch.run import Display, Silent, launch
+from plait.launch.display import Display, Silent
+from plait.launch.run import launch
 from plait.launch.run_dir import RunDir, choose_folder
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, check_slow

@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
+from plait.core.units import count_of
+from plait.launch.display import Display, WorkerState
 from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import Launch, Supervisor, WorkerState
+from plait.launch.supervisor import Launch, Supervisor
 from plait.schema.placement import Placement
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
@@ -29,31 +31,6 @@ TRACING = (
     "plait.training.engines.pipeline",
     "plait.training.engines.pipeline_replicas",
 )
-
-
-class Display(Protocol):
-    """Who shows a run to a person."""
-
-    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None: ...
-    def progressed(self, progress: Mapping[str, Any]) -> None: ...
-    def printed(self, line: str) -> None: ...
-    def stopping(self) -> None: ...
-
-
-class Silent:
-    """A display that shows nothing."""
-
-    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
-        pass
-
-    def progressed(self, progress: Mapping[str, Any]) -> None:
-        pass
-
-    def printed(self, line: str) -> None:
-        pass
-
-    def stopping(self) -> None:
-        pass
 
 
 class _StatusFile:
@@ -90,8 +67,10 @@ class _StatusFile:
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self.write(state="running", workers=encode(workers))
+        hosts = ", ".join(sorted({worker.host for worker in workers}))
         with _unless_closed():
-            self._display.started(self._folder, workers)
+            self._display.printed(f"{self._folder.path}: {count_of(len(workers), 'worker')} on {hosts}")
+            self._display.started(workers)
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         if not self.is_training:

@@ -17,7 +17,8 @@ from pathlib import Path
 from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.experiments.bench import BenchClaim, Row
-from plait.launch.run import Silent, launch
+from plait.launch.display import Silent
+from plait.launch.run import launch
 from plait.launch.run_dir import RunDir
 from plait.measure.auto_plan import PlanRequest, planned
 from plait.planner import Schedule
