@@ -16,7 +16,7 @@ import torch.distributed as dist
 from plait.core.codec import decode, encode
 from plait.launch.run_dir import RunDir
 from plait.measure import auto_plan as module
-from plait.measure.auto_plan import PlanRequest, planned
+from plait.measure.auto_plan import planned
 from plait.measure.job import profile_job
 from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
 from plait.profiler.links import Link, Sum
@@ -24,7 +24,7 @@ from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
-from plait.schema.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
+from plait.schema.settings import DataSettings, ModelSettings, PlanRequest, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.engines import pipeline
 from plait.training.loop import Loop

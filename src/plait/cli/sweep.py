@@ -26,6 +26,7 @@ from plait.core.shown import shown
 from plait.core.units import count_of, show_rate, show_seconds
 from plait.launch.run_dir import RunDir
 from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
+from plait.schema.settings import SEARCHES, SearchSettings
 
 if TYPE_CHECKING:
     from plait.launch.display import WorkerState
@@ -40,7 +41,7 @@ def sweep(
         list[str] | None,
         typer.Option(help="What to try: optimizer.lr=log:1e-4:1e-1:16 or KEY=V1,V2 (repeatable)."),
     ] = None,
-    search: Annotated[str, typer.Option(help="grid, random, halving, asha or pbt.")] = "grid",
+    search: Annotated[str, typer.Option(help=f"One of {', '.join(SEARCHES)}.")] = SearchSettings.kind,
     trials: Annotated[int | None, typer.Option(help="How many trials to draw, where they are drawn.")] = None,
     width: Annotated[int | None, typer.Option(help="Trials an array; unset: as many as fit and pay.")] = None,
     replicas: Annotated[
@@ -50,12 +51,14 @@ def sweep(
     plan: Annotated[
         str | None, typer.Option(help="Arrays in stages, one a worker: a plan file, model-parallel, auto.")
     ] = None,
-    eta: Annotated[int, typer.Option(help="One in so many trials goes on (halving, asha).")] = 3,
+    eta: Annotated[
+        int, typer.Option(help="One in so many trials goes on (halving, asha).")
+    ] = SearchSettings.eta,
     least_steps: Annotated[
         int | None, typer.Option(help="Steps before trials are first compared (halving, asha, pbt).")
     ] = None,
-    metric: Annotated[str, typer.Option(help="What trials are compared by.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of what the search draws.")] = 0,
+    metric: Annotated[str, typer.Option(help="What trials are compared by.")] = SearchSettings.metric,
+    seed: Annotated[int, typer.Option(help="Of what the search draws.")] = SearchSettings.seed,
     devices: Annotated[
         str | None, typer.Option(help="cpu:4 or cuda:2: so many workers; cuda: one for each GPU.")
     ] = None,

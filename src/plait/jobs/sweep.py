@@ -18,13 +18,13 @@ from plait.fusion.errors import FusionError
 from plait.launch.display import Display, Silent
 from plait.launch.run import launch_entry, tracing_modules
 from plait.launch.run_dir import RunDir, choose_folder, find_run
-from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import write_sweep
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
 from plait.schema.results import SweepResult
-from plait.schema.settings import TrainSettings
+from plait.schema.schedules import Schedule
+from plait.schema.settings import SEARCHES, SearchSettings, TrainSettings
 from plait.schema.spellings import KEYS, own_value
 from plait.sweeping.engines.stages import check_in_stages, check_schedule
 from plait.sweeping.search.space import (
@@ -35,7 +35,7 @@ from plait.sweeping.search.space import (
     parse_dimension,
 )
 from plait.sweeping.search.values import check
-from plait.sweeping.settings import SEARCHES, SearchSettings, SweepSettings
+from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key
 from plait.sweeping.worker_group import check_teams
 
@@ -52,14 +52,14 @@ def sweep(
     job: Job | str | Path | Mapping[str, Any],
     over: Over = (),
     *,
-    search: str = "grid",
+    search: str = SearchSettings.kind,
     trials: int | None = None,
     width: int | None = None,
     replicas: int | None = None,
-    eta: int = 3,
+    eta: int = SearchSettings.eta,
     least_steps: int | None = None,
-    metric: str = "auto",
-    seed: int = 0,
+    metric: str = SearchSettings.metric,
+    seed: int = SearchSettings.seed,
     resume: str | None = None,
     run_folder: str | None = None,
     display: Display | None = None,
@@ -106,14 +106,14 @@ def sweep(
 def make_sweep(
     job: Job,
     over: Over,
-    search: str = "grid",
+    search: str = SearchSettings.kind,
     trials: int | None = None,
     width: int | None = None,
-    eta: int = 3,
+    eta: int = SearchSettings.eta,
     least_steps: int | None = None,
     *,
-    metric: str = "auto",
-    seed: int = 0,
+    metric: str = SearchSettings.metric,
+    seed: int = SearchSettings.seed,
     replicas: int | None = None,
 ) -> SweepSettings:
     """A checked sweep: every value of every key makes a valid job."""
@@ -136,7 +136,7 @@ def make_sweep(
         # Before the job is measured, which takes a while.
         check_in_stages(settings)
         if job.parallel.schedule is not None:
-            check_schedule(Schedule(job.parallel.schedule))
+            check_schedule(job.parallel.schedule)
         settings = replace(settings, train=_with_plan(job, settings.train))
         check(settings)
     check_teams(settings, sum(host.slots for host in placement_of(job, settings).hosts))
@@ -145,17 +145,16 @@ def make_sweep(
 
 def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
     """`settings` with the job's plan, under a schedule that drains between two steps."""
-    from plait.measure.auto_plan import PlanRequest, planned
+    from plait.measure.auto_plan import planned
 
     wish = job.parallel
-    depths, recompute = wish.depths, tuple(wish.recompute)
     is_made = wish.plan in ("auto", "model-parallel")
-    schedule = wish.schedule or ("flush" if is_made else None)
-    asked = PlanRequest(wish.plan, schedule, wish.microbatches, wish.vertical_sync, depths, recompute)
-    made, plan = planned(settings, job.placement(), asked)
+    schedule = wish.schedule or (Schedule.FLUSH if is_made else None)
+    made, plan = planned(settings, job.placement(), replace(wish, schedule=schedule))
     if wish.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
-        plan = replace(plan, schedule=Schedule(schedule), depths=())
+        assert schedule is not None
+        plan = replace(plan, schedule=schedule, depths=())
     assert made.pipeline is not None
     return replace(made, pipeline=replace(made.pipeline, plan=encode(plan)))
 
@@ -201,7 +200,7 @@ def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> No
 
     Where all combinations are `listed`, refuse too many of them.
     """
-    content = job.model_dump(exclude_unset=True)
+    content = job.content
     ends = [Dimension(d.key, _ends(d)) for d in dimensions]
     for dimension in ends:
         for value in dimension.values:

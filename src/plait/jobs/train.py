@@ -12,7 +12,8 @@ from plait.launch.display import Display, Silent
 from plait.launch.run import launch
 from plait.launch.run_dir import RunDir, choose_folder
 from plait.schema.hosts import LOCAL, Host
-from plait.schema.job import Job, as_job, check_slow
+from plait.schema.job import Job, as_job
+from plait.schema.job_checks import check_slow
 from plait.schema.placement import Placement
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
@@ -44,7 +45,6 @@ def _planned(
 ) -> tuple[TrainSettings, Placement]:
     """The job's settings with its plan, which says how many workers there are where the job does not."""
     from plait.measure.auto_plan import (
-        PlanRequest,
         describe_clipping,
         describe_memory,
         describe_updates,
@@ -60,14 +60,7 @@ def _planned(
     settings, plan = planned(
         settings,
         placement,
-        PlanRequest(
-            wish.plan,
-            wish.schedule,
-            wish.microbatches,
-            wish.vertical_sync,
-            wish.depths,
-            tuple(wish.recompute),
-        ),
+        wish,
         settings_before(before.settings) if before is not None else None,
     )
     if wish.workers is None and not job.cluster.hosts:

@@ -25,7 +25,8 @@ from plait.core.errors import InputError, LaunchError
 from plait.launch.display import Display, WorkerState
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
 from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import Placement
+from plait.schema.placement import HostAccess, Placement, WorkerLimits
+from plait.schema.settings import values_of
 
 START_S = 120.0
 # For reports that name a better cause than the first that a worker lost another one.
@@ -117,7 +118,7 @@ class Supervisor:
 
     def _start_agent(self, index: int) -> None:
         host = self._placement.hosts[index]
-        command = [*self._shell_of(host), self._placement.python, "-u", "-m", "plait.launch.agent"]
+        command = [*self._shell_of(host), self._placement.interpreter, "-u", "-m", "plait.launch.agent"]
         try:
             agent = _AgentProcess(index, command, self._messages)
         except OSError as failure:
@@ -141,16 +142,13 @@ class Supervisor:
             "rank_hosts": [state.host for state in self._ranks],
             "secret": self._secret.hex(),
             "cwd": os.getcwd(),
-            "environment": dict(launch.placement.environment),
             "entry": launch.entry,
             "check": launch.check,
             "preload": launch.preload,
             "settings": dict(launch.settings),
             "logs": str(launch.logs) if launch.logs is not None else None,
-            "nic": launch.placement.nic,
-            "threads": launch.placement.threads,
-            "timeout_s": launch.placement.timeout_s,
-            "link_timeout_s": launch.placement.link_timeout_s,
+            **values_of(HostAccess, launch.placement),
+            **values_of(WorkerLimits, launch.placement),
         }
 
     def _tell_all(self, **message: Any) -> None:

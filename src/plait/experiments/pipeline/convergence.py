@@ -20,7 +20,7 @@ from plait.experiments.bench import BenchClaim, Row
 from plait.launch.display import Silent
 from plait.launch.run import launch
 from plait.launch.run_dir import RunDir
-from plait.measure.auto_plan import PlanRequest, planned
+from plait.measure.auto_plan import planned
 from plait.planner import Schedule
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
@@ -30,6 +30,7 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
     PipelineSettings,
+    PlanRequest,
     TrainSettings,
 )
 

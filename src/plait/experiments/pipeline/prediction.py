@@ -20,11 +20,11 @@ from plait.experiments.bench import BenchClaim, Row
 from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
 from plait.launch.supervisor import Launch, Supervisor
-from plait.measure.auto_plan import PlanRequest, planned
+from plait.measure.auto_plan import planned
 from plait.planner import Plan
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
-from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, PlanRequest, TrainSettings
 
 TWO = Placement((Host(LOCAL, 2),), threads=1)
 _SGD = OptimizerSettings("sgd", {"lr": 0.01, "momentum": 0.9})
