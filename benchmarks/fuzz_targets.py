@@ -31,12 +31,13 @@ from plait.graph import pipedream
 from plait.graph.graph import Edge, Graph, Node, Tie
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunDir
-from plait.measure.auto_plan import PlanRequest, planned
+from plait.measure.auto_plan import planned
 from plait.planner import Plan, Settings, fastest_plan, machines, render_plan, save_plan
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import LayerSpread, Profile, load_profile, save_profile
 from plait.profiler.timing import Timed
 from plait.schema.job import Job, make_job, parse, read_job
+from plait.schema.settings import PlanRequest
 from plait.schema.topology_spec import AUTO, find_topology, read_wish
 from plait.sweeping.search.space import parse_dimension
 from plait.training import checkpoint as checkpoints

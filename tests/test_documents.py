@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import fields
+import typing
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from plait.core import run_events
 from plait.core.events import Event
-from plait.schema.job import Job, OpenSection, Section, make_job, parse
+from plait.core.yaml_text import load_yaml
+from plait.schema.job import Job, make_job, parse
+from plait.schema.limits import MapContent
+from plait.schema.spellings import KEYS
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,20 +94,57 @@ def test_every_verb_in_the_readme_exists():
         assert re.search(rf"^  {verb} ", listed.stdout, flags=re.MULTILINE), verb
 
 
-def job_keys(section: type[Section] = Job, prefix: str = "") -> list[str]:
-    keys = []
-    for name, field in section.model_fields.items():
-        kinds = [
-            k for k in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(k, type)
-        ]
-        inner = next((k for k in kinds if issubclass(k, Section)), None)
-        keys += job_keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
-    return keys + ([prefix + "*"] if issubclass(section, OpenSection) and "schedule" not in prefix else [])
+def job_defaults(settings: type[Any] = Job, prefix: str = "") -> dict[str, Any]:
+    """Every key of a job file with its default; MISSING where it must be given."""
+    found = {}
+    hints = typing.get_type_hints(settings, include_extras=True)
+    for each in fields(settings):
+        kinds = [hints[each.name], *typing.get_args(hints[each.name])]
+        inner = next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+        if inner is not None:
+            found |= job_defaults(inner, f"{prefix}{each.name}.")
+        elif MapContent.FURTHER_KEYS in kinds and prefix != "lr_schedule.":  # named with each kind
+            found |= {f"{prefix}*": None}
+        elif not {MapContent.AS_GIVEN, MapContent.FURTHER_KEYS} & {
+            k for k in kinds if isinstance(k, MapContent)
+        }:
+            made = each.default if each.default_factory is MISSING else each.default_factory()
+            found[prefix + each.name] = made
+    return found
 
 
-@pytest.mark.parametrize("key", job_keys())
+def described_defaults() -> dict[str, str]:
+    """What the table of keys says of each key's default."""
+    found = {}
+    table = text("docs/jobs.md").partition("| key | meaning | default |")[2].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        _, keys, _, default, _ = [cell.strip() for cell in row.split("|")]
+        names = re.findall("`([^`]+)`", keys)
+        parts = default.split(", ")
+        each = parts if len(parts) == len(names) else [default] * len(names)
+        assert not found.keys() & set(names), f"{names} are described twice"
+        found |= dict(zip(names, each, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("key", [*job_defaults(), *KEYS])
 def test_every_key_of_a_job_is_described(key: str):
     assert f"`{key}`" in text("docs/jobs.md")
+
+
+def test_the_described_defaults_are_those_of_the_settings():
+    defaults, described = job_defaults(), described_defaults()
+    # A list of sections is there too, not only the keys in it.
+    assert described.keys() - KEYS.keys() - defaults.keys() == {"optimizer.groups"}
+    for key, default in defaults.items():
+        words = described.get(key)
+        if words == "required":
+            assert default is MISSING, key
+        elif words is not None and re.fullmatch("`[^`]+`", words) and described[key] != "`data.batch_size`":
+            expected = list(default) if isinstance(default, tuple) else default
+            assert load_yaml(words.strip("`")) == expected, key
+        else:  # none, or what it depends on, in words
+            assert default in (None, MISSING, {}, ()), key
 
 
 def test_every_event_and_field_is_described():

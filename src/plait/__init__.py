@@ -6,7 +6,7 @@ Importing it starts nothing and loads no optional dependency: names are imported
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plait.profiler.profile import Profile
     from plait.profiler.profile import profile_model as profile
     from plait.schema.job import Job, make_job, read_job
+    from plait.schema.results import RunResult, SweepResult, TrialResult
 
 __version__ = "0.1.0"
 
@@ -28,7 +29,10 @@ __all__ = [
     "Job",
     "Plan",
     "Profile",
+    "RunResult",
     "Shared",
+    "SweepResult",
+    "TrialResult",
     "__version__",
     "fuse",
     "machines",
@@ -49,7 +53,10 @@ _HOMES: dict[str, tuple[str, str]] = {
     "Job": ("plait.schema.job", "Job"),
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),
+    "RunResult": ("plait.schema.results", "RunResult"),
     "Shared": ("plait.fusion", "Shared"),
+    "SweepResult": ("plait.schema.results", "SweepResult"),
+    "TrialResult": ("plait.schema.results", "TrialResult"),
     "fuse": ("plait.fusion", "fuse"),
     "machines": ("plait.planner", "machines"),
     "make_job": ("plait.schema.job", "make_job"),
@@ -62,11 +69,13 @@ _HOMES: dict[str, tuple[str, str]] = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        module, there = _HOMES[name]
-        return getattr(importlib.import_module(module), there)
-    raise AttributeError(f"module 'plait' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker knows the names from above, and that there are no others
+
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            module, there = _HOMES[name]
+            return getattr(importlib.import_module(module), there)
+        raise AttributeError(f"module 'plait' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -177,7 +177,7 @@ def test_a_job_trains_over_two_hosts(folder: Path, hosts: Hosts):
     settings = read_job(folder / "job.yaml").settings()
     one, _ = train_here(settings, folder / "one")
     assert two["workers"] == 2
-    assert two["test"] == pytest.approx(one["test"], rel=1e-4)
+    assert two["test"] == pytest.approx(one.test, rel=1e-4)
 
 
 def test_a_crash_in_the_users_model_shows_its_traceback_once(folder: Path):

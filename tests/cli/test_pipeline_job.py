@@ -14,7 +14,7 @@ from plait.cli import app
 from plait.core.codec import encode
 from plait.core.errors import JobError
 from plait.jobs.train import train
-from plait.launch.run import Silent
+from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
 from plait.measure import auto_plan
 from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
@@ -61,7 +61,7 @@ def test_profile_plan_train_and_evaluate_follow_each_other(
     [
         ({"plan": "dta-parallel"}, "did you mean 'data-parallel'"),
         ({"schedule": "flush"}, "parallel.schedule: belongs to a pipeline"),
-        ({"plan": "auto", "schedule": "1f1b"}, "parallel.schedule: found '1f1b', expected stash or"),
+        ({"plan": "auto", "schedule": "1f2b"}, "parallel.schedule: found '1f2b', expected stash or"),
         ({"plan": "auto", "microbatches": 0}, "parallel.microbatches: found 0"),
     ],
 )
@@ -92,10 +92,9 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
     made = [replace(two, machines=machines(4, 1e9))]
     launched: list[tuple[TrainSettings, Placement]] = []
 
-    def launch(settings: Any, placement: Any, folder: RunDir, *_: Any, **__: Any) -> dict[str, Any]:
+    def launch(settings: Any, placement: Any, folder: RunDir, *_: Any, **__: Any) -> None:
         launched.append((settings, placement))
         folder.settings.write_text(json.dumps(encode(settings)))
-        return {"reason": "stopped"}
 
     monkeypatch.setattr(auto_plan, "_make", lambda *_: made.pop())
     monkeypatch.setattr("plait.jobs.train.launch", launch)

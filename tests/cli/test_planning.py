@@ -12,7 +12,7 @@ from plait.cli import app
 from plait.core.errors import InputError
 from plait.experiments.planner import PROFILES
 from plait.graph import pipedream
-from plait.planner import load_plan
+from plait.planner import Schedule, load_plan
 from plait.profiler.profile import load_profile
 
 JOB = """
@@ -104,6 +104,12 @@ def test_a_plan_for_people_says_stages_gains_and_reasons(tmp_path: Path):
         assert part in shown
 
 
+def test_a_schedule_may_have_its_conventional_name(tmp_path: Path):
+    words = ["--devices", "2", "--bandwidth", "1e9", "--schedule", "1F1B", "-o", str(tmp_path / "p.json")]
+    plait("plan", ALEXNET, *words)
+    assert load_plan(tmp_path / "p.json").schedule is Schedule.FLUSH
+
+
 def test_unlike_devices_are_planned_by_their_speed(tmp_path: Path):
     words = ["--devices", "2", "--bandwidth", "1e9", "--json", "-o", str(tmp_path / "p.json")]
     alike = json.loads(plait("plan", ALEXNET, *words))
@@ -128,7 +134,7 @@ def test_unlike_devices_are_planned_by_their_speed(tmp_path: Path):
         (["--microbatches", "1000000000"], "found 1000000000 microbatches, expected 1 to 65,536"),
         (["--devices", "9" * 5000], "--devices: found '999"),
         (["--memory", "1MB"], "no plan fits: every device has 1 MB"),
-        (["--schedule", "1f1b"], "--schedule: found '1f1b', expected a schedule"),
+        (["--schedule", "1f2b"], "--schedule: found '1f2b', expected a schedule; did you mean '1f1b'?"),
         (["--to-code", "x"], "--to-code: needs --job JOB"),
     ],
 )

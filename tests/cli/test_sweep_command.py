@@ -147,12 +147,23 @@ def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts():
         (["optimizer.lr=0.1"], {"search": "pbt"}, "a population of 1"),
         (["optimizer.lr=log:3:1:2"], {}, "0 < low < high"),
         ([], {}, "--over: found none"),
+        (["max_grad_norm=0,1"], {}, "--over max_grad_norm: found 0, expected greater than 0"),
+        (["data.drop_last=1,2"], {}, "--over data.drop_last: found 1, expected true or false"),
+        (["clip_norm=1", "max_grad_norm=2"], {}, "clip_norm is given twice"),
     ],
 )
 def test_what_cannot_be_swept_is_refused_before_anything_starts(over: list[str], options: Any, message: str):
     with pytest.raises(InputError) as failure:
         make_sweep(plait.make_job(CONTENT), over, **options)
     assert message in str(failure.value)
+
+
+def test_keys_to_sweep_over_may_have_their_conventional_names():
+    made = make_sweep(plait.make_job(CONTENT), ["data.drop_last=true,false", "max_grad_norm=1.0"])
+    assert [(d.key, d.values) for d in made.over] == [
+        ("data.last_batch", ("drop", "keep")),
+        ("clip_norm", (1.0,)),
+    ]
 
 
 def test_only_a_sweep_can_be_resumed(tmp_path: Path):
@@ -184,9 +195,10 @@ def test_a_person_reads_which_trials_are_fused_and_why_others_are_not(
     job = plait.make_job({**CONTENT, "steps": 2, "precision": "float64"})
     settings = make_sweep(job, ["optimizer.lr=0.1,0.2", "optimizer.kind=sgd,adamax"], width=4)
     found = {**sweep_here(settings, tmp_path), "run": str(tmp_path)}
+    result = decode(plait.SweepResult, found)
     fused = "trials 0, 2 train fused, 2 at once, on worker 0"
     alone = "trial 1 trains alone on worker 0: optimizer.kind 'adamax' has no fused form"
-    show_result(found, Path("job.yaml"))
+    show_result(result, Path("job.yaml"))
     shown = capsys.readouterr().out
     assert fused in shown
     assert alone in shown
@@ -198,14 +210,8 @@ def test_a_person_reads_which_trials_are_fused_and_why_others_are_not(
 
 
 def test_values_with_brackets_and_formulas_are_shown_as_they_are():
-    row = {
-        "trial": 0,
-        "state": "finished",
-        "step": 1,
-        "values": {"optimizer.betas": [0.9, 0.99], "loss": "[bold]x", "model_args.name": "=1+1", "seed": -3},
-        "metrics": {},
-        "train_loss": -0.5,
-    }
+    values = {"optimizer.betas": [0.9, 0.99], "loss": "[bold]x", "model_args.name": "=1+1", "seed": -3}
+    row = plait.TrialResult(0, "finished", 1, values, {}, -0.5)
     console = Console(width=200, file=io.StringIO())
     console.print(trials_table([row]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]

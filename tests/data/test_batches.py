@@ -180,7 +180,7 @@ def test_texts_of_unlike_length_train_with_a_collate_function(tmp_path: Path) ->
     for number, job in enumerate((own, text_job(loaders=2))):
         result, same = train_here(job, tmp_path / str(number))
         assert largest_difference(weights, same) == 0.0
-        assert result["test"] == one["test"]
+        assert result.test == one.test
 
 
 def test_a_part_of_a_set_is_collated_as_the_whole() -> None:
@@ -278,7 +278,7 @@ def test_several_inputs_in_any_form_train_as_in_a_plain_loop(form: str, tmp_path
     loss, weights = plain_loop(form)
     result, found = train_here(pairs_job(form), tmp_path)
     assert largest_difference(found, weights) < 1e-12
-    assert result["test"]["loss"] == pytest.approx(loss, abs=1e-12)
+    assert result.test["loss"] == pytest.approx(loss, abs=1e-12)
 
 
 def test_cutting_a_batch_keeps_what_belongs_to_each_sample_together() -> None:
@@ -361,7 +361,7 @@ def test_a_set_without_a_test_split_trains_and_is_not_evaluated(tmp_path: Path) 
         loss="torch.nn:L1Loss",
         steps=3,
     )
-    assert train_here(job, tmp_path)[0]["test"] == {}
+    assert train_here(job, tmp_path)[0].test == {}
     with pytest.raises(JobError, match=r"evaluate\.every_steps: found 2, but .* has no test split"):
         train_here(replace(job, evaluate=EvaluateSettings(every_steps=2)), tmp_path)
 
@@ -421,12 +421,12 @@ def test_two_workers_and_stages_take_inputs_and_targets_in_every_form(tmp_path: 
     for name in jobs:
         loss, weights = expected.get(name.split()[0]) or plain_loop("tuple")
         assert largest_difference(saved_weights(tmp_path / name), weights) < 1e-12, name
-        assert results[name]["test"]["loss"] == pytest.approx(loss, abs=1e-12), name
+        assert results[name].test["loss"] == pytest.approx(loss, abs=1e-12), name
 
 
 def loss_and_weights(job: TrainSettings, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     result, weights = train_here(job, folder)
-    return result["test"]["loss"], weights
+    return result.test["loss"], weights
 
 
 def test_a_target_that_cannot_be_sent_is_refused_before_a_pipeline_runs() -> None:
@@ -441,4 +441,4 @@ def test_fused_trials_take_several_inputs_and_class_weights(tmp_path: Path) -> N
     sweep = sweep_of("optimizer.lr=0.1,0.2", job=job)
     for trial in sweep_here(sweep, tmp_path / "sweep")["trials"]:
         alone, _ = trial_alone(sweep, trial["values"], tmp_path / str(trial["trial"]))
-        assert trial["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=1e-9)
+        assert trial["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=1e-9)

@@ -190,9 +190,9 @@ def test_a_stream_trains_as_a_set_in_the_same_order(last_batch: str, tmp_path: P
     result, weights = train_here(job("InOrder", last_batch=last_batch), tmp_path / "set")
     stream, same = train_here(job(last_batch=last_batch), tmp_path / "stream")
     assert largest_difference(weights, same) == 0.0
-    assert stream["test"] == result["test"]
+    assert stream.test == result.test
     steps = 10 if last_batch == "keep" else 8
-    assert (stream["step"], stream["steps"], stream["reason"]) == (steps, steps, "finished")
+    assert (stream.step, stream.steps, stream.reason) == (steps, steps, "finished")
     # Nothing is evaluated twice though nobody knew which step would be the last.
     evaluated = [event.step for event in run_events(tmp_path / "stream", events.Evaluated)]
     assert evaluated == ([5, 10] if last_batch == "keep" else [5, 8])
@@ -211,8 +211,8 @@ def test_the_samples_of_a_step_do_not_depend_on_workers_or_loaders(tmp_path: Pat
     for runs in run_ranks(3, train_with_and_without_loaders, tmp_path):
         for result, found in runs:
             assert largest_difference(weights, found) < 1e-12
-            assert result["test"]["loss"] == pytest.approx(one["test"]["loss"], abs=1e-12)
-            assert result["step"] == 10
+            assert result.test["loss"] == pytest.approx(one.test["loss"], abs=1e-12)
+            assert result.step == 10
 
 
 def test_steps_end_a_run_over_a_stream_and_epochs_follow_one_another(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_steps_end_a_run_over_a_stream_and_epochs_follow_one_another(tmp_path: P
     for kind, loaders in (("Images", 0), ("Sized", 1)):
         result, found = train_here(job(kind, loaders, steps=12, epochs=None), tmp_path / kind)
         assert largest_difference(weights, found) == 0.0
-        assert (result["step"], result["steps"]) == (12, 12)
+        assert (result.step, result.steps) == (12, 12)
     # An epoch is told to those who want to know.
     _, found = train_here(job("Epochs", steps=12, epochs=None), tmp_path / "epochs")
     assert largest_difference(weights, found) > 1e-3
@@ -230,7 +230,7 @@ def test_a_length_that_is_an_estimate_ends_no_run_early_or_late(tmp_path: Path) 
     result, _ = train_here(job("Liar", lr_schedule=LrScheduleSettings("cosine")), tmp_path)
     (started,) = run_events(tmp_path, events.RunStarted)
     assert (started.samples, started.steps) == (SAMPLES + 20, 12)
-    assert (result["step"], result["steps"]) == (10, 10)
+    assert (result.step, result.steps) == (10, 10)
 
 
 def test_progress_of_a_run_whose_end_nobody_knows_shows_steps_without_a_total() -> None:
@@ -255,7 +255,7 @@ def test_a_resumed_run_goes_on_where_the_stream_was(
         resumed = job(kind, loaders, options={"note": str(note)})
         result, found = train_here(resumed, tmp_path / "cut", resume=True)
     assert largest_difference(weights, found) == 0.0
-    assert result["step"] == 10
+    assert result.step == 10
     skipped = 0 if kind == "Stateful" else cut % 5 * 16
     warned = [r.message for r in caplog.records if "are read again and skipped" in r.message]
     assert len(warned) == (1 if skipped else 0)
@@ -322,7 +322,7 @@ def test_a_pipeline_trains_on_a_stream_and_evaluates_on_one(tmp_path: Path) -> N
     for name, settings in jobs.items():
         result, weights = train_here(settings, tmp_path / f"{name} alone")
         assert largest_difference(weights, saved_weights(tmp_path / name)) < 1e-12
-        assert found[name]["test"]["loss"] == pytest.approx(result["test"]["loss"], abs=1e-12)
+        assert found[name].test["loss"] == pytest.approx(result.test["loss"], abs=1e-12)
 
 
 def test_a_pipeline_wants_to_know_where_epochs_end(tmp_path: Path) -> None:

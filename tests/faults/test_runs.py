@@ -18,7 +18,7 @@ import pytest
 
 import plait
 from plait.core.errors import InputError, PlaitError
-from plait.launch.run import Silent
+from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
 from plait.training.evaluate_run import measure_run
@@ -99,7 +99,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_a_right_one_goes_on(tmp_p
         plait.train(job(tmp_path, steps=20, model_args={"width": 3}), resume=True)
     assert {path.name for path in before if path.read_bytes() != before[path]} <= {"rank0.err"}
     assert measure_run(RunDir(run)) == measured
-    assert plait.train(job(tmp_path, steps=20), resume=True)["step"] == 20
+    assert plait.train(job(tmp_path, steps=20), resume=True).step == 20
     assert "steps: 20" in (run / "job.yaml").read_text()
 
 
@@ -122,7 +122,7 @@ class KillTheWriter(Silent):
     def printed(self, line: str) -> None:
         self.lines.append(line)
 
-    def started(self, folder: RunDir, workers: tuple[Any, ...]) -> None:
+    def started(self, workers: tuple[Any, ...]) -> None:
         threading.Thread(target=self._kill, args=(workers[0].pid,), daemon=True).start()
 
     def _kill(self, pid: int) -> None:
@@ -138,7 +138,7 @@ def test_a_last_checkpoint_that_takes_long_is_waited_for(tmp_path: Path, monkeyp
     monkeypatch.setattr("plait.launch.supervisor.LINGER_S", 0.1)
     slow = {"kind": "broken:slow_to_save", "seconds": 1.5, "batch_size": 9}
     result = plait.train(job(tmp_path, data=slow, parallel={"workers": 3, "sync": "partial-reduce"}))
-    assert result["reason"] == "finished"
+    assert result.reason == "finished"
     assert steps_kept(tmp_path / "runs" / "t-001")[0] == 12
 
 
@@ -151,14 +151,14 @@ def test_where_the_writer_is_lost_another_worker_writes_the_last_checkpoint(
     display = KillTheWriter(saving)
     options = {"workers": 3, "sync": "partial-reduce", "sync_options": {"lease_s": 1.0}}
     result = plait.train(job(tmp_path, data=slow, parallel=options), display=display)
-    assert result["step"] == 12
+    assert result.step == 12
     assert steps_kept(tmp_path / "runs" / "t-001")[0] == 12
     assert any("worker 0 on localhost is lost" in line for line in display.lines)
 
 
 def test_a_sweep_ends_when_one_of_its_workers_is_killed_whatever_the_jobs_sync(tmp_path: Path):
     class KillOne(Silent):
-        def started(self, folder: RunDir, workers: tuple[Any, ...]) -> None:
+        def started(self, workers: tuple[Any, ...]) -> None:
             os.kill(workers[1].pid, signal.SIGKILL)
 
     content = job(tmp_path, steps=100_000, parallel={"workers": 2, "sync": "partial-reduce"})
@@ -197,7 +197,7 @@ def test_a_full_disk_ends_the_run_in_one_message_and_it_goes_on_once_there_is_ro
         assert kept
         assert not list((disk / "t-001" / "checkpoints").glob(".step-*"))
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
-        assert plait.train(job(tmp_path, **wide), resume=True)["step"] == 12
+        assert plait.train(job(tmp_path, **wide), resume=True).step == 12
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 

@@ -160,4 +160,4 @@ def test_a_verified_sweep_of_three_trials_comes_to_what_they_come_to_alone(preci
     on_cpu = replace(settings, train=replace(job, device="cpu"))
     for row in found["trials"]:
         alone, _ = trial_alone(on_cpu, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert row["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=near)
+        assert row["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=near)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from plait.core.codec import decode, encode
 from plait.launch.run_dir import RunDir
 from plait.measure import auto_plan as module
-from plait.measure.auto_plan import PlanRequest, planned
+from plait.measure.auto_plan import planned
 from plait.measure.job import profile_job
 from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
 from plait.profiler.links import Link, Sum
@@ -24,7 +24,7 @@ from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
-from plait.schema.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
+from plait.schema.settings import DataSettings, ModelSettings, PlanRequest, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.engines import pipeline
 from plait.training.loop import Loop
@@ -250,14 +250,14 @@ def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
     assert 0 < plan.step_s < 0.5
     result = run_ranks(2, train_rank, made, tmp_path / "planned")[0]
     plain, _ = train_here(job, tmp_path / "plain")
-    assert result["step"] == 25
-    assert result["test"]["loss"] == pytest.approx(plain["test"]["loss"], rel=1e-9)
+    assert result.step == 25
+    assert result.test["loss"] == pytest.approx(plain.test["loss"], rel=1e-9)
 
 
 def test_the_time_in_which_a_pipeline_opens_is_no_time_of_its_steps(tmp_path: Path) -> None:
     result = run_ranks(1, train_rank, cut_evenly((1,), Schedule.FLUSH, 1), tmp_path, opening_s=1.0)[0]
-    steps_s = 20 * 64 / result["samples_per_s"]
-    assert result["seconds"] - steps_s > 0.9
+    steps_s = 20 * 64 / result.samples_per_s
+    assert result.seconds - steps_s > 0.9
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

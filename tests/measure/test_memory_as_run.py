@@ -19,6 +19,7 @@ from plait.planner import Plan, machines, with_memory_as_run
 from plait.planner.as_run import versions_of_vertical_sync
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Forward, Update, straight_layout
+from plait.schema.settings import PipelineOptions
 from support.pipelines import AllOf, Case, train_in_pipeline
 from support.plans import planned
 from support.world import run_ranks
@@ -105,7 +106,7 @@ def test_a_run_holds_the_versions_and_activations_that_its_plan_says_for_the_job
     for rank, answer in enumerate(found):
         alone = answer["plain"][0] / (3 - rank)
         for name, (most, copies) in answer.items():
-            stage = with_memory_as_run(plan, **choices[name]).stages[rank]
+            stage = with_memory_as_run(plan, PipelineOptions(**choices[name])).stages[rank]
             assert stage.in_flight == 3 - rank
             # One gradient of the weights beside the versions; a forward that is computed again keeps its own
             # few running statistics.
@@ -151,8 +152,8 @@ def test_a_plan_that_no_longer_fits_with_what_the_job_sets_over_it_says_so() -> 
     bare = decode(Plan, planned((1, 1), Schedule.STASH).pipeline.plan, "plan")
     stages = tuple(replace(s, parameter_bytes=100.0) for s in bare.stages)
     plan = replace(bare, stages=stages, optimizer_copies=0.0, machines=machines(2, 1e9, memory_bytes=300.0))
-    assert with_memory_as_run(plan).stages[1].memory_bytes == 200.0
-    assert describe_memory(with_memory_as_run(plan)) == ""
-    deeper = with_memory_as_run(plan, {0: 3}, vertical_sync=True)
+    assert with_memory_as_run(plan, PipelineOptions()).stages[1].memory_bytes == 200.0
+    assert describe_memory(with_memory_as_run(plan, PipelineOptions())) == ""
+    deeper = with_memory_as_run(plan, PipelineOptions(depths={0: 3}, vertical_sync=True))
     assert [stage.memory_bytes for stage in deeper.stages] == [400.0, 400.0]
     assert "device 0 would need" in describe_memory(deeper)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from plait.jobs.train import train
-from plait.launch.run import Silent
+from plait.launch.display import Silent
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.job import make_job
 from plait.sync.allreduce.buckets import AllReduce
@@ -95,7 +95,7 @@ def test_workers_that_sum_by_nccl_take_the_steps_of_one_process() -> None:
 
 
 class KeepsWorkers(Silent):
-    def started(self, folder: Any, workers: Any) -> None:
+    def started(self, workers: Any) -> None:
         self.pids = [worker.pid for worker in workers]
 
 

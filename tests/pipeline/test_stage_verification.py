@@ -374,7 +374,7 @@ def test_a_run_is_verified_once_tells_so_and_ends_bitwise_as_without(tmp_path: P
     first, off = tmp_path / "first", tmp_path / "off"
     result = run_ranks(2, train_rank, job(6), first)[0]
     unverified = run_ranks(2, train_rank, job(6, "off"), off)[0]
-    assert result["verified_s"] > 0
+    assert result.verified_s > 0
     assert "verified_s" not in unverified
     assert (len(verified(first)), len(verified(off))) == (1, 0)
     found, expected = weights(first), weights(off)

@@ -287,3 +287,59 @@ def test_groups_of_the_optimizer_are_read_and_mistakes_in_them_told():
     assert found.options == {"lr": 0.1}
     with pytest.raises(JobError, match=r"optimizer\.groups.*match"):
         make_job({**job, "optimizer": {"groups": [{"weight_decay": 0.0}]}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "read"),
+    [
+        (["data.num_workers=2"], lambda job: job.data.loaders == 2),
+        (["data.drop_last=true"], lambda job: job.data.last_batch == "drop"),
+        (["data.drop_last=false"], lambda job: job.data.last_batch == "keep"),
+        (["max_grad_norm=1.5"], lambda job: job.clip_norm == 1.5),
+        (["gradient_accumulation_steps=4"], lambda job: job.accumulate == 4),
+        (["parallel={workers: 2, plan: auto, schedule: 1F1B}"], lambda job: job.parallel.schedule == "flush"),
+        (["parallel.plan=auto", "parallel.schedule=1f1b"], lambda job: job.parallel.schedule == "flush"),
+        (["data.num_workers=1", "data.loaders=3"], lambda job: job.data.loaders == 3),
+        (["data.loaders=1", "data.num_workers=3"], lambda job: job.data.loaders == 3),
+    ],
+)
+def test_the_conventional_names_of_keys_mean_the_same(overrides: list[str], read: Any):
+    job = make_job(GOOD, overrides)
+    assert read(job)
+    assert read(make_job(parse(job.text(), "again")))
+
+
+def test_a_key_in_both_spellings_must_have_one_value():
+    data = {**GOOD["data"], "loaders": 2, "num_workers": 2, "drop_last": True}
+    assert make_job({**GOOD, "data": data}).settings().data.options == {}
+    with pytest.raises(JobError) as caught:
+        make_job({**GOOD, "data": {**data, "last_batch": "keep"}})
+    assert str(caught.value) == (
+        "data.last_batch: found 'keep' beside data.drop_last: True, which is the same key in another "
+        "spelling; expected one of them"
+    )
+    with pytest.raises(
+        JobError, match=r"max_grad_norm: found 2\.0 beside clip_norm: 1, which is the same key"
+    ):
+        make_job({**GOOD, "clip_norm": 1, "max_grad_norm": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.num_workers=-1", "data.num_workers: found -1, expected greater than or equal to 0"),
+        ("data.drop_last=drop", "data.drop_last: found 'drop', expected true or false"),
+        ("max_grad_norm=0", "max_grad_norm: found 0, expected greater than 0"),
+        ("max_grad_nrm=1", "max_grad_nrm: unknown key; did you mean 'max_grad_norm'?"),
+        ("drop_last=true", "drop_last: unknown key; did you mean 'data.drop_last'?"),
+        (
+            "parallel.schedule=1f1",
+            "expected stash or 2bw or flush or gpipe or interleaved or zero-bubble or none",
+        ),
+        ("parallel.schedule=1f1", "; did you mean '1f1b'?"),
+    ],
+)
+def test_mistakes_name_a_key_as_it_was_written(override: str, message: str):
+    with pytest.raises(JobError) as caught:
+        make_job(GOOD, [override])
+    assert message in str(caught.value)

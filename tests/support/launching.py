@@ -9,7 +9,8 @@ from typing import Any
 
 import psutil
 
-from plait.launch.supervisor import Launch, Supervisor, WorkerState
+from plait.launch.display import WorkerState
+from plait.launch.supervisor import Launch, Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 

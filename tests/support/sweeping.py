@@ -14,10 +14,10 @@ from torch.nn import functional
 from plait.comm.collectives import broadcast_value
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
-from plait.schema.settings import TrainSettings
+from plait.schema.settings import SearchSettings, TrainSettings
 from plait.sweeping import worker as sweep_worker
 from plait.sweeping.search.space import Dimension, parse_dimension
-from plait.sweeping.settings import SearchSettings, SweepSettings
+from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from support.averaging import open_store
 from support.meeting import SECRET

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from plait.launch.run_dir import RunDir
+from plait.schema.results import RunResult
 from plait.schema.settings import DataSettings, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
@@ -37,7 +38,7 @@ class StoreWorker(TestWorker):
 
 def train_at_own_pace(
     rank: int, address: str, settings: TrainSettings, folder: Path, resume: bool = False, stop_at: int = 0
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[RunResult, dict[str, Any]]:
     size = dist.get_world_size()
     worker = StoreWorker(rank, size, address, folder / "stop" if stop_at else None)
     parts = components.build(settings, torch.device("cpu"))

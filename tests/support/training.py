@@ -14,6 +14,7 @@ from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.run_dir import RunDir
+from plait.schema.results import RunResult
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -170,7 +171,7 @@ def digits_job(**changes: Any) -> TrainSettings:
 
 def train_here(
     settings: TrainSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+) -> tuple[RunResult, dict[str, torch.Tensor]]:
     """The result and the weights of a run in this process, or of this rank of the world it is in."""
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -182,13 +183,13 @@ def train_here(
 
 def train_rank(
     rank: int, settings: TrainSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[RunResult, dict[str, Any]]:
     """As `train_here`, for `run_ranks`: weights as nested lists, which any process can read."""
     result, weights = train_here(settings, folder, resume, stop_file)
     return result, {name: value.tolist() for name, value in weights.items()}
 
 
-def pipeline_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> dict[str, Any]:
+def pipeline_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> RunResult:
     """The result of a pipelined run on this rank of a world, whose workers are on one host."""
     torch.set_num_threads(1)
     size = dist.get_world_size()
@@ -198,13 +199,13 @@ def pipeline_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool
     return Loop(run, PipelineEngine(run, ["here"] * size)).train(resume)
 
 
-def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, dict[str, Any]]:
+def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, RunResult]:
     """The results of several jobs, one after the other, each in a folder of its name: worlds start slowly."""
     found = {}
     for name, settings in jobs.items():
         run = pipeline_rank if settings.pipeline is not None else train_rank
         answer: Any = run(rank, settings, folder / name)
-        found[name] = answer if isinstance(answer, dict) else answer[0]
+        found[name] = answer[0] if isinstance(answer, tuple) else answer
         dist.barrier()
     return found
 

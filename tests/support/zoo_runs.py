@@ -143,7 +143,7 @@ def apart_from_alone(name: str, rows: Sequence[Mapping[str, Any]], folder: Path)
     """The largest difference of the trials' test losses from those of `plait train` in one process."""
     settings = sweep_of("optimizer.lr=0.1", job=settings_of(name))
     alone = [trial_alone(settings, row["values"], folder / f"alone-{row['trial']}")[0] for row in rows]
-    return max(abs(row["metrics"]["loss"] - one["test"]["loss"]) for row, one in zip(rows, alone))
+    return max(abs(row["metrics"]["loss"] - one.test["loss"]) for row, one in zip(rows, alone))
 
 
 # Real launches: processes of their own, a plan that is measured.
@@ -154,10 +154,12 @@ def launched_in_stages(name: str, folder: Path, schedule: str) -> float:
     parallel = {"workers": 2, "plan": "model-parallel", "schedule": schedule}
     parallel |= {"microbatches": MICROBATCHES} if schedule == "flush" else {}
     result = train({**JOBS[name], "run_dir": str(folder / schedule), "parallel": parallel})
-    return largest_difference(saved_weights(Path(result["run"])), plain_run(name, folder / "plain"))
+    return largest_difference(saved_weights(Path(result.run)), plain_run(name, folder / "plain"))
 
 
 def launched_sweep(name: str, folder: Path) -> float:
     """The same of a sweep that is launched, its three trials fused."""
     job = {**JOBS[name], "run_dir": str(folder / "sweep")}
-    return apart_from_alone(name, sweep(job, {"optimizer.lr": list(RATES)}, width=3)["trials"], folder)
+    return apart_from_alone(
+        name, sweep(job, {"optimizer.lr": list(RATES)}, width=3).to_dict()["trials"], folder
+    )

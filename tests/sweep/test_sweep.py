@@ -76,8 +76,8 @@ def test_each_trial_equals_plait_train_with_its_values(name: str, tmp_path: Path
     assert [row["state"] for row in found["trials"]] == ["finished"] * len(found["trials"])
     for row in found["trials"]:
         alone, weights = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert row["step"] == alone["step"]
-        assert row["metrics"] == pytest.approx(alone["test"], abs=1e-9)
+        assert row["step"] == alone.step
+        assert row["metrics"] == pytest.approx(alone.test, abs=1e-9)
         if row == found["trials"][0]:
             assert largest_difference(best_weights(tmp_path / "sweep"), weights) < 1e-10
     results = [row["metrics"]["accuracy"] for row in found["trials"]]
@@ -89,7 +89,7 @@ def test_a_loss_of_ones_own_has_its_numbers_for_each_trial_over_padded_batches(t
     settings = sweep_of("loss_args.label_smoothing=0,0.1,0.3", "data.batch_size=20,33", job=job, width=6)
     for row in sweep_here(settings, tmp_path / "sweep")["trials"]:
         alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert row["metrics"] == pytest.approx(alone["test"], abs=1e-9)
+        assert row["metrics"] == pytest.approx(alone.test, abs=1e-9)
 
 
 def test_the_run_folder_of_a_sweep_is_that_of_its_best_trial(tmp_path: Path):
@@ -112,7 +112,7 @@ def test_trials_beside_a_diverging_one_are_not_touched_and_it_comes_last(tmp_pat
     assert found["trials"][2]["step"] < 20
     for row in found["trials"][:2]:
         alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert row["metrics"] == pytest.approx(alone["test"], abs=1e-9)
+        assert row["metrics"] == pytest.approx(alone.test, abs=1e-9)
 
 
 def test_patience_ends_each_trial_by_itself_as_in_plait_train(tmp_path: Path):
@@ -126,7 +126,7 @@ def test_patience_ends_each_trial_by_itself_as_in_plait_train(tmp_path: Path):
     found = sweep_here(settings, tmp_path / "sweep")
     for row in found["trials"]:
         alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert (row["step"], row["state"]) == (alone["step"], alone["reason"])
+        assert (row["step"], row["state"]) == (alone.step, alone.reason)
     assert {row["state"] for row in found["trials"]} == {"finished", "early-stop"}
 
 
@@ -170,7 +170,7 @@ def test_a_model_that_cannot_be_fused_is_told_of_and_trains_one_by_one(tmp_path:
         found = sweep_here(settings, tmp_path / f"width-{width}")
         for row in found["trials"]:
             alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{width}-{row['trial']}")
-            assert row["metrics"] == alone["test"]
+            assert row["metrics"] == alone.test
         assert not found["arrays"][-1]["fused"]
         why = "--width is 1" if width == 1 else "draws from torch's generator"
         assert why in found["arrays"][-1]["why"]
@@ -183,7 +183,7 @@ def test_a_module_without_a_fused_form_runs_trial_by_trial_in_an_array(tmp_path:
     assert found["arrays"][-1]["fused"]
     for row in found["trials"]:
         alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert row["metrics"] == alone["test"]
+        assert row["metrics"] == alone.test
 
 
 def test_half_precision_scales_each_trials_loss_by_itself(tmp_path: Path):
@@ -192,4 +192,4 @@ def test_half_precision_scales_each_trials_loss_by_itself(tmp_path: Path):
     found = sweep_here(settings, tmp_path / "sweep")
     for row in found["trials"]:
         alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert row["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], rel=0.02)
+        assert row["metrics"]["loss"] == pytest.approx(alone.test["loss"], rel=0.02)

@@ -41,8 +41,8 @@ def together(found: dict[str, Any]) -> list[tuple[list[int], bool]]:
 def assert_as_alone(settings: SweepSettings, found: dict[str, Any], folder: Path) -> None:
     for row in found["trials"]:
         alone, _ = trial_alone(settings, row["values"], folder / f"alone-{row['trial']}")
-        assert row["step"] == alone["step"]
-        assert row["metrics"] == pytest.approx(alone["test"], abs=1e-9), row["values"]
+        assert row["step"] == alone.step
+        assert row["metrics"] == pytest.approx(alone.test, abs=1e-9), row["values"]
 
 
 def test_a_search_that_learns_fuses_where_no_width_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -129,7 +129,7 @@ def test_batch_norms_take_the_statistics_of_a_share_as_data_parallel_training_do
     best = found[name]["best"]
     own = with_values(NORM, best["values"])
     parallel, weights = run_ranks(2, train_rank, own, tmp_path / "parallel")[0]
-    assert best["metrics"] == pytest.approx(parallel["test"], abs=1e-10)
+    assert best["metrics"] == pytest.approx(parallel.test, abs=1e-10)
     assert largest_difference(best_weights(folder / name), weights) < 1e-10
 
 

@@ -48,7 +48,7 @@ def test_halving_lets_the_best_of_each_eta_go_on_to_the_next_rung():
     # Nine come to 2 steps, three to 6, one on to 18 and its end.
     assert [steps[n] for n in range(9)] == [30, 6, 6, 2, 2, 2, 2, 2, 2]
     assert sum(trial.state == "finished" for trial in book.trials) == 1
-    assert [row["trial"] for row in book.table()[:3]] == [0, 1, 2]
+    assert [row.trial for row in book.table()[:3]] == [0, 1, 2]
 
 
 def test_asha_decides_as_trials_come_and_never_waits():

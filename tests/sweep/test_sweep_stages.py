@@ -17,7 +17,6 @@ from plait.core.errors import InputError, JobError, PlaitError
 from plait.fusion.errors import FusionError
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunDir
-from plait.measure.auto_plan import PlanRequest
 from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
@@ -28,6 +27,7 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
     PipelineSettings,
+    PlanRequest,
 )
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.leader import make_entry

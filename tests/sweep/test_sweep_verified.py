@@ -29,7 +29,7 @@ def assert_as_alone(settings, folder: Path):
     found = sweep_here(settings, folder / "sweep")
     for row in found["trials"]:
         alone, _ = trial_alone(settings, row["values"], folder / f"alone-{row['trial']}")
-        assert row["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=1e-9), row["values"]
+        assert row["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=1e-9), row["values"]
     return recorded(folder / "sweep", run_events.ArrayVerified)
 
 

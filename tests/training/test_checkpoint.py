@@ -181,12 +181,12 @@ def test_a_run_stopped_between_checkpoints_goes_on_where_it_was(tmp_path: Path):
     stop = tmp_path / "stop"
     stop.touch()
     result, _ = train_here(JOB, tmp_path / "part", stop_file=stop)
-    assert result["reason"] == "stopped"
-    assert 0 < result["step"] < 5
+    assert result.reason == "stopped"
+    assert 0 < result.step < 5
     stop.unlink()
     result, weights = train_here(JOB, tmp_path / "part", resume=True)
-    assert (result["reason"], result["step"]) == ("finished", 60)
-    assert result["test"] == whole["test"]
+    assert (result.reason, result.step) == ("finished", 60)
+    assert result.test == whole.test
     assert largest_difference(weights, expected) == 0.0
 
 
@@ -194,8 +194,8 @@ def test_all_workers_stop_at_the_same_step(tmp_path: Path):
     stop = tmp_path / "stop"
     stop.touch()
     results = run_ranks(3, train_rank, JOB, tmp_path / "run", False, stop)
-    assert len({(r["reason"], r["step"]) for r, _ in results}) == 1
-    assert results[0][0]["reason"] == "stopped"
+    assert len({(r.reason, r.step) for r, _ in results}) == 1
+    assert results[0][0].reason == "stopped"
 
 
 def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path):
@@ -284,15 +284,15 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(tmp_path: Path):
     )
     result, _ = train_here(job, tmp_path)
     # Nothing is learned: the first evaluation is the best, and three more without a gain end the run.
-    assert (result["reason"], result["step"]) == ("early-stop", 8)
-    assert result["best"]["step"] == 2
+    assert (result.reason, result.step) == ("early-stop", 8)
+    assert result.best["step"] == 2
     kept = [int(p.name[5:]) for p in checkpoints.list_checkpoints(tmp_path / "checkpoints")]
     assert kept == [8, 2]
     state = json.loads((tmp_path / "checkpoints" / "step-000000008" / "state.json").read_text())
     assert state["progress"]["best"]["step"] == 2
     # Patience that is spent stays spent.
     again, _ = train_here(job, tmp_path, resume=True)
-    assert (again["reason"], again["step"]) == ("early-stop", 8)
+    assert (again.reason, again.step) == ("early-stop", 8)
 
 
 def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path):
@@ -303,8 +303,8 @@ def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path):
         checkpoint=CheckpointSettings(every_steps=100, keep_best="loss"),
     )
     result, _ = train_here(job, tmp_path)
-    assert result["best"]["step"] > 2
+    assert result.best["step"] > 2
     never = dataclasses.replace(job, optimizer=OptimizerSettings("sgd", {"lr": 1e308}))
-    assert train_here(never, tmp_path / "never")[0]["best"] is None
+    assert train_here(never, tmp_path / "never")[0].best is None
     log = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
     assert next(e.metrics["loss"] for e in log if isinstance(e, run_events.Evaluated)) is None

@@ -63,7 +63,7 @@ class Watch:
         self._at_step = at_step
         self._act = act
 
-    def started(self, folder: RunDir, workers: Any) -> None:
+    def started(self, workers: Any) -> None:
         self.workers = workers
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
@@ -93,8 +93,8 @@ def test_a_run_learns_uses_every_sample_once_and_records_each_workers_pace(tmp_p
     )
     found = run_sync(3, settings, tmp_path)
     result = found[0][0]
-    assert result["reason"] == "finished"
-    assert result["test"]["accuracy"] > 0.8
+    assert result.reason == "finished"
+    assert result.test["accuracy"] > 0.8
     assert largest_difference(found[0][1], found[2][1]) == 0
     recorded = all_events(tmp_path)
     paces = [[e for e in recorded[rank] if isinstance(e, run_events.Pace)] for rank in range(3)]
@@ -130,22 +130,22 @@ def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path)
     watch = Watch(8, lambda w: os.kill(w.workers[rank].pid, signal.SIGKILL))
     content = job(tmp_path, evaluate={"every_steps": 15}, parallel={"jitter": [1.0, 0.03]})
     result = train(make_job(content), display=watch)
-    assert (result["reason"], result["step"]) == ("finished", 30)
-    assert result["test"]["accuracy"] > 0.5
+    assert (result.reason, result.step) == ("finished", 30)
+    assert result.test["accuracy"] > 0.5
     assert any(f"worker {rank} on localhost is lost (ended by SIGKILL)" in line for line in watch.lines)
-    lost = [e for e in all_events(Path(result["run"]))[1] if isinstance(e, run_events.WorkerLost)]
+    lost = [e for e in all_events(Path(result.run))[1] if isinstance(e, run_events.WorkerLost)]
     assert [e.worker for e in lost] == [rank]
-    assert len(list_checkpoints(RunDir(Path(result["run"])).checkpoints)) == 1
+    assert len(list_checkpoints(RunDir(Path(result.run)).checkpoints)) == 1
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
     settings = settings_of("partial-reduce", slow=SlowSettings(jitter=(1.0, 0.01)))
     first = run_sync(3, settings, tmp_path, stop_at=8)[0][0]
-    assert first["reason"] == "stopped"
-    assert 8 <= first["step"] < 30
+    assert first.reason == "stopped"
+    assert 8 <= first.step < 30
     (tmp_path / "stop").unlink()
     second = run_sync(3, settings, tmp_path, resume=True)[0][0]
-    assert (second["reason"], second["step"]) == ("finished", 30)
+    assert (second.reason, second.step) == ("finished", 30)
     paces = [e for own in all_events(tmp_path).values() for e in own if isinstance(e, run_events.Pace)]
     assert sum(e.samples for e in paces) == 30 * 48
 

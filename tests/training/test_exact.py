@@ -49,9 +49,9 @@ def test_n_workers_give_the_parameters_of_one_process(name: str, workers: int, t
     one, weights = train_here(job, tmp_path / "one")
     for rank, (result, others) in enumerate(run_ranks(workers, train_rank, job, tmp_path / "many")):
         assert largest_difference(weights, others) < 1e-10
-        assert result["train_loss"] == (pytest.approx(one["train_loss"]) if rank == 0 else None)
-        for metric, value in one["test"].items():
-            assert result["test"][metric] == pytest.approx(value, abs=1e-9)
+        assert result.train_loss == (pytest.approx(one.train_loss) if rank == 0 else None)
+        for metric, value in one.test.items():
+            assert result.test[metric] == pytest.approx(value, abs=1e-9)
 
 
 def test_one_worker_takes_the_steps_of_a_plain_loop(tmp_path: Path):
@@ -90,7 +90,7 @@ def test_random_numbers_differ_between_workers_and_steps_and_repeat_with_the_see
 def test_lower_precision_learns_too(precision: str, tmp_path: Path):
     job = digits_job(precision=precision, steps=60, optimizer=OptimizerSettings("adam", {"lr": 0.003}))
     result, weights = train_here(job, tmp_path)
-    assert result["test"]["accuracy"] > 0.8
+    assert result.test["accuracy"] > 0.8
     assert all(value.dtype == torch.float32 for value in weights.values())
 
 
@@ -107,7 +107,7 @@ def test_fp16_trains_on_workers_whose_first_share_is_empty(tmp_path: Path):
     # The twelfth batch, the first after the resume, has one sample.
     done = run_ranks(2, train_rank, dataclasses.replace(job, steps=14), tmp_path, True)
     assert largest_difference(done[0][1], done[1][1]) == 0.0
-    assert done[0][0]["test"]["loss"] < 2.3
+    assert done[0][0].test["loss"] < 2.3
 
 
 def test_modules_kept_in_evaluation_mode_stay_there():
@@ -122,7 +122,7 @@ def test_steps_that_no_event_told_of_are_written_down_at_the_end(tmp_path: Path)
     result, _ = train_here(digits_job(steps=7, log_every_steps=5), tmp_path)
     steps = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
     assert [e.step for e in steps if isinstance(e, run_events.Step)] == [5, 7]
-    assert result["samples_per_s"] > 0
+    assert result.samples_per_s > 0
 
 
 class Triples:
@@ -146,4 +146,4 @@ def test_evaluation_counts_every_test_sample_once_on_any_number_of_workers(tmp_p
     job = digits_job(steps=1, evaluate=EvaluateSettings(batch_size=77))
     one, _ = train_here(job, tmp_path / "one")
     four = run_ranks(4, train_rank, job, tmp_path / "four")
-    assert [r["test"]["accuracy"] for r, _ in four] == [one["test"]["accuracy"]] * 4
+    assert [r.test["accuracy"] for r, _ in four] == [one.test["accuracy"]] * 4

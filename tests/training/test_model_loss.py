@@ -100,8 +100,8 @@ def test_a_model_of_transformers_trains_by_its_own_loss_as_in_a_plain_loop(
     weights, loss = plain_loop(job(model))
     result, found = train_here(job(model), tmp_path)
     assert largest_difference(found, weights) < 1e-6
-    assert result["test"] == {"loss": pytest.approx(loss, abs=1e-6)}
-    assert train_here(job(model, precision="bf16"), tmp_path / "bf16")[0]["test"]["loss"] < 1.1 * loss + 0.2
+    assert result.test == {"loss": pytest.approx(loss, abs=1e-6)}
+    assert train_here(job(model, precision="bf16"), tmp_path / "bf16")[0].test["loss"] < 1.1 * loss + 0.2
 
 
 def test_two_workers_and_stages_take_the_same_steps_by_the_models_own_loss(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_two_workers_and_stages_take_the_same_steps_by_the_models_own_loss(tmp_p
     for name, settings in jobs.items():
         weights, loss = plain_loop(settings)
         assert largest_difference(saved_weights(tmp_path / name), weights) < 1e-6, name
-        assert result[name]["test"]["loss"] == pytest.approx(loss, abs=1e-6), name
+        assert result[name].test["loss"] == pytest.approx(loss, abs=1e-6), name
 
 
 def test_fused_trials_train_by_the_models_own_loss_as_each_alone(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_fused_trials_train_by_the_models_own_loss_as_each_alone(tmp_path: Path)
     assert len(result["trials"]) == 4
     for trial in result["trials"]:
         alone, _ = trial_alone(sweep, trial["values"], tmp_path / f"{trial['trial']}")
-        assert trial["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=1e-6)
+        assert trial["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=1e-6)
 
 
 class Output(NamedTuple):
@@ -166,7 +166,7 @@ def test_the_loss_is_found_wherever_a_model_puts_it(form: str, tmp_path: Path) -
     named, weights = train_here(own_job("named"), tmp_path / "named")
     result, found = train_here(own_job(form), tmp_path / "other")
     assert largest_difference(found, weights) == 0.0
-    assert result["test"] == named["test"]
+    assert result.test == named.test
 
 
 @pytest.mark.parametrize("form", ["logits", "empty"])

@@ -77,9 +77,9 @@ def test_a_pipelined_run_gives_the_weights_and_metrics_of_a_plain_one(
     result = run_ranks(sum(replicas), train_rank, planned(replicas, schedule), tmp_path / "pipeline")[0]
     plain, weights = train_here(digits_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
-    assert result["test"]["accuracy"] == plain["test"]["accuracy"]
-    assert result["test"]["loss"] == pytest.approx(plain["test"]["loss"], rel=1e-9)
-    assert result["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-9)
+    assert result.test["accuracy"] == plain.test["accuracy"]
+    assert result.test["loss"] == pytest.approx(plain.test["loss"], rel=1e-9)
+    assert result.train_loss == pytest.approx(plain.train_loss, rel=1e-9)
 
 
 def test_a_run_goes_on_under_another_plan_and_without_one(tmp_path: Path) -> None:
@@ -91,11 +91,11 @@ def test_a_run_goes_on_under_another_plan_and_without_one(tmp_path: Path) -> Non
     stop = tmp_path / "stop"
     stop.touch()
     stopped = run_ranks(2, train_rank, first, folder, stop_file=stop)[0]
-    assert stopped["reason"] == "stopped"
-    assert stopped["step"] < 20
+    assert stopped.reason == "stopped"
+    assert stopped.step < 20
     stop.unlink()
     second = planned((2, 1), Schedule.GPIPE, microbatches=5)
-    assert run_ranks(3, train_rank, second, folder, True)[0]["reason"] == "finished"
+    assert run_ranks(3, train_rank, second, folder, True)[0].reason == "finished"
     assert largest_difference(final_weights(folder), expected) < 1e-10
     # And back into one process, from where the first plan had stopped.
     for path in checkpoint.list_checkpoints(folder / "checkpoints")[:1]:
@@ -110,8 +110,8 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
 ) -> None:
     settings = planned((2, 1), schedule, checkpoint=CheckpointSettings(every_steps=16))
     result = run_ranks(3, train_rank, settings, tmp_path / "whole")[0]
-    assert result["reason"] == "finished"
-    assert result["test"]["accuracy"] > 0.5
+    assert result.reason == "finished"
+    assert result.test["accuracy"] > 0.5
     for rank in range(3):
         found = [r.event for r in read(RunDir(tmp_path / "whole").events(rank))]
         stretches = [event for event in found if isinstance(event, Operations)]
@@ -125,10 +125,10 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     # Replicas on two hosts, of the last stage: they sum beside backward, and know how a round ends before.
     apart = planned((1, 2), schedule, checkpoint=CheckpointSettings(every_steps=16))
     stopped = run_ranks(3, train_rank, apart, tmp_path / "run", stop_file=stop, hosts=["a", "a", "b"])[0]
-    assert (stopped["reason"], 0 < stopped["step"] < 16) == ("stopped", True)
+    assert (stopped.reason, 0 < stopped.step < 16) == ("stopped", True)
     stop.unlink()
     resumed = run_ranks(3, train_rank, settings, tmp_path / "run", True)[0]
-    assert (resumed["reason"], resumed["step"]) == ("finished", 20)
+    assert (resumed.reason, resumed.step) == ("finished", 20)
 
 
 def test_an_asynchronous_run_whose_workers_hold_several_stages_stops_when_asked_and_goes_on(
@@ -138,11 +138,11 @@ def test_an_asynchronous_run_whose_workers_hold_several_stages_stops_when_asked_
     stop = tmp_path / "stop"
     stop.touch()
     stopped = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
-    assert (stopped["reason"], 0 < stopped["step"] < 20) == ("stopped", True)
+    assert (stopped.reason, 0 < stopped.step < 20) == ("stopped", True)
     stop.unlink()
     resumed = run_ranks(2, train_rank, settings, tmp_path / "run", True)[0]
-    assert (resumed["reason"], resumed["step"]) == ("finished", 20)
-    assert resumed["test"]["accuracy"] > 0.5
+    assert (resumed.reason, resumed.step) == ("finished", 20)
+    assert resumed.test["accuracy"] > 0.5
 
 
 def test_what_a_pipeline_cannot_do_is_refused_in_words() -> None:
@@ -185,7 +185,7 @@ def test_a_stop_is_heard_however_short_the_stretches_are(tmp_path: Path, schedul
     stop = tmp_path / "stop"
     stop.touch()
     result = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
-    assert (result["reason"], result["step"]) == ("stopped", 1)
+    assert (result.reason, result.step) == ("stopped", 1)
 
 
 def test_workers_of_other_hosts_that_meet_in_an_evaluation_only_end_cleanly(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_workers_of_other_hosts_that_meet_in_an_evaluation_only_end_cleanly(tmp_
     settings = planned((1, 1), Schedule.FLUSH)
     first = run_ranks(2, train_rank, settings, tmp_path / "run", hosts=["a", "b"])[0]
     again = run_ranks(2, train_rank, settings, tmp_path / "run", True, hosts=["a", "b"])[0]
-    assert again["test"] == pytest.approx(first["test"])
+    assert again.test == pytest.approx(first.test)
 
 
 def train_in_own_folder(rank: int, settings: TrainSettings, folder: Path, resume: bool) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def test_a_pipeline_on_hosts_without_a_shared_disk_goes_on_from_the_first_hosts_
     first = planned((1, 1), Schedule.FLUSH, steps=9)
     run_ranks(2, train_in_own_folder, first, tmp_path, False)
     result = run_ranks(2, train_in_own_folder, replace(first, steps=20), tmp_path, True)[0]
-    assert (result["reason"], result["step"]) == ("finished", 20)
+    assert (result.reason, result.step) == ("finished", 20)
     _, expected = train_here(digits_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "host0"), expected) < 1e-10
 
@@ -235,7 +235,7 @@ def test_the_last_batch_of_an_epoch_leaves_no_microbatch_of_one_sample_to_batch_
     data = DataSettings("digits", 62)
     settings = planned((1,), Schedule.FLUSH, 31, model=model, data=data, steps=None, epochs=1)
     result = run_ranks(1, train_rank, settings, tmp_path)[0]
-    assert (result["reason"], result["step"]) == ("finished", 24)
+    assert (result.reason, result.step) == ("finished", 24)
 
 
 def train_both(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, dict[str, Any]]:
@@ -263,7 +263,7 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
         found = checkpoint.load(checkpoint.list_checkpoints(tmp_path / name / "checkpoints")[0])
         assert found.progress["loss_scale"] == expected.progress["loss_scale"]
         assert largest_difference(found.model, expected.model) < 1e-6
-        assert result["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-2)
+        assert result.train_loss == pytest.approx(plain.train_loss, rel=1e-2)
 
 
 def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple[int, int, float]]]:

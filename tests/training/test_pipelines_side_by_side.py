@@ -73,8 +73,8 @@ def test_where_all_average_after_every_update_two_pipelines_equal_one_process(tm
     result = train(settings, tmp_path / "pipelines")[0]
     plain, weights = train_here(digits_job(steps=20, optimizer=PLAIN), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipelines"), weights) < 1e-10
-    assert result["test"] == pytest.approx(plain["test"], rel=1e-9)
-    assert 0.0 < result["train_loss"] < 2.3
+    assert result.test == pytest.approx(plain.test, rel=1e-9)
+    assert 0.0 < result.train_loss < 2.3
     _, resumed = train_here(digits_job(steps=20, optimizer=PLAIN), tmp_path / "pipelines", resume=True)
     assert largest_difference(resumed, weights) < 1e-10
     started, _ = recorded(tmp_path / "pipelines", 0, run_events.RunStarted)
@@ -91,7 +91,7 @@ def samples_of(folder: Path, rank: int) -> int:
 def test_a_slow_worker_holds_up_its_own_pipeline_only(tmp_path: Path):
     settings = side_by_side(slow=SlowSettings({2: 30.0}), precision="float32")
     result = train(settings, tmp_path)[0]
-    assert (result["reason"], result["step"]) == ("finished", 20)
+    assert (result.reason, result.step) == ("finished", 20)
     slow, fast = samples_of(tmp_path, 0), samples_of(tmp_path, 1)
     assert slow + fast == 20 * 64
     # Pipelines that wait for each other take the same number.
@@ -129,8 +129,8 @@ def test_a_pipeline_that_loses_a_worker_ends_and_the_other_goes_on(
     broken, whole = ((0, 2), 1) if victim == 0 else ((1, 3), 0)
     (mate,) = set(broken) - {victim}
     assert f"worker {victim} is gone" in found[mate]
-    assert (found[whole]["reason"], found[whole]["step"]) == ("finished", 20)
-    assert found[whole]["test"]["accuracy"] > 0.4
+    assert (found[whole].reason, found[whole].step) == ("finished", 20)
+    assert found[whole].test["accuracy"] > 0.4
     assert [e.worker for e in recorded(tmp_path, whole, run_events.WorkerLost)] == list(broken)
     assert len(checkpoint.list_checkpoints(tmp_path / "checkpoints")) == 1
 

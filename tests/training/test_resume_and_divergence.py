@@ -54,13 +54,13 @@ def test_samples_in_another_order_are_refused_in_the_middle_of_an_epoch(
         train_here(replace(JOB, steps=9, **changed), tmp_path, resume=True)
     # At the end of an epoch the next one may have any order.
     train_here(replace(JOB, steps=EPOCH), tmp_path, resume=True)
-    assert train_here(replace(JOB, steps=EPOCH + 1, **changed), tmp_path, resume=True)[0]["step"] == EPOCH + 1
+    assert train_here(replace(JOB, steps=EPOCH + 1, **changed), tmp_path, resume=True)[0].step == EPOCH + 1
 
 
 def test_a_run_without_a_loss_scale_goes_on_with_one(tmp_path: Path):
     plain = replace(JOB, precision="float32")
     train_here(plain, tmp_path)
-    assert train_here(replace(plain, precision="fp16", steps=8), tmp_path, resume=True)[0]["step"] == 8
+    assert train_here(replace(plain, precision="fp16", steps=8), tmp_path, resume=True)[0].step == 8
 
 
 def test_a_best_checkpoint_that_is_gone_is_not_held_against_later_ones(tmp_path: Path):
@@ -73,7 +73,7 @@ def test_a_best_checkpoint_that_is_gone_is_not_held_against_later_ones(tmp_path:
     gone = {**state.progress, "best": {"step": 5, "loss": 0.0, "accuracy": 1.0}}
     checkpoints.save(folder, replace(state, progress=gone))
     result, _ = train_here(replace(job, steps=9), tmp_path, resume=True)
-    assert result["best"]["step"] == 9
+    assert result.best["step"] == 9
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_checkpoint_with_damaged_progress_gives_way_to_the_one_before(
         del progress["early_best"]
     checkpoints.save(folder, replace(newest, progress=progress))
     result, weights = train_here(JOB, tmp_path, resume=True)
-    assert result["step"] == 6
+    assert result.step == 6
     assert all(torch.equal(weights[name], value) for name, value in newest.model.items())
 
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path):
     checkpoints.prune(folder, 6, keep_last=1, best=None)
     (kept,) = checkpoints.list_checkpoints(folder)
     assert checkpoints.load(kept).step == 6
-    assert train_here(replace(JOB, steps=7), tmp_path, resume=True)[0]["step"] == 7
+    assert train_here(replace(JOB, steps=7), tmp_path, resume=True)[0].step == 7
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_state_that_was_changed_is_refused(damage: tuple[str, str], tmp_path: 
     state.write_text(text.replace(*damage))
     with pytest.raises(CheckpointError):
         checkpoints.load(state.parent)
-    assert train_here(JOB, tmp_path, resume=True)[0]["step"] == 6
+    assert train_here(JOB, tmp_path, resume=True)[0].step == 6
 
 
 def diverge(settings: TrainSettings, folder: Path, kind: str) -> dict[str, Any]:
@@ -151,19 +151,19 @@ def test_a_loss_that_is_no_number_ends_the_run_and_costs_no_good_checkpoint(kind
     if kind == "local-sgd":
         settings = replace(JOB, sync=SyncSettings("local-sgd"))
     result = diverge(settings, tmp_path, kind)
-    assert result["reason"] == "diverged"
-    assert result["step"] < 400
+    assert result.reason == "diverged"
+    assert result.step < 400
     assert all(torch.isfinite(value).all() for value in saved_weights(tmp_path).values())
 
 
 def test_such_a_run_goes_on_where_that_is_asked_for(tmp_path: Path):
     result, _ = train_here(replace(JOB, stop_on_nan=False, steps=30, optimizer=WILD), tmp_path)
-    assert (result["reason"], result["step"], result["train_loss"]) == ("finished", 30, None)
+    assert (result.reason, result.step, result.train_loss) == ("finished", 30, None)
 
 
 def test_equal_runs_report_the_loss_of_their_last_step_however_they_log(tmp_path: Path):
     losses = [
-        train_here(replace(JOB, log_every_steps=every), tmp_path / str(every))[0]["train_loss"]
+        train_here(replace(JOB, log_every_steps=every), tmp_path / str(every))[0].train_loss
         for every in (None, 1, 4)
     ]
     assert len(set(losses)) == 1
@@ -196,4 +196,4 @@ def test_an_evaluation_is_no_time_of_the_steps_that_an_event_is_yet_to_tell_of(t
     result = recorder.end(2, "early-stop", {}, None)
     seconds = [r.event.seconds for r in read(folder.events()) if isinstance(r.event, Step)]
     assert seconds == pytest.approx([0.5, 0.05])
-    assert result["samples_per_s"] == pytest.approx(128 / 0.55, rel=1e-3)
+    assert result.samples_per_s == pytest.approx(128 / 0.55, rel=1e-3)

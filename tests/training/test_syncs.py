@@ -70,6 +70,6 @@ def test_every_sync_learns_and_all_workers_end_with_the_same_weights(
     sync: str, options: dict[str, Any], tmp_path: Path
 ):
     found = run_sync(4, settings_of(sync, options, steps=60), tmp_path)
-    assert found[0][0]["test"]["accuracy"] > 0.75
+    assert found[0][0].test["accuracy"] > 0.75
     for _, weights in found[1:]:
         assert largest_difference(weights, found[0][1]) < 1e-6

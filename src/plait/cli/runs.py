@@ -18,6 +18,7 @@ from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
 from plait.core.units import show_seconds
 from plait.launch.run_dir import RunDir, find_run
+from plait.schema.results import show_metrics
 
 RunArgument = Annotated[
     str, typer.Argument(help="A run's folder, its name, or a job's name.", show_default=False)
@@ -136,7 +137,5 @@ def evaluate(
     if json_:
         print(json.dumps({"run": str(folder.path), **found}))
         return
-    from plait.cli.show import show_metric
-
-    words = ", ".join(f"{name} {show_metric(name, value)}" for name, value in found["metrics"].items())
+    words = show_metrics(found["metrics"])
     print(f"{folder.path} at step {found['step']}: {words}")

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from plait.core.units import count_of, show_rate, show_seconds
-from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import WorkerState
+from plait.core.units import show_rate, show_seconds
+from plait.launch.display import WorkerState
+from plait.schema.results import RunResult, show_metric, show_metrics
 
 PLAIN_LINE_S = 5.0
 
@@ -48,10 +48,8 @@ class RunDisplay:
         if self._live:
             self._progress.stop()
 
-    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
-        hosts = sorted({worker.host for worker in workers})
-        count = count_of(len(workers), "worker")
-        self._say(f"{folder.path}: {count} on {', '.join(hosts)}")
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        self._said = time.monotonic()
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         if self._quiet:
@@ -94,33 +92,26 @@ def describe(progress: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def show_metric(name: str, value: float | None) -> str:
-    if value is None:
-        return "not a number"
-    return f"{value:.1%}" if name == "accuracy" else f"{value:.4g}"
-
-
-def result_table(result: Mapping[str, Any]) -> Table:
+def result_table(result: RunResult) -> Table:
     """What a run came to, as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    total = "" if result["steps"] is None else f" of {result['steps']}"
-    table.add_row("steps", f"{result['step']}{total}")
-    if result["train_loss"] is not None or result["step"] > 0:
-        table.add_row("training loss", show_metric("loss", result["train_loss"]))
-    for name, value in result["test"].items():
+    total = "" if result.steps is None else f" of {result.steps}"
+    table.add_row("steps", f"{result.step}{total}")
+    if result.train_loss is not None or result.step > 0:
+        table.add_row("training loss", show_metric("loss", result.train_loss))
+    for name, value in result.test.items():
         table.add_row(f"test {name}", show_metric(name, value))
-    if result["best"]:
-        best = {k: v for k, v in result["best"].items() if k != "step"}
-        words = ", ".join(f"{k} {show_metric(k, v)}" for k, v in best.items())
-        table.add_row("best", f"step {result['best']['step']}: {words}")
+    if result.best:
+        best = {k: v for k, v in result.best.items() if k != "step"}
+        table.add_row("best", f"step {result.best['step']}: {show_metrics(best)}")
     table.add_row(
         "throughput",
-        f"{show_rate(result['samples_per_s'])} samples/s on {result['workers']} x {result['device']}",
+        f"{show_rate(result.samples_per_s)} samples/s on {result.workers} x {result.device}",
     )
-    table.add_row("time", show_seconds(result["seconds"]))
-    if "verified_s" in result:
+    table.add_row("time", show_seconds(result.seconds))
+    if result.verified_s is not None:
         found = "stages compute what the plain model computes"
-        table.add_row("verified", f"{found} (checked in {show_seconds(result['verified_s'])})")
+        table.add_row("verified", f"{found} (checked in {show_seconds(result.verified_s)})")
     return table
 
 

@@ -18,15 +18,18 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.show import describe, print_table, show_metric
+from plait.cli.show import describe, print_table
 from plait.cli.train import STOPPED, JsonFlag, placed
+from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.shown import shown
 from plait.core.units import count_of, show_rate, show_seconds
 from plait.launch.run_dir import RunDir
+from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
+from plait.schema.settings import SEARCHES, SearchSettings
 
 if TYPE_CHECKING:
-    from plait.launch.supervisor import WorkerState
+    from plait.launch.display import WorkerState
 
 SHOWN = 20
 PLAIN_LINE_S = 5.0
@@ -38,7 +41,7 @@ def sweep(
         list[str] | None,
         typer.Option(help="What to try: optimizer.lr=log:1e-4:1e-1:16 or KEY=V1,V2 (repeatable)."),
     ] = None,
-    search: Annotated[str, typer.Option(help="grid, random, halving, asha or pbt.")] = "grid",
+    search: Annotated[str, typer.Option(help=f"One of {', '.join(SEARCHES)}.")] = SearchSettings.kind,
     trials: Annotated[int | None, typer.Option(help="How many trials to draw, where they are drawn.")] = None,
     width: Annotated[int | None, typer.Option(help="Trials an array; unset: as many as fit and pay.")] = None,
     replicas: Annotated[
@@ -48,12 +51,14 @@ def sweep(
     plan: Annotated[
         str | None, typer.Option(help="Arrays in stages, one a worker: a plan file, model-parallel, auto.")
     ] = None,
-    eta: Annotated[int, typer.Option(help="One in so many trials goes on (halving, asha).")] = 3,
+    eta: Annotated[
+        int, typer.Option(help="One in so many trials goes on (halving, asha).")
+    ] = SearchSettings.eta,
     least_steps: Annotated[
         int | None, typer.Option(help="Steps before trials are first compared (halving, asha, pbt).")
     ] = None,
-    metric: Annotated[str, typer.Option(help="What trials are compared by.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of what the search draws.")] = 0,
+    metric: Annotated[str, typer.Option(help="What trials are compared by.")] = SearchSettings.metric,
+    seed: Annotated[int, typer.Option(help="Of what the search draws.")] = SearchSettings.seed,
     devices: Annotated[
         str | None, typer.Option(help="cpu:4 or cuda:2: so many workers; cuda: one for each GPU.")
     ] = None,
@@ -99,10 +104,10 @@ def sweep(
             display=display,
         )
     if json_:
-        print(json.dumps(result))
+        print(json.dumps(result.to_dict()))
     else:
         show_result(result, job)
-    if result["reason"] == "stopped":
+    if result.reason == "stopped":
         raise typer.Exit(STOPPED)
 
 
@@ -146,24 +151,24 @@ class SweepDisplay:
         if self._live is not None:
             self._live.stop()
 
-    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
-        count = count_of(len(workers), "worker")
-        self._say(f"{folder.path}: {count} on {', '.join(sorted({worker.host for worker in workers}))}")
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        """The table will tell."""
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
-        self._show_arrays(progress.get("arrays", []))
+        self._show_arrays([decode(ArrayResult, array) for array in progress.get("arrays", [])])
         if self._live is not None:
-            self._live.update(Group(Text(describe_sweep(progress)), trials_table(progress["rows"])))
+            rows = [decode(TrialResult, row) for row in progress["rows"]]
+            self._live.update(Group(Text(describe_sweep(progress)), trials_table(rows)))
         elif time.monotonic() - self._said > PLAIN_LINE_S:
             self._said = time.monotonic()
             self._say(describe_sweep(progress))
 
-    def _show_arrays(self, arrays: list[dict[str, Any]]) -> None:
+    def _show_arrays(self, arrays: Sequence[ArrayResult]) -> None:
         """A line for each new array, and for one of which there is something new to say."""
         for array in arrays:
-            known = (array["fused"], array["why"])
-            if self._arrays.get(array["number"]) != known:
-                self._arrays[array["number"]] = known
+            known = (array.fused, array.why)
+            if self._arrays.get(array.number) != known:
+                self._arrays[array.number] = known
                 self._say(describe_array(array))
 
     def printed(self, line: str) -> None:
@@ -185,13 +190,13 @@ def describe_sweep(progress: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def describe_array(array: Mapping[str, Any]) -> str:
+def describe_array(array: ArrayResult) -> str:
     """`trials 0-7 train fused on worker 0` or `trial 8 trains alone on worker 0: optimizer.kind ...`"""
-    trials, why = array["trials"], f": {array['why']}" if array["why"] else ""
+    trials, why = array.trials, f": {array.why}" if array.why else ""
     one = len(trials) == 1
     what = f"trial{'' if one else 's'} {show_numbers(trials)} train{'s' if one else ''}"
-    how = f"fused, {array['most']} at once," if array["fused"] else "alone" if one else "one by one"
-    return f"{what} {how} on worker {array['worker']}{why}"
+    how = f"fused, {array.most} at once," if array.fused else "alone" if one else "one by one"
+    return f"{what} {how} on worker {array.worker}{why}"
 
 
 def show_numbers(numbers: Sequence[int]) -> str:
@@ -205,23 +210,23 @@ def show_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def trials_table(rows: list[dict[str, Any]]) -> Table:
+def trials_table(rows: Sequence[TrialResult]) -> Table:
     """Trials, best first, one column for each key and metric."""
     table = Table(box=None, pad_edge=False)
-    keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
-    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    keys = list(dict.fromkeys(key for row in rows for key in row.values))
+    metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     names = [*_short(keys), *(f"test {name}" for name in metrics)]
     for column in ("trial", *names, "training loss", "steps", "state"):
         table.add_column(column)
     for row in rows:
         table.add_row(
-            str(row["trial"]),
+            str(row.trial),
             # Values may hold square brackets, which are markup to the table.
-            *(escape(_show(row["values"].get(key, "-"))) for key in keys),
-            *(show_metric(name, row["metrics"][name]) if name in row["metrics"] else "-" for name in metrics),
-            "-" if row["train_loss"] is None else show_metric("loss", row["train_loss"]),
-            str(row["step"]),
-            row["state"],
+            *(escape(show_value(row.values.get(key, "-"))) for key in keys),
+            *(show_metric(name, row.metrics[name]) if name in row.metrics else "-" for name in metrics),
+            "-" if row.train_loss is None else show_metric("loss", row.train_loss),
+            str(row.step),
+            row.state,
         )
     return table
 
@@ -232,24 +237,20 @@ def _short(keys: list[str]) -> list[str]:
     return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends)]
 
 
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def show_result(result: dict[str, Any], job: Path) -> None:
+def show_result(result: SweepResult, job: Path) -> None:
     """The trials, best first, and where to look next."""
-    folder = RunDir(Path(result["run"]))
-    print_table(trials_table(result["trials"][:SHOWN]))
-    if len(result["trials"]) > SHOWN:
-        print(f"and {len(result['trials']) - SHOWN} more in {folder.path}/trials.csv")
-    for array in result["arrays"][:SHOWN]:
+    folder = RunDir(Path(result.run))
+    print_table(trials_table(result.trials[:SHOWN]))
+    if len(result.trials) > SHOWN:
+        print(f"and {len(result.trials) - SHOWN} more in {folder.path}/trials.csv")
+    for array in result.arrays[:SHOWN]:
         print(describe_array(array))
-    if len(result["arrays"]) > SHOWN:
-        print(f"and {len(result['arrays']) - SHOWN} more arrays (--json lists them)")
-    workers = count_of(result["workers"], "worker")
-    rate = f"{show_rate(result['trial_steps_per_s'])} trial steps/s on {workers}"
-    print(f"{result['step']} of {result['steps']} trials in {show_seconds(result['seconds'])}, {rate}")
-    if result["reason"] == "stopped":
+    if len(result.arrays) > SHOWN:
+        print(f"and {len(result.arrays) - SHOWN} more arrays (--json lists them)")
+    workers = count_of(result.workers, "worker")
+    rate = f"{show_rate(result.trial_steps_per_s)} trial steps/s on {workers}"
+    print(f"{result.step} of {result.steps} trials in {show_seconds(result.seconds)}, {rate}")
+    if result.reason == "stopped":
         print(f"stopped; go on with: plait sweep {job} --resume {folder.path}")
         return
     print(f"wrote {folder.path} (trials.csv, curves.png, sweep.html); next: plait evaluate {folder.path}")

@@ -13,6 +13,7 @@ from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import JobError
 from plait.core.shown import shown
 from plait.launch.run_dir import RunDir
+from plait.schema.results import RunResult
 
 if TYPE_CHECKING:
     from plait.schema.job import Job
@@ -56,10 +57,10 @@ def train(
         asked = read_job(job, [*(set_ or []), *chosen, *placed(workers, hosts, nic), *slowed])
         result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
     if json_:
-        print(json.dumps(result))
+        print(json.dumps(result.to_dict()))
     else:
         show_result(result)
-    if result["reason"] == "stopped":
+    if result.reason == "stopped":
         raise typer.Exit(STOPPED)
 
 
@@ -100,9 +101,7 @@ def _numbers(flag: str, text: str, expected: str) -> tuple[float, float]:
     return pair
 
 
-def run_job(
-    asked: Job, *, resume: bool = False, run: str | None = None, quiet: bool = False
-) -> dict[str, Any]:
+def run_job(asked: Job, *, resume: bool = False, run: str | None = None, quiet: bool = False) -> RunResult:
     """Run the job with its progress shown."""
     from plait.cli.show import RunDisplay
     from plait.jobs.train import train as train_job
@@ -111,15 +110,15 @@ def run_job(
         return train_job(asked, resume=resume, run_folder=run, display=display)
 
 
-def show_result(result: dict[str, Any]) -> None:
+def show_result(result: RunResult) -> None:
     """The result table, and where to look next."""
     from plait.cli.show import print_table, result_table
 
-    folder = RunDir(Path(result["run"]))
+    folder = RunDir(Path(result.run))
     print_table(result_table(result))
-    if result["reason"] == "stopped":
+    if result.reason == "stopped":
         print(f"stopped; go on with: plait train {folder.job} --resume --run {folder.path}")
         return
-    if result["reason"] == "early-stop":
+    if result.reason == "early-stop":
         print("ended early: the watched metric stopped improving")
     print(f"wrote {folder.path}; next: plait evaluate {folder.path}")

@@ -22,6 +22,8 @@ def nearest(name: object, valid: Iterable[str], cutoff: float = 0.5) -> str | No
     text = str(name) if isinstance(name, (str, int)) and not isinstance(name, bool) else ""
     if not text or len(text) > _LONGEST_NAME:
         return None
+    if text in valid:  # of another place, as a key of a section that stands outside of it
+        return text
     for meant in ALIASES.get(text.lower().replace("_", "").replace("-", ""), ()):
         if meant in valid:
             return meant

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from plait.launch.supervisor import Launch, Supervisor, Unwatched
+from plait.launch.display import Silent
+from plait.launch.supervisor import Launch, Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 
@@ -24,4 +25,4 @@ def in_world(workers: int, entry: str, settings: dict[str, Any], preload: tuple[
             logs=Path(logs),
             preload=preload,
         )
-        return Supervisor(launch, Unwatched()).run()[0]
+        return Supervisor(launch, Silent()).run()[0]

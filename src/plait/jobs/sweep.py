@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.artefact import load
-from plait.core.codec import encode
+from plait.core.codec import decode, encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 from plait.fusion.errors import FusionError
-from plait.launch.run import Display, Silent, launch_entry, tracing_modules
+from plait.launch.display import Display, Silent
+from plait.launch.run import launch_entry, tracing_modules
 from plait.launch.run_dir import RunDir, choose_folder, find_run
-from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import write_sweep
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
-from plait.schema.settings import TrainSettings
+from plait.schema.results import SweepResult
+from plait.schema.schedules import Schedule
+from plait.schema.settings import SEARCHES, SearchSettings, TrainSettings
+from plait.schema.spellings import KEYS, own_value
 from plait.sweeping.engines.stages import check_in_stages, check_schedule
 from plait.sweeping.search.space import (
     MOST_VALUES,
@@ -32,7 +35,7 @@ from plait.sweeping.search.space import (
     parse_dimension,
 )
 from plait.sweeping.search.values import check
-from plait.sweeping.settings import SEARCHES, SearchSettings, SweepSettings
+from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key
 from plait.sweeping.worker_group import check_teams
 
@@ -49,24 +52,24 @@ def sweep(
     job: Job | str | Path | Mapping[str, Any],
     over: Over = (),
     *,
-    search: str = "grid",
+    search: str = SearchSettings.kind,
     trials: int | None = None,
     width: int | None = None,
     replicas: int | None = None,
-    eta: int = 3,
+    eta: int = SearchSettings.eta,
     least_steps: int | None = None,
-    metric: str = "auto",
-    seed: int = 0,
+    metric: str = SearchSettings.metric,
+    seed: int = SearchSettings.seed,
     resume: str | None = None,
     run_folder: str | None = None,
     display: Display | None = None,
-) -> dict[str, Any]:
+) -> SweepResult:
     """Train trials of `job` with the values of `over` put over it; what each came to, best first.
 
     `job` may be the path of its file. `over` is as on the command line, `["optimizer.lr=log:1e-4:1e-1:16"]`,
     or a mapping from keys to lists of values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1",
-    "optimizer.momentum": [0.0, 0.9]}`. The result has `trials`, `best` and `run`, the folder with the best
-    trial's checkpoint. Of the job's workers `replicas` train each array together or, where the job has a
+    "optimizer.momentum": [0.0, 0.9]}`. The result's `run` is the folder with the best trial's
+    checkpoint. Of the job's workers `replicas` train each array together or, where the job has a
     plan, as many as that has stages. With `resume` the sweep in that folder goes on, as it was asked for;
     `job` then says where its workers run, and `replicas`, where given, how many share an array.
     """
@@ -84,7 +87,7 @@ def sweep(
         )
         folder = choose_folder(Path(job.run_dir), job.name, False, run_folder)
     files = {folder.path / "sweep.json": _text(settings), folder.job: job.text()}
-    result = launch_entry(
+    found = launch_entry(
         "plait.sweeping.worker",
         "sweep",
         settings,
@@ -95,21 +98,22 @@ def sweep(
         {} if resume is not None else files,
         preload=tracing_modules(settings.train),
     )
+    result = replace(decode(SweepResult, found, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
-    return {**result, "run": str(folder.path)}
+    return result
 
 
 def make_sweep(
     job: Job,
     over: Over,
-    search: str = "grid",
+    search: str = SearchSettings.kind,
     trials: int | None = None,
     width: int | None = None,
-    eta: int = 3,
+    eta: int = SearchSettings.eta,
     least_steps: int | None = None,
     *,
-    metric: str = "auto",
-    seed: int = 0,
+    metric: str = SearchSettings.metric,
+    seed: int = SearchSettings.seed,
     replicas: int | None = None,
 ) -> SweepSettings:
     """A checked sweep: every value of every key makes a valid job."""
@@ -121,17 +125,18 @@ def make_sweep(
     if trials is not None and trials > MOST_VALUES:
         raise InputError(f"--trials: found {shown(trials)}, expected {MOST_VALUES:,} at most")
     chosen = SearchSettings(search, trials, eta, least_steps, metric, seed)
-    dimensions = _dimensions(over)
+    written = _dimensions(over)
+    dimensions = tuple(map(_in_own_spelling, written))
     settings = SweepSettings(job.settings(), dimensions, chosen, width, 1 if replicas is None else replicas)
     for dimension in dimensions:
         check_key(dimension.key)
     check(settings)
-    _check_values(job, dimensions, listed=trials is None)
+    _check_values(job, written, listed=trials is None)
     if job.parallel.plan != "data-parallel":
         # Before the job is measured, which takes a while.
         check_in_stages(settings)
         if job.parallel.schedule is not None:
-            check_schedule(Schedule(job.parallel.schedule))
+            check_schedule(job.parallel.schedule)
         settings = replace(settings, train=_with_plan(job, settings.train))
         check(settings)
     check_teams(settings, sum(host.slots for host in placement_of(job, settings).hosts))
@@ -140,17 +145,16 @@ def make_sweep(
 
 def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
     """`settings` with the job's plan, under a schedule that drains between two steps."""
-    from plait.measure.auto_plan import PlanRequest, planned
+    from plait.measure.auto_plan import planned
 
     wish = job.parallel
-    depths, recompute = wish.depths, tuple(wish.recompute)
     is_made = wish.plan in ("auto", "model-parallel")
-    schedule = wish.schedule or ("flush" if is_made else None)
-    asked = PlanRequest(wish.plan, schedule, wish.microbatches, wish.vertical_sync, depths, recompute)
-    made, plan = planned(settings, job.placement(), asked)
+    schedule = wish.schedule or (Schedule.FLUSH if is_made else None)
+    made, plan = planned(settings, job.placement(), replace(wish, schedule=schedule))
     if wish.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
-        plan = replace(plan, schedule=Schedule(schedule), depths=())
+        assert schedule is not None
+        plan = replace(plan, schedule=schedule, depths=())
     assert made.pipeline is not None
     return replace(made, pipeline=replace(made.pipeline, plan=encode(plan)))
 
@@ -163,7 +167,17 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
     return replace(placement, hosts=(Host(LOCAL, settings.team_size),))
 
 
+def _in_own_spelling(dimension: Dimension) -> Dimension:
+    key = dimension.key
+    try:
+        values = tuple(own_value(key, value) for value in dimension.values)
+    except JobError as failure:
+        raise JobError(f"--over {failure}") from None
+    return replace(dimension, key=KEYS.get(key, key), values=values)
+
+
 def _dimensions(over: Over) -> tuple[Dimension, ...]:
+    """What to try, with its keys as they were written."""
     if not isinstance(over, Mapping):
         texts = [over] if isinstance(over, str) else over
         return tuple(parse_dimension(text) for text in texts)
@@ -186,7 +200,7 @@ def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> No
 
     Where all combinations are `listed`, refuse too many of them.
     """
-    content = job.model_dump(exclude_unset=True)
+    content = job.content
     ends = [Dimension(d.key, _ends(d)) for d in dimensions]
     for dimension in ends:
         for value in dimension.values:

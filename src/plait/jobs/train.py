@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.codec import encode
-from plait.launch.run import Display, Silent, launch
+from plait.launch.display import Display, Silent
+from plait.launch.run import launch
 from plait.launch.run_dir import RunDir, choose_folder
 from plait.schema.hosts import LOCAL, Host
-from plait.schema.job import Job, as_job, check_slow
+from plait.schema.job import Job, as_job
+from plait.schema.job_checks import check_slow
 from plait.schema.placement import Placement
+from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 
 
@@ -22,8 +25,8 @@ def train(
     resume: bool = False,
     run_folder: str | None = None,
     display: Display | None = None,
-) -> dict[str, Any]:
-    """Run `job`, or the one in a file, on its workers to its end; what it came to, with `run`, its folder.
+) -> RunResult:
+    """Run `job`, or the one in a file, on its workers to its end; what it came to.
 
     The same as `plait train`: the folder is new, `run_folder`, or on resume the latest of this job.
     """
@@ -34,8 +37,7 @@ def train(
     if job.parallel.plan != "data-parallel":
         settings, placement = _planned(job, settings, placement, display or Silent(), before)
     folder = before or choose_folder(Path(job.run_dir), job.name, False, run_folder)
-    result = launch(settings, placement, folder, display or Silent(), resume=resume, job_text=job.text())
-    return {**result, "run": str(folder.path)}
+    return launch(settings, placement, folder, display or Silent(), resume=resume, job_text=job.text())
 
 
 def _planned(
@@ -43,7 +45,6 @@ def _planned(
 ) -> tuple[TrainSettings, Placement]:
     """The job's settings with its plan, which says how many workers there are where the job does not."""
     from plait.measure.auto_plan import (
-        PlanRequest,
         describe_clipping,
         describe_memory,
         describe_updates,
@@ -59,14 +60,7 @@ def _planned(
     settings, plan = planned(
         settings,
         placement,
-        PlanRequest(
-            wish.plan,
-            wish.schedule,
-            wish.microbatches,
-            wish.vertical_sync,
-            wish.depths,
-            tuple(wish.recompute),
-        ),
+        wish,
         settings_before(before.settings) if before is not None else None,
     )
     if wish.workers is None and not job.cluster.hosts:

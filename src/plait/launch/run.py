@@ -7,15 +7,19 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from plait.core.codec import encode
-from plait.core.errors import DiskError, InputError, PlaitError
+from plait.core.codec import decode, encode
+from plait.core.errors import ArtefactError, DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
+from plait.core.units import count_of
+from plait.launch.display import Display, WorkerState
 from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import Launch, Supervisor, WorkerState
+from plait.launch.supervisor import Launch, Supervisor
 from plait.schema.placement import Placement
+from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 
 STATUS_S = 0.5
@@ -27,31 +31,6 @@ TRACING = (
     "plait.training.engines.pipeline",
     "plait.training.engines.pipeline_replicas",
 )
-
-
-class Display(Protocol):
-    """Who shows a run to a person."""
-
-    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None: ...
-    def progressed(self, progress: Mapping[str, Any]) -> None: ...
-    def printed(self, line: str) -> None: ...
-    def stopping(self) -> None: ...
-
-
-class Silent:
-    """A display that shows nothing."""
-
-    def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
-        pass
-
-    def progressed(self, progress: Mapping[str, Any]) -> None:
-        pass
-
-    def printed(self, line: str) -> None:
-        pass
-
-    def stopping(self) -> None:
-        pass
 
 
 class _StatusFile:
@@ -88,8 +67,10 @@ class _StatusFile:
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self.write(state="running", workers=encode(workers))
+        hosts = ", ".join(sorted({worker.host for worker in workers}))
         with _unless_closed():
-            self._display.started(self._folder, workers)
+            self._display.printed(f"{self._folder.path}: {count_of(len(workers), 'worker')} on {hosts}")
+            self._display.started(workers)
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         if not self.is_training:
@@ -127,8 +108,8 @@ def launch(
     *,
     resume: bool = False,
     job_text: str = "",
-) -> dict[str, Any]:
-    """Run `settings` to its end on the workers of `placement`; rank 0's result.
+) -> RunResult:
+    """Run `settings` to its end on the workers of `placement`; what it came to.
 
     The folder is held while the run goes on, and left as it was when the settings are refused.
     """
@@ -139,7 +120,7 @@ def launch(
     def finish(result: dict[str, Any]) -> dict[str, Any]:
         return (_earlier_result(folder, result) if resume else None) or result
 
-    return launch_entry(
+    result = launch_entry(
         "plait.training.worker",
         "train",
         settings,
@@ -151,6 +132,7 @@ def launch(
         finish,
         preload=tracing_modules(settings),
     )
+    return replace(decode(RunResult, result, "result"), run=str(folder.path))
 
 
 def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
@@ -273,7 +255,7 @@ def _earlier_result(folder: RunDir, result: Mapping[str, Any]) -> dict[str, Any]
     if result["train_loss"] is not None or not folder.result.exists():
         return None
     try:
-        earlier = json.loads(folder.result.read_text())
-    except (OSError, ValueError):
+        earlier = decode(RunResult, json.loads(folder.result.read_text()))
+    except (OSError, ValueError, ArtefactError):
         return None
-    return earlier if isinstance(earlier, dict) and earlier.get("step") == result["step"] else None
+    return earlier.to_dict() if earlier.step == result["step"] else None

@@ -18,13 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from plait.comm.handshake import new_secret
 from plait.core.errors import InputError, LaunchError
+from plait.launch.display import Display, WorkerState
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
 from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import Placement
+from plait.schema.placement import HostAccess, Placement, WorkerLimits
+from plait.schema.settings import values_of
 
 START_S = 120.0
 # For reports that name a better cause than the first that a worker lost another one.
@@ -50,47 +52,13 @@ class Launch:
     preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
 
 
-@dataclass(frozen=True)
-class WorkerState:
-    """One worker as the supervisor knows it."""
-
-    rank: int
-    host: str
-    pid: int
-
-
-class Watcher(Protocol):
-    """Who is told what happens while the job runs; called from the supervisor's own thread."""
-
-    def started(self, workers: tuple[WorkerState, ...]) -> None: ...
-    def progressed(self, progress: Mapping[str, Any]) -> None: ...
-    def printed(self, line: str) -> None: ...
-    def stopping(self) -> None: ...
-
-
-class Unwatched:
-    """A watcher for launches that nobody looks at."""
-
-    def started(self, workers: tuple[WorkerState, ...]) -> None:
-        pass
-
-    def progressed(self, progress: Mapping[str, Any]) -> None:
-        pass
-
-    def printed(self, line: str) -> None:
-        pass
-
-    def stopping(self) -> None:
-        pass
-
-
 class Supervisor:
     """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one ends them at once."""
 
-    def __init__(self, launch: Launch, watcher: Watcher) -> None:
+    def __init__(self, launch: Launch, display: Display) -> None:
         self._launch = launch
         self._placement = launch.placement
-        self._watcher = watcher
+        self._display = display
         self._secret = new_secret()
         self._messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._agents: list[_AgentProcess] = []
@@ -150,7 +118,7 @@ class Supervisor:
 
     def _start_agent(self, index: int) -> None:
         host = self._placement.hosts[index]
-        command = [*self._shell_of(host), self._placement.python, "-u", "-m", "plait.launch.agent"]
+        command = [*self._shell_of(host), self._placement.interpreter, "-u", "-m", "plait.launch.agent"]
         try:
             agent = _AgentProcess(index, command, self._messages)
         except OSError as failure:
@@ -174,16 +142,13 @@ class Supervisor:
             "rank_hosts": [state.host for state in self._ranks],
             "secret": self._secret.hex(),
             "cwd": os.getcwd(),
-            "environment": dict(launch.placement.environment),
             "entry": launch.entry,
             "check": launch.check,
             "preload": launch.preload,
             "settings": dict(launch.settings),
             "logs": str(launch.logs) if launch.logs is not None else None,
-            "nic": launch.placement.nic,
-            "threads": launch.placement.threads,
-            "timeout_s": launch.placement.timeout_s,
-            "link_timeout_s": launch.placement.link_timeout_s,
+            **values_of(HostAccess, launch.placement),
+            **values_of(WorkerLimits, launch.placement),
         }
 
     def _tell_all(self, **message: Any) -> None:
@@ -208,7 +173,7 @@ class Supervisor:
 
     def _print(self, index: int, line: str) -> None:
         self._printed[index].append(line)
-        self._watcher.printed(line)
+        self._display.printed(line)
 
     def _on_stop(self) -> None:
         self._stops += 1
@@ -218,7 +183,7 @@ class Supervisor:
             )
         if not self._begun:
             raise Interrupted("stopped before any worker had started; nothing was run")
-        self._watcher.stopping()
+        self._display.stopping()
         self._tell_all(stop=True)
 
     def _await_ready(self) -> str:
@@ -254,7 +219,7 @@ class Supervisor:
         elif "workers" in value:
             self._note_workers(value["workers"])
         elif "progress" in value:
-            self._watcher.progressed(value["progress"])
+            self._display.progressed(value["progress"])
         elif "result" in value:
             rank = value["result"]["rank"]
             self._results[rank] = value["result"]["value"]
@@ -333,13 +298,13 @@ class Supervisor:
         for rank, pid in pids.items():
             self._ranks[int(rank)].pid = pid
         if all(state.pid is not None for state in self._ranks):
-            self._watcher.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
+            self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
 
     def _tell_lost(self, state: RankState) -> None:
         """Tell that a worker was lost while the rest goes on."""
         self._told_lost.add(state.rank)
         cause = find_cause([state])
-        self._watcher.printed(
+        self._display.printed(
             f"warning: worker {state.rank} on {state.host} is lost ({cause.summary}); the rest goes on"
             f"{self._log_of(state.rank)}"
         )

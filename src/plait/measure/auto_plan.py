@@ -7,8 +7,8 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from plait.core.codec import decode, encode
@@ -36,7 +36,14 @@ from plait.planner import (
 from plait.planner.partition.fits import misfit
 from plait.profiler.profile import Profile
 from plait.schema.placement import Placement
-from plait.schema.settings import OptimizerSettings, PipelineSettings, TrainSettings
+from plait.schema.settings import (
+    OptimizerSettings,
+    PipelineOptions,
+    PipelineSettings,
+    PlanRequest,
+    TrainSettings,
+    values_of,
+)
 from plait.training import components
 
 # Microbatches a worker has of each step where nothing else is asked for.
@@ -47,28 +54,6 @@ _WHOLE_BATCHES = (Schedule.STASH, Schedule.NONE)
 log = logging.getLogger(__name__)
 # How long layers are measured at least: a machine's speed changes from one second to the next.
 _MEASURE_S = 3.0
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What a job says of its plan: `auto`, `model-parallel` or a file, and what it sets over that."""
-
-    plan: str
-    schedule: str | None = None
-    microbatches: int | None = None
-    vertical_sync: bool = False
-    depths: Mapping[int, int] = field(default_factory=dict)
-    recompute: tuple[int, ...] = ()
-
-    @property
-    def leaves_pieces_open(self) -> bool:
-        """Whether the planner may choose how a batch is cut, and whether updates wait for all of it."""
-        return (
-            self.plan == "auto"
-            and self.schedule is None
-            and self.microbatches is None
-            and not (self.vertical_sync or self.depths or self.recompute)
-        )
 
 
 def planned(
@@ -83,8 +68,8 @@ def planned(
         plan = _kept(settings, placement, wish, before) or _make(settings, placement, wish)
     else:
         plan = _read(Path(wish.plan), settings, wish)
-    plan = with_memory_as_run(plan, wish.depths, wish.vertical_sync, wish.recompute)
-    chosen = PipelineSettings(encode(plan), wish.vertical_sync, dict(wish.depths), wish.recompute)
+    plan = with_memory_as_run(plan, wish)
+    chosen = PipelineSettings(encode(plan), **values_of(PipelineOptions, wish))
     return replace(settings, pipeline=chosen), plan
 
 
@@ -107,7 +92,7 @@ def _kept(
     same = (
         plan.machines.count == workers
         and before.data.batch_size == settings.data.batch_size
-        and wish.schedule in (None, plan.schedule.value)
+        and wish.schedule in (None, plan.schedule)
         and wish.microbatches in (None, plan.microbatches)
     )
     log.info(
@@ -204,7 +189,7 @@ def with_whole_batches(plan: Plan) -> Plan:
 
 def _read(path: Path, settings: TrainSettings, wish: PlanRequest) -> Plan:
     plan = load_plan(path)
-    if wish.schedule not in (None, plan.schedule.value):
+    if wish.schedule is not None and wish.schedule != plan.schedule:
         plan = replace(plan, schedule=Schedule(wish.schedule), depths=())
         if plan.schedule in _WHOLE_BATCHES:
             # How the plan's own schedule cuts a batch says nothing of updates of one that never drains.

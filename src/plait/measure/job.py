@@ -21,8 +21,9 @@ from plait.core.errors import InputError
 from plait.data.calling import as_arguments, telling_of_types
 from plait.data.loader import to_device
 from plait.graph.graph import Graph
+from plait.launch.display import Silent
 from plait.launch.run import TRACING
-from plait.launch.supervisor import Launch, Supervisor, Unwatched
+from plait.launch.supervisor import Launch, Supervisor
 from plait.launch.worker import Worker
 from plait.measure.allreduce_cost import measure_sums
 from plait.measure.overhead import measure_overhead
@@ -316,7 +317,7 @@ def profile_together(
     order |= {"verify": verify}
     entry = "plait.measure.job:profile_worker"
     launch = Launch(placement, entry, order, logs, preload=TRACING)
-    results = Supervisor(launch, Unwatched()).run()
+    results = Supervisor(launch, Silent()).run()
     return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
 
 

@@ -15,7 +15,7 @@ from plait.planner.schedules.interleave import Lane, play
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Operations, Update
 from plait.planner.schedules.orders import batch_of_two_buffers, operations
-from plait.schema.settings import PipelineSettings
+from plait.schema.settings import PipelineOptions
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PipelineLayout:
     schedule: Schedule
     microbatches: int
     depths: Mapping[int, int] = field(default_factory=dict)
-    vertical_sync: bool = False
+    vertical_sync: bool = PipelineOptions.vertical_sync
     recompute: frozenset[int] = frozenset()
 
     @property
@@ -121,7 +121,7 @@ def arrange(plan: Plan) -> PipelineLayout:
     )
 
 
-def with_choices(arrangement: PipelineLayout, choices: PipelineSettings) -> PipelineLayout:
+def with_choices(arrangement: PipelineLayout, choices: PipelineOptions) -> PipelineLayout:
     """The arrangement with what the job chooses beside its plan."""
     return replace(
         arrangement,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from plait.planner.memory import MemorySettings, versions
@@ -11,31 +11,24 @@ from plait.planner.plan import Plan
 from plait.planner.plans import held_microbatches
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Layout
+from plait.schema.settings import PipelineOptions
 
 # More microbatches than any pipeline holds.
 _MANY = 1 << 40
 
 
-def with_memory_as_run(
-    plan: Plan,
-    depths: Mapping[int, int] | None = None,
-    vertical_sync: bool = False,
-    recompute: Collection[int] = (),
-) -> Plan:
-    """`plan` with the microbatches and the bytes that its stages hold under its schedule and these choices.
-
-    `depths` are put over the plan's own; `recompute` names stages that compute their activations again.
-    """
+def with_memory_as_run(plan: Plan, chosen: PipelineOptions) -> Plan:
+    """`plan` with the microbatches and the bytes that its stages hold as it is run."""
     layout = plan.layout()
-    given = {**dict(enumerate(plan.depths)), **(depths or {})}
+    given = {**dict(enumerate(plan.depths)), **chosen.depths}
     share = math.ceil(plan.microbatches / plan.pipelines)
     held = held_microbatches(plan.schedule, layout, share, _all_depths(plan.schedule, layout, given))
     stages = []
     for number, stage in enumerate(plan.stages):
-        memory = MemorySettings(plan.optimizer_copies, plan.recompute or number in recompute)
+        memory = MemorySettings(plan.optimizer_copies, plan.recompute or number in chosen.recompute)
         copies, each = versions(plan.schedule)
         count = copies + each * held[number]
-        if vertical_sync and plan.schedule is Schedule.STASH:
+        if chosen.vertical_sync and plan.schedule is Schedule.STASH:
             count = versions_of_vertical_sync(layout, number, given)
         size = count * stage.held.weights + stage.summed_bytes
         size += stage.held.state(plan.schedule, memory) + held[number] * stage.held.microbatch(memory)

@@ -15,6 +15,7 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.files import write_atomic
 from plait.core.units import count_of, show_rate
+from plait.schema.results import SweepResult, TrialResult, show_value
 
 # Curves that stand out by colour; the rest is grey.
 COLOURED = 8
@@ -42,28 +43,28 @@ def read_curves(path: Path) -> dict[int, Curve]:
     return curves
 
 
-def write_sweep(folder: Path, result: Mapping[str, Any]) -> None:
+def write_sweep(folder: Path, result: SweepResult) -> None:
     """Write the table and the curves of the sweep in `folder`, of which `result` is what it came to."""
     curves = read_curves(folder / "events" / "rank0.jsonl")
-    write_atomic(folder / "trials.csv", as_csv(result["trials"]))
-    picture = draw(result["trials"], curves)
+    write_atomic(folder / "trials.csv", as_csv(result.trials))
+    picture = draw(result.trials, curves)
     write_atomic(folder / "curves.png", picture)
     write_atomic(folder / "sweep.html", page(folder.name, result, picture))
 
 
-def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+def flat(row: TrialResult) -> dict[str, Any]:
     """One trial as one flat record."""
     return {
-        "trial": row["trial"],
-        "state": row["state"],
-        "step": row["step"],
-        **row["values"],
-        **{f"test {name}": value for name, value in row["metrics"].items()},
-        "train_loss": row["train_loss"],
+        "trial": row.trial,
+        "state": row.state,
+        "step": row.step,
+        **row.values,
+        **{f"test {name}": value for name, value in row.metrics.items()},
+        "train_loss": row.train_loss,
     }
 
 
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+def as_csv(rows: Sequence[TrialResult]) -> str:
     """The trials, best first, as CSV."""
     records = [flat(row) for row in rows]
     text = io.StringIO()
@@ -83,7 +84,7 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(column for record in records for column in record))
 
 
-def draw(rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Curve]) -> bytes:
+def draw(rows: Sequence[TrialResult], curves: Mapping[int, Curve]) -> bytes:
     """The learning curves as a PNG: the training loss and each metric, the best trials in colour."""
     import matplotlib  # loaded only where a picture is asked for
 
@@ -95,7 +96,7 @@ def draw(rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Curve]) -> byte
     figure, axes = plt.subplots(1, 1 + len(metrics), figsize=size, squeeze=False, layout="constrained")
     # The best last, so that they lie above the others.
     for place, row in reversed(list(enumerate(rows))):
-        curve = curves.get(row["trial"], Curve())
+        curve = curves.get(row.trial, Curve())
         look = _look(place, row)
         _plot(axes[0][0], curve.losses, look)
         for axis, name in zip(axes[0][1:], metrics):
@@ -113,11 +114,11 @@ def draw(rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Curve]) -> byte
     return target.getvalue()
 
 
-def _look(place: int, row: Mapping[str, Any]) -> dict[str, Any]:
+def _look(place: int, row: TrialResult) -> dict[str, Any]:
     if place >= COLOURED:
         return {"color": "0.8", "linewidth": 0.7}
-    words = ", ".join(f"{key.rpartition('.')[2]} {_show(value)}" for key, value in row["values"].items())
-    return {"color": f"C{place}", "linewidth": 1.3, "label": f"{row['trial']}: {words}"[:60]}
+    words = ", ".join(f"{key.rpartition('.')[2]} {show_value(value)}" for key, value in row.values.items())
+    return {"color": f"C{place}", "linewidth": 1.3, "label": f"{row.trial}: {words}"[:60]}
 
 
 def _plot(axis: Any, points: Mapping[int, float | None], look: Mapping[str, Any]) -> None:
@@ -125,10 +126,6 @@ def _plot(axis: Any, points: Mapping[int, float | None], look: Mapping[str, Any]
     if known:
         marker = "." if len(known) < 3 else None
         axis.plot(*zip(*known), marker=marker, **look)
-
-
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 _PAGE = """<!doctype html>
@@ -162,18 +159,18 @@ document.querySelectorAll("th").forEach((head, column) => head.onclick = () => {
 """
 
 
-def page(title: str, result: Mapping[str, Any], picture: bytes) -> str:
+def page(title: str, result: SweepResult, picture: bytes) -> str:
     """The sweep as one HTML file: curves and a table that sorts by the column one clicks."""
-    records = [flat(row) for row in result["trials"]]
+    records = [flat(row) for row in result.trials]
     columns = _columns(records)
-    cells = [[_show(record.get(column, "")) for column in columns] for record in records]
+    cells = [[show_value(record.get(column, "")) for column in columns] for record in records]
     body = "\n".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in cells
     )
     summary = (
-        f"{result['step']} of {result['steps']} trials ({result['search']}), compared by {result['metric']}; "
-        f"{result['seconds']:.1f} s, {show_rate(result['trial_steps_per_s'])} trial steps/s on "
-        f"{count_of(result['workers'], 'worker')}. Best first; click a column to sort by it."
+        f"{result.step} of {result.steps} trials ({result.search}), compared by {result.metric}; "
+        f"{result.seconds:.1f} s, {show_rate(result.trial_steps_per_s)} trial steps/s on "
+        f"{count_of(result.workers, 'worker')}. Best first; click a column to sort by it."
     )
     return _PAGE.format(
         title=html.escape(title),

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from plait.core.names import did_you_mean, nearest
 from plait.core.shown import one_message, shortened, shown
+from plait.schema.spellings import VALUES, names_in
 
 # What keys with a form of their own look like.
 FORMS = {
@@ -27,13 +28,16 @@ _MOST_KEYS = 100
 Location = tuple[Any, ...]
 
 
-def explain(job: type[BaseModel], failure: ValidationError) -> str:
-    """All that is wrong with a job, one mistake a line, as many as a message holds."""
+def explain(job: type[BaseModel], failure: ValidationError, written: Mapping[str, str]) -> str:
+    """All that is wrong with a job, one mistake a line, as many as a message holds.
+
+    `written` has the names that keys were given where these are not Plait's own.
+    """
     errors = failure.errors(include_url=False)
     misspelt = _misspelt(job, errors)
     told = set(misspelt.values())
     errors = [error for error in errors if error["loc"] not in told]
-    return one_message((_explain(job, error, misspelt) for error in errors), len(errors))
+    return one_message((_explain(job, error, misspelt, written) for error in errors), len(errors))
 
 
 def _misspelt(job: type[BaseModel], errors: Sequence[Any]) -> dict[Location, Location]:
@@ -55,9 +59,12 @@ def _misspelt(job: type[BaseModel], errors: Sequence[Any]) -> dict[Location, Loc
     return found
 
 
-def _explain(job: type[BaseModel], error: Any, misspelt: Mapping[Location, Location]) -> str:
+def _explain(
+    job: type[BaseModel], error: Any, misspelt: Mapping[Location, Location], written: Mapping[str, str]
+) -> str:
     location = error["loc"]
-    path, kind, found = _path(location), error["type"], error["input"]
+    own, kind, found = _path(location), error["type"], error["input"]
+    path = written.get(own, own)
     if kind == "missing" and location in misspelt:
         return f"{_path(misspelt[location])}: unknown key; did you mean {location[-1]!r}?"
     if kind == "extra_forbidden":
@@ -68,10 +75,10 @@ def _explain(job: type[BaseModel], error: Any, misspelt: Mapping[Location, Locat
         return f"{path}: found a key that is no text"
     if kind == "literal_error":
         valid = re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
-        hint = did_you_mean(found, valid)
+        hint = did_you_mean(found, [*valid, *VALUES.get(own, ())])
         return f"{path}: found {shown(found)}, expected {' or '.join(valid)}{hint if 'mean' in hint else ''}"
     if kind == "string_pattern_mismatch":
-        return f"{path}: found {shown(found)}, expected {FORMS[path]}"
+        return f"{path}: found {shown(found)}, expected {FORMS[own]}"
     words = error["msg"].removeprefix("Input should be ").removeprefix("String should have ")
     return f"{path}: found {shown(found)}, expected {words}"
 
@@ -79,12 +86,13 @@ def _explain(job: type[BaseModel], error: Any, misspelt: Mapping[Location, Locat
 def _hint(job: type[BaseModel], location: Location) -> str:
     """What an unknown key may have meant: one beside it or, of the job itself, one of a section's."""
     section = _section_at(job, location[:-1])
-    beside = list(section.model_fields) if section else []
+    beside = [*section.model_fields, *names_in(_path(location[:-1]))] if section else []
     if section is job and nearest(location[-1], beside) is None:
         inside = {name: f"optimizer.{name}" for name in _OF_OPTIMIZERS}
         for part in job.model_fields:
             below = _section_at(job, (part,))
-            inside = {**{name: f"{part}.{name}" for name in (below.model_fields if below else ())}, **inside}
+            names = [*below.model_fields, *names_in(part)] if below else []
+            inside = {**{name: f"{part}.{name}" for name in names}, **inside}
         close = nearest(location[-1], inside, cutoff=0.9)
         if close is not None:
             return f"; did you mean {inside[close]!r}?"

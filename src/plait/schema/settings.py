@@ -1,24 +1,38 @@
-"""What a training run is told, as plain values: read once at the edge, sent to every worker."""
+"""What a job says and what its workers are told, as plain values; every key and every default is here, once.
+
+The sections of a job file are these classes, key by key (`plait.schema.job_model` checks a file against
+their types and limits). What a worker is told in other words than the file has is at the end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Annotated, Any, Literal, get_args
 
+from plait.schema.hosts import MOST_SLOTS
+from plait.schema.limits import (
+    Count,
+    CountFromZero,
+    FurtherKeys,
+    InFlight,
+    KeyLimits,
+    NonEmpty,
+    OneOf,
+    StageNumber,
+)
+from plait.schema.placement import HostAccess, WorkerLimits
+from plait.schema.schedules import Schedule
+from plait.schema.sync_options import KINDS
 from plait.schema.topology_spec import TopologySpec
 
 Precision = Literal["float32", "float64", "bf16", "fp16"]
 # Whether what a run built is compared with the plain model first: never, once, or at every start.
 Verify = Literal["off", "first", "every_run"]
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """The factory of the model, as `package.module:name`, and its arguments."""
-
-    factory: str
-    args: Mapping[str, Any] = field(default_factory=dict)
+# A sync, or `auto`: the first steps are measured, then one is chosen.
+SyncName = Annotated[str, OneOf((*KINDS, "auto"))]
+SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
+SEARCHES: tuple[SearchKind, ...] = get_args(SearchKind)
 
 
 @dataclass(frozen=True)
@@ -29,11 +43,11 @@ class DataSettings:
     """
 
     kind: str
-    batch_size: int
-    options: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: Count
+    options: FurtherKeys = field(default_factory=dict)
     shuffle: bool = True
     last_batch: Literal["keep", "drop"] = "keep"
-    loaders: int = 0
+    loaders: Annotated[int, KeyLimits(ge=0, le=1024)] = 0
     collate_fn: str | None = None
 
 
@@ -41,8 +55,8 @@ class DataSettings:
 class GroupSettings:
     """Parameters, by patterns that their names match, that have options of their own."""
 
-    match: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    match: NonEmpty
+    options: FurtherKeys = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class OptimizerSettings:
     """
 
     kind: str = "sgd"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: FurtherKeys = field(default_factory=dict)
     groups: tuple[GroupSettings, ...] = ()
 
 
@@ -62,56 +76,74 @@ class LrScheduleSettings:
     """How the learning rate changes: a factor on the optimizer's, as a function of the step."""
 
     kind: str = "constant"
-    warmup_steps: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    warmup_steps: CountFromZero = 0
+    options: FurtherKeys = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
     """When to evaluate on the test split, and by which metric beside the loss."""
 
-    every_steps: int | None = None
+    every_steps: Count | None = None
     metric: str = "auto"
-    batch_size: int | None = None
+    batch_size: Count | None = None
 
 
 @dataclass(frozen=True)
 class EarlyStopSettings:
     """End when `metric` has not improved by `min_change` for `patience` evaluations."""
 
-    patience: int
+    patience: Count
     metric: str = "loss"
-    min_change: float = 0.0
+    min_change: Annotated[float, KeyLimits(ge=0)] = 0.0
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
     """When to write checkpoints and which to keep; `keep_best` names the metric of the best one."""
 
-    every_steps: int = 1000
-    keep_last: int = 2
+    every_steps: Count = 1000
+    keep_last: Count = 2
     keep_best: str | None = None
 
 
-@dataclass(frozen=True)
-class PipelineSettings:
-    """A plan to run, as its file holds it, and what a run may choose besides.
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """What a run may choose besides its plan.
 
     `depths` overrides how many microbatches a stage keeps in flight; `recompute` names stages that run
     forward again instead of keeping activations, beside those that the plan asks for.
     """
 
-    plan: Mapping[str, Any]
     vertical_sync: bool = False
-    depths: Mapping[int, int] = field(default_factory=dict)
-    recompute: tuple[int, ...] = ()
+    depths: Mapping[StageNumber, InFlight] = field(default_factory=dict)
+    recompute: tuple[StageNumber, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanRequest(PipelineOptions):
+    """What a job says of its plan: its name or file, and what it sets over that."""
+
+    plan: str = "data-parallel"
+    schedule: Schedule | None = None
+    microbatches: Count | None = None
+
+    @property
+    def leaves_pieces_open(self) -> bool:
+        """Whether the planner may choose how a batch is cut, and whether updates wait for all of it."""
+        return (
+            self.plan == "auto"
+            and self.schedule is None
+            and self.microbatches is None
+            and not (self.vertical_sync or self.depths or self.recompute)
+        )
 
 
 @dataclass(frozen=True)
 class SyncSettings:
     """How workers that hold the same model agree: a kind of sync, or `auto`, and its options."""
 
-    kind: str = "all-reduce"
+    kind: SyncName = "all-reduce"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -124,31 +156,96 @@ class SlowSettings:
 
 
 @dataclass(frozen=True)
-class TrainSettings:
-    """One training run; without `pipeline` every worker holds the whole model."""
+class ParallelSettings(PlanRequest, WorkerLimits):
+    """How many workers there are and how they share the work."""
 
-    name: str
-    model: ModelSettings
+    workers: Annotated[int, KeyLimits(ge=1, le=MOST_SLOTS)] | None = None
+    sync: SyncName = SyncSettings.kind
+    sync_options: Mapping[str, Any] = field(default_factory=dict)
+    slow: Mapping[int, float] = field(default_factory=dict)
+    jitter: tuple[float, float] | None = SlowSettings.jitter
+    topology: str = TopologySpec.name
+
+
+@dataclass(frozen=True)
+class ClusterSettings(HostAccess):
+    """The hosts, as `name:workers`, and how they are reached."""
+
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CommonSettings:
+    """What the job file says and workers are told in the same words, but for how each names the model."""
+
+    name: Annotated[str, KeyLimits(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    model: object
     data: DataSettings
+    _: KW_ONLY
     loss: str = "cross-entropy"
     loss_args: Mapping[str, Any] = field(default_factory=dict)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     lr_schedule: LrScheduleSettings = field(default_factory=LrScheduleSettings)
-    epochs: int | None = None
-    steps: int | None = None
-    seed: int = 0
+    epochs: Annotated[int, KeyLimits(ge=1, le=1 << 31)] | None = None
+    steps: Count | None = None
+    seed: Annotated[int, KeyLimits(ge=0, lt=1 << 63)] = 0
     precision: Precision = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    clip_norm: float | None = None
-    accumulate: int = 1
+    clip_norm: Annotated[float, KeyLimits(gt=0)] | None = None
+    accumulate: Count = 1
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
     early_stop: EarlyStopSettings | None = None
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     tensorboard: bool = False
-    log_every_steps: int | None = None
+    log_every_steps: Count | None = None
     stop_on_nan: bool = True
+    verify: Verify = "first"
+
+
+def values_of(group: type[Any], source: Any) -> dict[str, Any]:
+    """The values that `source` has for the fields of `group`, which is a base of it."""
+    return {each.name: getattr(source, each.name) for each in fields(group)}
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The factory of the model, as `package.module:name`, and its arguments."""
+
+    factory: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PipelineSettings(PipelineOptions):
+    """A plan to run, as its file holds it, and what a run chooses besides."""
+
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainSettings(CommonSettings):
+    """One training run; without `pipeline` every worker holds the whole model."""
+
+    model: ModelSettings
+    _: KW_ONLY
     pipeline: PipelineSettings | None = None
     topology: TopologySpec = field(default_factory=TopologySpec)
     sync: SyncSettings = field(default_factory=SyncSettings)
     slow: SlowSettings = field(default_factory=SlowSettings)
-    verify: Verify = "first"
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """How the trials of a sweep are chosen and compared.
+
+    `trials` is how many to draw where they are drawn. One in `eta` goes on at each rung of halving and ASHA,
+    the first being after `least_steps`; population-based training copies every `least_steps`. `metric` is
+    what trials are compared by: auto is the evaluation's metric where there is one, else the loss.
+    """
+
+    kind: SearchKind = "grid"
+    trials: int | None = None
+    eta: int = 3
+    least_steps: int | None = None
+    metric: str = "auto"
+    seed: int = 0

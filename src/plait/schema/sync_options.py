@@ -21,8 +21,15 @@ class AllReduceOptions:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LeaseOptions:
+    """A worker that is silent for longer than `lease_s` is left out until it is back."""
+
+    lease_s: float = 5.0
+
+
 @dataclass(frozen=True)
-class PartialReduceOptions:
+class PartialReduceOptions(LeaseOptions):
     """Groups of at least `minimum` workers that are ready; see `plait.sync.averaging.round_rules.Rules`.
 
     With `state`, the optimizer's state is averaged as well as weights and buffers. With `average: gradients`
@@ -35,7 +42,6 @@ class PartialReduceOptions:
     patience: float = 1.0
     every: int = 10
     state: bool = True
-    lease_s: float = 5.0
 
     def wrong(self, workers: int) -> tuple[str, Any, str] | None:
         return _first_wrong(
@@ -48,11 +54,10 @@ class PartialReduceOptions:
 
 
 @dataclass(frozen=True)
-class AdPsgdOptions:
+class AdPsgdOptions(LeaseOptions):
     """A thread averages with a random neighbour on a bipartite `graph` while the worker computes."""
 
     graph: Literal["complete", "ring"] = "complete"
-    lease_s: float = 5.0
 
     def wrong(self, workers: int) -> tuple[str, Any, str] | None:
         return _first_wrong(_lease(self.lease_s))
@@ -69,10 +74,8 @@ class PairSyncOptions:
 
 
 @dataclass(frozen=True)
-class PairAveragingOptions:
+class PairAveragingOptions(LeaseOptions):
     """Each worker pulls the model of a random peer and takes the mean of both."""
-
-    lease_s: float = 5.0
 
     def wrong(self, workers: int) -> tuple[str, Any, str] | None:
         return _first_wrong(_lease(self.lease_s))

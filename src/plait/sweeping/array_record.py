@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import replace
 
 from plait.core import run_events
 from plait.core.events import Event
-
-
-@dataclass
-class ArrayRecord:
-    """One array from its beginning to its end: all trials that were in it, and the most at once."""
-
-    number: int
-    worker: int
-    trials: list[int] = field(default_factory=list)
-    most: int = 0
-    fused: bool = False
-    why: str = ""
+from plait.schema.results import ArrayResult
 
 
 class Arrays:
     """The arrays of a sweep in order, from the events that tell of their changes."""
 
     def __init__(self, past: Iterable[Event] = ()) -> None:
-        self._records: list[ArrayRecord] = []
-        self._open: dict[int, ArrayRecord] = {}
+        self._records: list[ArrayResult] = []
+        # The number of the array that each worker trains.
+        self._open: dict[int, int] = {}
         for event in past:
             if isinstance(event, run_events.ArrayChanged):
                 self.changed(event)
@@ -40,17 +29,20 @@ class Arrays:
         if not event.trials:
             self._open.pop(event.worker, None)
             return
-        record = self._open.get(event.worker)
-        if record is None:
-            record = self._open[event.worker] = ArrayRecord(len(self._records), event.worker)
-            self._records.append(record)
-        record.trials += [trial for trial in event.trials if trial not in record.trials]
-        record.most = max(record.most, len(event.trials))
-        record.fused = record.fused or event.fused
+        if event.worker not in self._open:
+            number = self._open[event.worker] = len(self._records)
+            self._records.append(ArrayResult(number, event.worker, (), 0, False, ""))
+        record = self._records[self._open[event.worker]]
         # That a single trial is left of a fused array explains nothing.
-        if event.fused or not record.fused:
-            record.why = event.why
+        tells = event.fused or not record.fused
+        self._records[record.number] = replace(
+            record,
+            trials=tuple(dict.fromkeys((*record.trials, *event.trials))),
+            most=max(record.most, len(event.trials)),
+            fused=record.fused or event.fused,
+            why=event.why if tells else record.why,
+        )
 
-    def table(self, latest: int = 0) -> list[dict[str, Any]]:
+    def table(self, latest: int = 0) -> tuple[ArrayResult, ...]:
         """All arrays, or the `latest` of them."""
-        return [asdict(record) for record in self._records[-latest:]]
+        return tuple(self._records[-latest:])

@@ -13,12 +13,13 @@ import torch
 from plait.comm.rpc import Answer, Question
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.core.codec import finite
+from plait.core.codec import encode, finite
 from plait.core.errors import InputError
 from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
+from plait.schema.results import SweepResult, TrialResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataSets
@@ -205,27 +206,27 @@ class Coordinator:
             "trials": book.search.total,
             "ended": book.ended,
             "trial_steps_per_s": round(rate, 3),
-            "rows": [self._row(row, steps) for row in self._shown()],
-            "arrays": self.arrays.table(LINES),
+            "rows": encode([self._row(row, steps) for row in self._shown()]),
+            "arrays": encode(self.arrays.table(LINES)),
         }
         return {**found, "left_s": round((total - done) / rate, 1)} if rate > 0 else found
 
-    def _shown(self) -> list[dict[str, Any]]:
+    def _shown(self) -> list[TrialResult]:
         running = {trial.number for trial in self.book.trials if trial.state == "running"}
         table = self.book.table()
-        best = [row for row in table if row["trial"] not in running and row["state"] != "waiting"]
-        going = [row for row in table if row["trial"] in running]
+        best = [row for row in table if row.trial not in running and row.state != "waiting"]
+        going = [row for row in table if row.trial in running]
         return [*best[: ROWS - min(len(going), ROWS // 2)], *going][:ROWS]
 
-    def _row(self, row: Mapping[str, Any], steps: Mapping[int, int]) -> dict[str, Any]:
-        number = row["trial"]
-        loss = row["train_loss"] if row["train_loss"] is not None else self._latest.get(number, (0, None))[1]
-        return {**row, "step": steps[number], "train_loss": loss}
+    def _row(self, row: TrialResult, steps: Mapping[int, int]) -> TrialResult:
+        number = row.trial
+        loss = row.train_loss if row.train_loss is not None else self._latest.get(number, (0, None))[1]
+        return replace(row, step=steps[number], train_loss=loss)
 
     def _step_of(self, trial: Trial) -> int:
         return self._latest.get(trial.number, (0, None))[0]
 
-    def close(self, reason: str) -> dict[str, Any]:
+    def close(self, reason: str) -> SweepResult:
         """End the record, put the best trial's checkpoint in its place; what the sweep came to."""
         best = self.book.best()
         if best is not None:
@@ -236,20 +237,20 @@ class Coordinator:
         self._keep(run_events.SweepEnded(reason, self.book.ended, number, round(seconds, 3), rate))
         self._log.close()
         self._worker.report(self.progress())
-        return {
-            "reason": reason,
-            "step": self.book.ended,
-            "steps": self.book.search.total,
-            "search": self._settings.search.kind,
-            "metric": self.book.metric,
-            "best": None if best is None else self.book.table()[0],
-            "trials": self.book.table(),
-            "arrays": self.arrays.table(),
-            "seconds": round(seconds, 3),
-            "trial_steps_per_s": rate,
-            "workers": self._worker.world_size,
-            "replicas": self._settings.replicas,
-        }
+        return SweepResult(
+            reason=reason,
+            step=self.book.ended,
+            steps=self.book.search.total,
+            search=self._settings.search.kind,
+            metric=self.book.metric,
+            best=None if best is None else self.book.table()[0],
+            trials=self.book.table(),
+            arrays=self.arrays.table(),
+            seconds=round(seconds, 3),
+            trial_steps_per_s=rate,
+            workers=self._worker.world_size,
+            replicas=self._settings.replicas,
+        )
 
     def _publish(self, best: Trial) -> None:
         """The best trial's settings and checkpoint where an ordinary run has them."""

@@ -15,6 +15,7 @@ from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event
 from plait.data.sampler import mix
+from plait.schema.results import TrialResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.search.halving import exploit, goes_on, survivors
 from plait.sweeping.search.values import Past, Search
@@ -109,20 +110,13 @@ class TrialScheduler:
         complete = [t for t in self.trials if t.state in ("finished", "early-stop")]
         return min(complete, key=_standing) if complete else None
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> tuple[TrialResult, ...]:
         """All trials, best first: those that came to their end, then by how far the others came."""
         ordered = sorted(self.trials, key=_standing)
-        return [
-            {
-                "trial": trial.number,
-                "state": trial.state,
-                "step": trial.step,
-                "values": dict(trial.values),
-                "metrics": dict(trial.metrics),
-                "train_loss": trial.train_loss,
-            }
-            for trial in ordered
-        ]
+        return tuple(
+            TrialResult(t.number, t.state, t.step, dict(t.values), dict(t.metrics), t.train_loss)
+            for t in ordered
+        )
 
     def waiting(self, group: str | None = None) -> list[Trial]:
         """The trials that nobody trains and that could go on: of `group`, or of whichever is next."""

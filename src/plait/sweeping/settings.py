@@ -3,30 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from plait.schema.settings import TrainSettings
+from plait.schema.settings import SearchSettings, TrainSettings
 from plait.sweeping.search.space import Dimension
-
-SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
-SEARCHES: tuple[SearchKind, ...] = ("grid", "random", "halving", "asha", "pbt")
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """How trials are chosen and compared.
-
-    `trials` is how many to draw where they are drawn. One in `eta` goes on at each rung of halving and ASHA,
-    the first being after `least_steps`; population-based training copies every `least_steps`. `metric` is
-    what trials are compared by: auto is the evaluation's metric where there is one, else the loss.
-    """
-
-    kind: SearchKind = "grid"
-    trials: int | None = None
-    eta: int = 3
-    least_steps: int | None = None
-    metric: str = "auto"
-    seed: int = 0
 
 
 @dataclass(frozen=True)

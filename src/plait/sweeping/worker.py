@@ -107,7 +107,7 @@ def _take_part(
         time.sleep(WAIT_S)
     if answers is not None:
         answers.close()
-    return coordinator.close("finished" if coordinator.book.is_over else reason)
+    return coordinator.close("finished" if coordinator.book.is_over else reason).to_dict()
 
 
 def _check_shared(worker: Worker, folder: RunDir) -> None:

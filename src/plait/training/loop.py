@@ -17,6 +17,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.core.run_events import Changed
 from plait.data.sampler import Position
+from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.changes import ChangeSource
@@ -184,7 +185,7 @@ class Loop(_Starting):
         over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
         self._until_data_ends = over_stream and engine.sees_end_of_data
 
-    def train(self, resume: bool) -> dict[str, Any]:
+    def train(self, resume: bool) -> RunResult:
         """Train to the end or until asked to stop; what the run came to. All ranks call it together."""
         run = self.run
         self.start(resume)
@@ -323,9 +324,8 @@ class Follower(_Starting):
         super().__init__(run, engine)
         self._engine = engine
 
-    def train(self, resume: bool) -> dict[str, Any]:
+    def train(self, resume: bool) -> None:
         """Follow to the end of the run; the record is kept elsewhere."""
         self.start(resume)
         self._engine.follow(ready=keep_what_was_built)
         self.run.close()
-        return {}

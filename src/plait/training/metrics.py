@@ -15,6 +15,7 @@ from plait.core.codec import finite
 from plait.core.events import Event, EventLog
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
+from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
 
@@ -190,8 +191,8 @@ class MetricsLogger:
 
     def end(
         self, step: int, reason: str, metrics: dict[str, float], best: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """Close the record; what the run came to, as the result file and the command line show it."""
+    ) -> RunResult:
+        """Close the record; what the run came to, but for its folder."""
         seconds = time.perf_counter() - self._started
         rate = self._all_samples / self._training_s if self._training_s else 0.0
         self._record(run_events.RunEnded(step, reason, round(seconds, 3), round(rate, 1)))
@@ -199,19 +200,19 @@ class MetricsLogger:
             self._log.close()
         if self._board is not None:
             self._board.close()
-        return {
-            "reason": reason,
-            "step": step,
-            "steps": self._total,
-            "train_loss": None if self._last_loss is None else finite(float(self._last_loss)),
-            "test": {name: finite(value) for name, value in metrics.items()},
-            "best": best and {name: finite(value) for name, value in best.items()},
-            "samples_per_s": round(rate, 1),
-            "seconds": round(seconds, 3),
-            "workers": self._worker.world_size,
-            "device": str(self._parts.device),
-            **({} if self._verified_s is None else {"verified_s": self._verified_s}),
-        }
+        return RunResult(
+            reason=reason,
+            step=step,
+            steps=self._total,
+            train_loss=None if self._last_loss is None else finite(float(self._last_loss)),
+            test={name: finite(value) for name, value in metrics.items()},
+            best=best and {name: finite(value) for name, value in best.items()},
+            samples_per_s=round(rate, 1),
+            seconds=round(seconds, 3),
+            workers=self._worker.world_size,
+            device=str(self._parts.device),
+            verified_s=self._verified_s,
+        )
 
     def take_over(self, log_: EventLog) -> None:
         """Keep the record from now on, in this worker's own file: the one that kept it is gone."""

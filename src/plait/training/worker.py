@@ -49,9 +49,11 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and settings.sync.kind not in TOLERANT:
         dist.destroy_process_group()
-    if result.get("reason") == "diverged":
-        raise DivergedError(result["step"], checkpoints.list_checkpoints(folder.checkpoints))
-    return result
+    if result is None:  # it followed another worker, which keeps the record
+        return {}
+    if result.reason == "diverged":
+        raise DivergedError(result.step, checkpoints.list_checkpoints(folder.checkpoints))
+    return result.to_dict()
 
 
 class DivergedError(PlaitError):

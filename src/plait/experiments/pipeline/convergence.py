@@ -17,9 +17,10 @@ from pathlib import Path
 from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.experiments.bench import BenchClaim, Row
-from plait.launch.run import Silent, launch
+from plait.launch.display import Silent
+from plait.launch.run import launch
 from plait.launch.run_dir import RunDir
-from plait.measure.auto_plan import PlanRequest, planned
+from plait.measure.auto_plan import planned
 from plait.planner import Schedule
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
@@ -29,6 +30,7 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
     PipelineSettings,
+    PlanRequest,
     TrainSettings,
 )
 
@@ -114,7 +116,7 @@ def _row(settings: TrainSettings, side: str, placement: Placement) -> Row:
         "case": settings.name,
         "side": side,
         "seed": settings.seed,
-        "steps": result["step"],
-        "accuracy": result["test"]["accuracy"],
-        "loss": result["test"]["loss"],
+        "steps": result.step,
+        "accuracy": result.test["accuracy"],
+        "loss": result.test["loss"],
     }

@@ -36,7 +36,8 @@ from plait.data.loader import to_device
 from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.pipeline.models import job
 from plait.experiments.pipeline.sides import FixedWork
-from plait.launch.supervisor import Launch, Supervisor, Unwatched
+from plait.launch.display import Silent
+from plait.launch.supervisor import Launch, Supervisor
 from plait.launch.worker import Worker
 from plait.measure.job import profile_together
 from plait.pipeline.executor import Pipeline, PipelineParts
@@ -184,7 +185,7 @@ def _peaks(order: dict[str, Any]) -> dict[int, int]:
     with tempfile.TemporaryDirectory() as logs:
         placement = replace(TWO, environment=_ALLOCATOR)
         launch = Launch(placement, entry, order, Path(logs), preload=("torch._dynamo",))
-        found = Supervisor(launch, Unwatched()).run()
+        found = Supervisor(launch, Silent()).run()
     return {rank: result["bytes"] for rank, result in found.items()}
 
 

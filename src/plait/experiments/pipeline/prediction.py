@@ -17,13 +17,14 @@ from plait.core.codec import encode
 from plait.core.events import read
 from plait.core.run_events import Operations
 from plait.experiments.bench import BenchClaim, Row
+from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import Launch, Supervisor, Unwatched
-from plait.measure.auto_plan import PlanRequest, planned
+from plait.launch.supervisor import Launch, Supervisor
+from plait.measure.auto_plan import planned
 from plait.planner import Plan
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
-from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, PlanRequest, TrainSettings
 
 TWO = Placement((Host(LOCAL, 2),), threads=1)
 _SGD = OptimizerSettings("sgd", {"lr": 0.01, "momentum": 0.9})
@@ -117,6 +118,6 @@ def _train(settings: TrainSettings) -> list[Operations]:
         folder = RunDir(Path(temporary) / "run")
         order = {"settings": encode(settings), "folder": str(folder.path), "resume": False}
         launch = Launch(TWO, "plait.training.worker:train", order, folder.logs, preload=("torch._dynamo",))
-        ranks = Supervisor(launch, Unwatched()).run()
+        ranks = Supervisor(launch, Silent()).run()
         records = (record for rank in ranks for record in read(folder.events(rank)))
         return [record.event for record in records if isinstance(record.event, Operations)]

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from plait.core.names import resolve
 from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.sync.shaped_hosts import NIC, hosts_on_a_bridge, missing_for_shaping
-from plait.launch.supervisor import Launch, Supervisor, Unwatched
+from plait.launch.display import Silent
+from plait.launch.supervisor import Launch, Supervisor
 from plait.launch.worker import Worker
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
@@ -87,7 +88,7 @@ def _rows_of(hosts: tuple[Host, ...], entry: str, settings: dict[str, Any], **re
             settings=settings,
             logs=Path(logs),
         )
-        rows: list[Row] = Supervisor(launch, Unwatched()).run()[0]["rows"]
+        rows: list[Row] = Supervisor(launch, Silent()).run()[0]["rows"]
     return rows
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,23 +10,9 @@ import numpy as np
 
 from plait.graph.ideals import Floats
 from plait.planner.schedules.operations import Layout
+from plait.schema.schedules import Schedule
 
-
-class Schedule(enum.Enum):
-    """How microbatches go through a pipeline."""
-
-    STASH = "stash"
-    TWO_BUFFERED = "2bw"
-    FLUSH = "flush"
-    GPIPE = "gpipe"
-    INTERLEAVED = "interleaved"
-    ZERO_BUBBLE = "zero-bubble"
-    NONE = "none"
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether the pipeline drains at each update, so that all microbatches see the same weights."""
-        return self not in (Schedule.STASH, Schedule.TWO_BUFFERED)
+__all__ = ["Depth", "Schedule", "in_flight"]
 
 
 def in_flight(

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.core.errors import InputError
+from plait.schema.settings import SearchSettings
 from plait.sweeping.engines.stages import check_stages_of
 from plait.sweeping.search.halving import rungs
 from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
-from plait.sweeping.settings import SearchSettings, SweepSettings
+from plait.sweeping.settings import SweepSettings
 
 # Population-based training changes these between two steps; anything else a trial keeps to its end.
 _CHANGEABLE = ("optimizer.", "loss_args.", "clip_norm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from plait.schema.sync_options import AdPsgdOptions
 from plait.sync.averaging.base import AtSettle, PeerAveraging
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.gossip_thread import GossipThread
@@ -62,7 +63,7 @@ def ad_psgd(
     peers: Peers,
     sources: Sequence[Source],
     seed: int,
-    graph: str = "complete",
+    graph: str = AdPsgdOptions.graph,
     at_settle: Sequence[AtSettle] = (),
 ) -> Gossip:
     """AD-PSGD: workers of even place ask a random neighbour of odd place, and both take the mean.

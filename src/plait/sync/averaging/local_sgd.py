@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.schema.sync_options import LocalSgdOptions
 from plait.sync.averaging.base import AtSettle, SyncStats
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 
@@ -101,7 +102,7 @@ class LocalSgd(Collective):
         sources: Sequence[Source],
         every: int,
         outer_lr: float | None = None,
-        momentum: float = 0.9,
+        momentum: float = LocalSgdOptions.outer_momentum,
         at_settle: Sequence[AtSettle] = (),
     ) -> None:
         super().__init__(sources, at_settle)

@@ -13,6 +13,7 @@ from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
 from plait.comm.mailbox import Mailbox
 from plait.core.errors import LostPeer, PeerError
+from plait.schema.placement import WorkerLimits
 
 FLUSH_S = 0.25
 LOOK_S = 0.05
@@ -33,7 +34,7 @@ class Peers:
     prefix: str
     mail: Mailbox
     presence: Presence
-    timeout_s: float = 300.0
+    timeout_s: float = WorkerLimits.timeout_s
     tolerant: bool = True
     now: Callable[[], float] = time.monotonic
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from plait.schema.sync_options import PartialReduceOptions
 from plait.sync.averaging.group_graph import Group, cut_off, remembered
 
 VOID = "void"
@@ -29,10 +30,10 @@ class Rules:
     finite. Nobody is waited for who is `hung_s` late: it lives, but does not come.
     """
 
-    minimum: int = 2
-    window: float = 0.1
-    patience: float = 1.0
-    every: int = 10
+    minimum: int = PartialReduceOptions.minimum
+    window: float = PartialReduceOptions.window
+    patience: float = PartialReduceOptions.patience
+    every: int = PartialReduceOptions.every
     overdue: float = math.inf
     hung_s: float = math.inf
 

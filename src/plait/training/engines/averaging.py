@@ -15,6 +15,7 @@ from plait.launch.worker import Worker
 from plait.schema.sync_options import (
     AdPsgdOptions,
     HetPipeOptions,
+    LeaseOptions,
     LocalSgdOptions,
     Options,
     PairAveragingOptions,
@@ -34,7 +35,6 @@ from plait.sync.averaging.round_rules import Rules
 from plait.training.components import Components
 
 PREFIX = "plait/sync"
-LEASE_S = 5.0
 
 
 def make_averaging(
@@ -74,7 +74,7 @@ def make_averaging(
             at_settle=at_settle,
         )
     mail = open_mail(worker.rendezvous, prefix, place, hosts)
-    lease_s = getattr(options, "lease_s", LEASE_S)
+    lease_s = options.lease_s if isinstance(options, LeaseOptions) else LeaseOptions.lease_s
     presence = Presence(worker.store, prefix, place, range(len(hosts)), lease_s)
     peers = Peers(worker.store, prefix, mail, presence, worker.timeout_s)
     if isinstance(options, PairSyncOptions):

@@ -1,0 +1,137 @@
+"""Keys of a job that do not go together, each mistake told with what would have to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from plait.core.errors import JobError
+from plait.core.names import did_you_mean
+from plait.core.shown import shortened, shown
+from plait.schema.hosts import MOST_SLOTS
+from plait.schema.limits import LONGEST_S, MOST
+from plait.schema.settings import PlanRequest
+from plait.schema.sync_options import TOLERANT, read_options
+from plait.schema.topology_spec import check_wish, read_wish
+
+if TYPE_CHECKING:
+    from plait.schema.job import Job
+
+
+def check_combinations(job: Job) -> None:
+    """Refuse a job whose keys do not go together."""
+    if (job.epochs is None) == (job.steps is None):
+        found = "neither" if job.epochs is None else f"epochs: {job.epochs} and steps: {job.steps}"
+        raise JobError(f"epochs: found {found}, expected one of epochs and steps")
+    slots = sum(host.slots for host in job.hosts())
+    if job.cluster.hosts and job.parallel.workers not in (None, slots):
+        raise JobError(
+            f"parallel.workers: found {job.parallel.workers}, but cluster.hosts hold {slots}; "
+            f"make them equal or leave one out"
+        )
+    if job.data.batch_size < slots:
+        raise JobError(
+            f"data.batch_size: found {job.data.batch_size} for {slots} workers; "
+            f"expected at least one sample a worker: a batch of {slots} or more, or fewer workers"
+        )
+    _check_numbers(job.optimizer.options, "optimizer")
+    for number, group in enumerate(job.optimizer.groups):
+        _check_numbers(group.options, f"optimizer.groups[{number}]")
+    _check_numbers(job.lr_schedule.options, "lr_schedule")
+    _check_numbers(job.parallel.sync_options, "parallel.sync_options")
+    _check_plan(job)
+    _check_sync(job, slots)
+    _check_topology(job, slots)
+    if job.early_stop is not None and job.evaluate.every_steps is None:
+        raise JobError("early_stop: needs evaluations to judge by; add evaluate.every_steps")
+
+
+def _check_plan(job: Job) -> None:
+    parallel = job.parallel
+    names = ["data-parallel", "model-parallel", "auto"]
+    if parallel.plan not in names and not parallel.plan.endswith(".json"):
+        raise JobError(
+            f"parallel.plan: found {shown(parallel.plan)}, expected auto, data-parallel, model-parallel "
+            f"or a plan file (.json){did_you_mean(parallel.plan, names)}"
+        )
+    set_over = {each.name for each in fields(PlanRequest)} - {"plan"}
+    if parallel.plan == "data-parallel" and (extra := set_over & _given(job)):
+        raise JobError(
+            f"parallel.{min(extra)}: belongs to a pipeline, but parallel.plan is data-parallel; "
+            f"use plan: auto, or a plan file"
+        )
+
+
+def _check_sync(job: Job, workers: int) -> None:
+    parallel = job.parallel
+    if parallel.sync == "auto" and parallel.sync_options:
+        raise JobError(
+            "parallel.sync_options: found options, but parallel.sync is auto; name the sync they are for"
+        )
+    if parallel.sync != "auto":
+        # How many pipelines a plan has side by side is known once there is one.
+        most = workers if parallel.plan == "data-parallel" else MOST_SLOTS
+        read_options(parallel.sync, parallel.sync_options, most)
+    if parallel.sync_options.get("average") == "gradients" and job.precision == "fp16":
+        raise JobError(
+            "parallel.sync_options.average: found 'gradients' with precision fp16, which scales them "
+            "differently on each worker; use bf16 or float32, or average: weights"
+        )
+    if parallel.plan != "data-parallel" and parallel.sync not in ("all-reduce", *TOLERANT):
+        raise JobError(
+            f"parallel.sync: found {parallel.sync!r} with parallel.plan {shown(parallel.plan)}; "
+            f"pipelines agree by all-reduce or, side by side, by {', '.join(TOLERANT)}"
+        )
+    if parallel.plan == "data-parallel" or workers > 1:
+        check_slow(parallel.slow, workers)
+    if parallel.jitter is not None and not (
+        0 <= parallel.jitter[0] <= 1 and 0 <= parallel.jitter[1] <= LONGEST_S
+    ):
+        raise JobError(
+            f"parallel.jitter: found {list(parallel.jitter)}, expected a probability from 0 to 1 and "
+            f"seconds, such as [0.1, 0.5]"
+        )
+
+
+def _check_topology(job: Job, workers: int) -> None:
+    parallel = job.parallel
+    wish = read_wish(parallel.topology)
+    if "topology" in _given(job) and parallel.sync != "all-reduce":
+        raise JobError(
+            f"parallel.topology: belongs to an all-reduce, but parallel.sync is {parallel.sync!r}; "
+            f"leave it out, or use sync: all-reduce"
+        )
+    if not wish.by_name and parallel.plan != "data-parallel":
+        raise JobError(
+            f"parallel.topology: found {shown(wish.name)} with parallel.plan {shown(parallel.plan)}; the "
+            f"replicas of each stage need a topology of their own: use a name, or plan: data-parallel"
+        )
+    check_wish(wish, workers)
+
+
+def _given(job: Job) -> set[str]:
+    """The keys of `parallel` that the job has set, be it to their defaults."""
+    return set(job.content.get("parallel", {}))
+
+
+def check_slow(slow: Mapping[int, float], workers: int) -> None:
+    """Refuse to slow a worker that is not there, or to make one faster."""
+    for rank, factor in slow.items():
+        if not (0 <= rank < workers and 1 <= factor <= LONGEST_S):
+            raise JobError(
+                f"parallel.slow: found {shown(rank)}: {factor}, expected a worker from 0 to {workers - 1} "
+                f"and how many times slower it is, at least 1, such as {{1: 4}}"
+            )
+
+
+def _check_numbers(value: Any, path: str) -> None:
+    """Refuse numbers in `value` that no optimizer, schedule or sync can count with."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        _check_numbers(each, f"{path}.{shortened(str(key))}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise JobError(f"{path}: found {value}, expected a finite number")
+    if isinstance(value, int) and abs(value) > MOST:
+        raise JobError(f"{path}: found {shown(value)}, expected a whole number up to 2**53")

@@ -1,0 +1,150 @@
+"""Checks job files against the settings: pydantic models made of the dataclasses, and values put back.
+
+No key, type, limit or default is written here: a model has what its dataclass has. Keys that are not set stay
+so, and the dataclass fills them in.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic_core import PydanticCustomError
+
+from plait.schema.limits import KeyLimits, MapContent, OneOf
+
+T = TypeVar("T")
+
+
+class Section(BaseModel):
+    """A part of the job file: unknown keys and values of another type are mistakes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class OpenSection(Section):
+    """A section whose further keys are options of what its `kind` names."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+
+
+@cache
+def model_of(settings: Any) -> type[Section]:
+    """The model of a section, or of a whole job, that has the fields of the dataclass `settings`."""
+    hints, further = _hints(settings)
+    # The default is the dataclass's own; None only says that the key may be left out.
+    keys: dict[str, Any] = {
+        field.name: (_model_type(hints[field.name]), ... if _is_required(field) else None)
+        for field in fields(settings)
+        if field.name in hints
+    }
+    name = settings.__name__.removesuffix("Settings")
+    return create_model(name, __base__=Section if further is None else OpenSection, **keys)
+
+
+def build(settings: type[T], checked: BaseModel) -> T:
+    """The settings with the values of a checked model; what is not set has its default."""
+    hints, further = _hints(typing.cast("Any", settings))
+    found = {name: _value(hints[name], getattr(checked, name)) for name in hints if _is_set(checked, name)}
+    if further is not None:
+        found[further] = dict(checked.model_extra or {})
+    return settings(**found)
+
+
+@cache
+def _hints(settings: Any) -> tuple[dict[str, Any], str | None]:
+    """The types of a section's keys, with their limits, and the field that takes all further keys."""
+    hints = typing.get_type_hints(settings, include_extras=True)
+    marks = {field.name: typing.get_args(hints[field.name])[1:] for field in fields(settings)}
+    further = next((name for name, found in marks.items() if MapContent.FURTHER_KEYS in found), None)
+    others = {further, *(name for name, found in marks.items() if MapContent.AS_GIVEN in found)}
+    return {name: hints[name] for name in marks if name not in others}, further
+
+
+def _is_required(field: Any) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _is_set(checked: BaseModel, name: str) -> bool:
+    return name in checked.model_fields_set
+
+
+def _model_type(hint: Any) -> Any:
+    """The type of a field as pydantic checks it: YAML's lists and maps, and limits in its own words."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _limited(arguments[0], arguments[1:])
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_model_type(argument) for argument in arguments)]  # noqa: UP007
+    if origin is tuple:
+        return _list_of(arguments)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        key, value = arguments
+        # Keys of what is passed on as it comes may be any text.
+        return types.GenericAlias(dict, (key if value is Any else _model_type(key), _model_type(value)))
+    if hint is str:
+        return Annotated[str, AfterValidator(_no_nul)]
+    if is_dataclass(hint):
+        return model_of(typing.cast("Any", hint))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return Literal[tuple(member.value for member in hint)]
+    return hint
+
+
+def _list_of(arguments: tuple[Any, ...]) -> Any:
+    """The list that becomes a tuple, of any length or of as many items as the tuple has."""
+    items = types.GenericAlias(list, (_model_type(arguments[0]),))
+    if arguments[-1] is Ellipsis:
+        return items
+    return Annotated[items, Field(min_length=len(arguments), max_length=len(arguments))]
+
+
+def _limited(hint: Any, marks: tuple[Any, ...]) -> Any:
+    # The form of a text is checked before what is in it.
+    kind = str if hint is str else _model_type(hint)
+    for mark in marks:
+        if isinstance(mark, OneOf):
+            return Literal[mark.names]
+        if isinstance(mark, KeyLimits):
+            given = {name: limit for name, limit in asdict(mark).items() if limit is not None}
+            kind = Annotated[kind, Field(**given)]
+        elif mark is MapContent.VARIABLES:
+            kind = Annotated[kind, AfterValidator(_variables)]
+    return Annotated[kind, AfterValidator(_no_nul)] if hint is str else kind
+
+
+def _no_nul(text: str) -> str:
+    """Names of files, hosts and variables end at a NUL."""
+    if "\0" in text:
+        raise PydanticCustomError("nul", "text without NUL characters")
+    return text
+
+
+def _variables(environment: dict[str, str]) -> dict[str, str]:
+    for name in environment:
+        if not name or "=" in name:
+            raise PydanticCustomError("variable", "names of variables, without '='")
+    return environment
+
+
+def _value(hint: Any, checked: Any) -> Any:
+    """A checked value as the dataclass has it."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if checked is None:
+        return None
+    if origin is Annotated:
+        return _value(arguments[0], checked)
+    if origin in (Union, types.UnionType):
+        (kind,) = (argument for argument in arguments if argument is not type(None))
+        return _value(kind, checked)
+    if origin is tuple:
+        return tuple(_value(arguments[0], item) for item in checked)
+    if isinstance(checked, BaseModel):
+        return build(hint, checked)
+    return hint(checked) if isinstance(hint, type) and issubclass(hint, enum.Enum) else checked
