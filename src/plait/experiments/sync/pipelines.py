@@ -18,6 +18,7 @@ from torch import nn
 from plait.comm.collectives import all_gather_values
 from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.pipeline.sides import SleepingLayer
+from plait.experiments.sync.claims import partial_reduce_claims
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout, one_batch
@@ -37,7 +38,6 @@ ALONE = "alone"
 SYNCS = (ALONE, "all-reduce", "partial-reduce", "ad-psgd", "pair-averaging")
 # The slow worker holds the last stage of the first pipeline.
 CASES = {"homogeneous": 1.0, "one worker x4": 4.0}
-GOAL = 0.88
 
 
 def sleeping_layers() -> nn.Module:
@@ -185,11 +185,8 @@ def _contents() -> Iterator[Any]:
 
 
 def pipeline_claims(rows: Sequence[Row]) -> list[BenchClaim]:
-    """Partial reduce keeps its share of the ideal in every case; said beside what all-reduce keeps."""
-    claims = []
-    for row in rows:
-        if row["sync"] == "partial-reduce":
-            value = float(row["fraction_of_ideal"] or 0)
-            words = f"{row['case']}: partial reduce's fraction of what pipelines do that never agree"
-            claims.append(BenchClaim(words, value, f"at least {GOAL:g}", value >= GOAL))
-    return claims
+    """Partial reduce keeps its share of the ideal in every case; the rows have what all-reduce keeps."""
+    return partial_reduce_claims(
+        rows,
+        lambda row: f"{row['case']}: partial reduce's fraction of what pipelines do that never agree",
+    )

@@ -80,6 +80,28 @@ class AtSettle(Protocol):
         """The tensors hold the mean of all."""
 
 
+class AllOrNone:
+    """What averagings have in common that need all `size` workers: the end of one is the end of the run."""
+
+    tolerant = False
+
+    def __init__(self, size: int) -> None:
+        self.tally = SyncStats()
+        self._size = size
+
+    def living(self) -> tuple[int, ...]:
+        return tuple(range(self._size))
+
+    def ended(self) -> set[int]:
+        return set()
+
+    def state(self) -> Mapping[str, Sequence[Tensor]]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        pass
+
+
 class FullAverage:
     """Full averages: all living workers come together, and each leaves with the mean of all.
 

@@ -7,20 +7,17 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.sync.averaging.base import AtSettle, SyncStats
+from plait.sync.averaging.base import AllOrNone, AtSettle
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 
 
-class Collective:
+class Collective(AllOrNone):
     """The mean of all workers; all call each method together. Subclasses define what follows an update."""
 
-    tolerant = False
-
     def __init__(self, sources: Sequence[Source], at_settle: Sequence[AtSettle] = ()) -> None:
-        self.tally = SyncStats()
+        super().__init__(dist.get_world_size())
         self._vector = FlatBuffer(*sources)
         self._at_settle = at_settle
-        self._size = dist.get_world_size()
 
     def settle(self) -> tuple[int, ...]:
         """The mean over all workers, whom it returns."""
@@ -35,19 +32,6 @@ class Collective:
             self._take_mean(FlatBuffer(source))
             source.finish()
         return self.living()
-
-    def living(self) -> tuple[int, ...]:
-        """All workers: the end of one is the end of the run."""
-        return tuple(range(self._size))
-
-    def ended(self) -> set[int]:
-        return set()
-
-    def state(self) -> Mapping[str, Sequence[Tensor]]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        pass
 
     def close(self) -> None:
         pass

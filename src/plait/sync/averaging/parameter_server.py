@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.comm.mailbox import Mailbox
 from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
-from plait.sync.averaging.base import AtSettle, SyncStats
+from plait.sync.averaging.base import AllOrNone, AtSettle
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 from plait.sync.averaging.group_graph import shards
 
@@ -141,13 +141,11 @@ class Server:
         self._mail.flush(0.1)
 
 
-class HetPipe:
+class HetPipe(AllOrNone):
     """Pushes the change of each wave of `wave` updates to the servers and goes on from what they hold.
 
     There are as many servers as `mails`: the first workers or, `dedicated`, the last, which only settle.
     """
-
-    tolerant = False
 
     def __init__(
         self,
@@ -160,10 +158,9 @@ class HetPipe:
         dedicated: bool = False,
         at_settle: Sequence[AtSettle] = (),
     ) -> None:
-        self.tally = SyncStats()
+        super().__init__(dist.get_world_size())
         self._mails = list(mails)
         self._rank = mails[0].rank
-        self._size = dist.get_world_size()
         self._wave = wave
         self._deadline_s = deadline_s
         weights = list(sources[0]())
@@ -204,19 +201,6 @@ class HetPipe:
         for source in self._at_settle:
             source.finish()
         return self.living()
-
-    def living(self) -> tuple[int, ...]:
-        """All workers: the end of one is the end of the run."""
-        return tuple(range(self._size))
-
-    def ended(self) -> set[int]:
-        return set()
-
-    def state(self) -> Mapping[str, Sequence[Tensor]]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        pass
 
     def close(self) -> None:
         dist.barrier()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +14,8 @@ from plait.data.sampler import share
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.op_timings import operations_event
 from plait.sync.averaging.base import Averaging
-from plait.training import checkpoint as checkpoints
-from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, whole_state
-from plait.training.engines.data_parallel import load_whole
+from plait.training.engines.data_parallel import WholeModelStart
 from plait.training.engines.decentralized import leave_world
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import further_names, tell_of_verification, with_gathered
@@ -28,13 +25,13 @@ from plait.training.evaluate import in_order
 from plait.training.run import Run
 
 
-class LeadPipeline:
+class LeadPipeline(WholeModelStart):
     """A member of decentralized training that is a pipeline of workers, of which this is the first."""
 
     averaging: Averaging
 
     def __init__(self, run: Run, hosts: Sequence[str], layout: PipelineLayout) -> None:
-        self._run = run
+        super().__init__(run)
         self._hosts = hosts
         self._layout = layout
         self._pipelines = [column.workers for column in columns_of(layout)]
@@ -44,12 +41,6 @@ class LeadPipeline:
 
     def workers_at(self, place: int) -> tuple[int, ...]:
         return self._pipelines[place]
-
-    def load(self, state: Checkpoint) -> None:
-        load_whole(self._run, state)
-
-    def start_state(self) -> EngineState:
-        return whole_state(self._run.parts)
 
     def open(self) -> bool:
         self._replica = _open(self._run, self._layout, self._hosts)
@@ -96,26 +87,14 @@ class LeadPipeline:
         self._replica.close()
 
 
-class FollowerEngine:
+class FollowerEngine(WholeModelStart):
     """Does what the first worker of this worker's pipeline tells it, until that ends."""
 
     def __init__(self, run: Run, hosts: Sequence[str], layout: PipelineLayout) -> None:
-        self._run = run
+        super().__init__(run)
         self._hosts = hosts
         self._layout = layout
         self._throughput = ThroughputMeter()
-
-    def read(self, path: Path) -> Checkpoint:
-        return checkpoints.load(path)
-
-    def load(self, state: Checkpoint) -> None:
-        load_whole(self._run, state)
-
-    def start_state(self) -> EngineState:
-        return whole_state(self._run.parts)
-
-    def broadcast_start(self) -> None:
-        self._run.broadcast_weights()
 
     def follow(self, ready: Callable[[], None]) -> None:
         """Link up with the other workers, call `ready`, and follow to the end of the run."""
