@@ -142,7 +142,16 @@ def test_a_buffer_that_only_the_plain_model_changes_is_noticed() -> None:
 
 
 def test_a_buffer_under_two_names_is_compared_once_and_equal() -> None:
-    prepare(*make_hard("two names"))
+    model, batches, place = make_hard("two names")
+    plain = copy.deepcopy(model)
+    stages = staged(prepare(model, batches, place))
+    stages.step(batches[0], None)
+    plain_step(plain, batches[0], seed=0)
+    held = {name: buffer for _, name, buffer in stages.buffers()}
+    twins = [name for name in held if name.endswith("running_mean")]
+    assert len(twins) == 1
+    torch.testing.assert_close(held[twins[0]], plain.norm.running_mean, rtol=1e-12, atol=1e-12)
+    assert held[twins[0]].abs().sum() > 0
 
 
 @pytest.mark.parametrize("second", [("right_last",), ("right", "right_drop", "right_last")])

@@ -21,10 +21,12 @@ from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import PlaitError
+from plait.fusion.check import check_models
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
-from plait.fusion.module import FusedModule, Shared, fuse
+from plait.fusion.module import FusedModule
+from plait.fusion.shared import Shared
 from plait.fusion.trials.alone import LoneMode, seeded_for
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import own_copy, trials_without_gradient
@@ -666,7 +668,8 @@ class BatchRehearsal:
 
     def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
         """The trials in one module."""
-        return [fuse(models, self.seeds, self.ages, unfused=unfused)]
+        check_models(models)
+        return [FusedModule(list(models), list(self.seeds), list(self.ages), unfused)]
 
     def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
         """What the models return, and its weighting."""

@@ -25,10 +25,10 @@ from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
-from plait.training.evaluate import Metric, find_metric
 from plait.training.optim import build_optimizer, check_groups, check_lr_schedule
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
+from plait.workloads.metrics import Metric, find_metric
 
 # More than any run takes.
 UNKNOWN_STEPS = 1 << 62

@@ -19,7 +19,7 @@ from plait.planner.partition.bounds import lower_bound
 from plait.planner.partition.heterogeneous import Placed, kinds_of, solve_mixed
 from plait.planner.partition.level_search import Problem, nearly_best
 from plait.planner.partition.solver import LevelBlock, Limits, Ranges, level_problem, ranges_of, solve
-from plait.planner.plan_checks import MOST_MICROBATCHES
+from plait.planner.plan import MOST_MICROBATCHES
 from plait.planner.schedules.kinds import Depth, Schedule
 
 # How many ideals are tried at once: all pairs of them for one level, all triples for inner levels.
