@@ -19,6 +19,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, DiskError, InputError, JobError
 from plait.core.names import check_arguments, did_you_mean, nearest, resolve
 from plait.core.shown import shown
+from plait.core.splits import split
 from plait.core.units import count_of, parse_bytes, show_bytes, show_rate, show_seconds
 
 
@@ -328,3 +329,11 @@ class Chosen:
 def test_a_choice_that_is_none_is_answered_with_those_there_are():
     with pytest.raises(ArtefactError, match=r"Chosen\.way: found 'left', expected one of up, down"):
         decode(Chosen, {"way": "left"})
+
+
+@given(st.integers(0, 60), st.integers(1, 12))
+def test_parts_hold_everything_once_in_order_and_differ_by_one_at_most(count: int, parts: int):
+    found = split(count, parts)
+    assert [each for part in found for each in part] == list(range(count))
+    assert len(found) == parts
+    assert max(map(len, found)) - min(map(len, found)) <= 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm.channels import connect
+from plait.core.splits import split
 from plait.data.sampler import mix
 from plait.pipeline.cutting.cut import cut_all
 from plait.pipeline.executor import Pipeline, PipelineParts
@@ -97,9 +97,8 @@ class Case:
     def arrangement(self, traced: TracedModel) -> PipelineLayout:
         ids = [layer.id for layer in traced.layers]
         count = len(self.layouts[0])
-        places = [len(ids) * i // count for i in range(count + 1)]
         return PipelineLayout(
-            tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(places)),
+            tuple(tuple(ids[own.start : own.stop]) for own in split(len(ids), count)),
             tuple(Layout(layout) for layout in self.layouts),
             self.schedule,
             self.microbatches,
@@ -140,8 +139,7 @@ def traced_model(case: Case, model: nn.Module) -> TracedModel:
 
 def sizes(case: Case) -> list[int]:
     """Samples of each microbatch of a step: uneven where they do not divide."""
-    n, m = case.samples, case.microbatches
-    return [n * (i + 1) // m - n * i // m for i in range(m)]
+    return [len(own) for own in split(case.samples, case.microbatches)]
 
 
 def microbatch(case: Case, number: int) -> tuple[Any, Any]:

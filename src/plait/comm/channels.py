@@ -23,7 +23,7 @@ from plait.comm.links.gloo import RemoteLink
 from plait.comm.links.nccl import NcclLink, NcclPeers, make_nccl_links
 from plait.comm.links.packing import Message
 from plait.comm.links.shm import SharedLink, wait_for_notices
-from plait.comm.rendezvous import Rendezvous, shares_memory
+from plait.comm.rendezvous import Rendezvous, sharing_memory
 from plait.core.codec import decode, encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 
@@ -190,15 +190,15 @@ def connect(
     rank, hosts = rendezvous.rank, rendezvous.hosts
     deadline_s = rendezvous.timeout_s if deadline_s is None else deadline_s
     peers = sorted(set(peers) - {rank})
-    near = meet_near(rendezvous, "channels", peers)
+    local = meet_near(rendezvous, "channels", peers)
     gpu = device if device is not None and device.type == "cuda" else None
     own = _Reach(NcclPeers.of(gpu, peers), reachable_from(gpu)) if gpu else None
     told = all_gather_values(encode(own))
     reach = [decode(_Reach, each) if each is not None else None for each in told]
-    links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in near}
+    links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in local}
     by_nccl = {each: known.by_nccl for each, known in enumerate(reach) if known is not None}
     links |= make_nccl_links(rank, hosts, by_nccl, window, deadline_s, gpu)
-    for peer, connection in near.items():
+    for peer, connection in local.items():
         other = reach[peer]
         can_read = gpu is not None and other is not None and name_of(gpu) in other.readable
         links[peer] = SharedLink(connection, gpu if can_read else None)
@@ -210,6 +210,4 @@ def meet_near(rendezvous: Rendezvous, name: str, peers: Iterable[int]) -> dict[i
 
     All of them call it with the same name. On systems without anonymous shared memory nobody is near.
     """
-    own = rendezvous.hosts[rendezvous.rank]
-    near = [peer for peer in peers if shares_memory() and rendezvous.hosts[peer] == own]
-    return rendezvous.meet(name, near)
+    return rendezvous.meet(name, sharing_memory(peers, rendezvous.rank, rendezvous.hosts))

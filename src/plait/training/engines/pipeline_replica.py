@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.rpc import Commands
+from plait.core.splits import split
 from plait.data.sampler import mix
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
@@ -116,7 +117,7 @@ class PipelineReplica:
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:
         """Update on `count` samples and average; the loss, on the head, which alone has the `contents`."""
         pieces = self.pieces_of(count)
-        sizes = [count * (i + 1) // pieces - count * i // pieces for i in range(pieces)]
+        sizes = [len(own) for own in split(count, pieces)]
         for group, base in zip(self.pipeline.optimizer.param_groups, self.pipeline.base_lrs):
             group["lr"] = base * lr
         work = ColumnWork(sizes, (self._settings.seed, step, share), iter(contents))
