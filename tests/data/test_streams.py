@@ -37,7 +37,6 @@ from support.sweeping import sweep_here, sweep_of
 from support.training import (
     digits_job,
     largest_difference,
-    pipeline_rank,
     saved_weights,
     train_each,
     train_here,
@@ -332,7 +331,7 @@ def test_a_pipeline_wants_to_know_where_epochs_end(tmp_path: Path) -> None:
     with pytest.raises(
         WorldError, match=r"the stream ended after 70 samples of epoch 0, but sample 70 is due"
     ):
-        run_ranks(2, pipeline_rank, cut_in_two(settings, Schedule.FLUSH, 2), tmp_path)
+        run_ranks(2, train_rank, cut_in_two(settings, Schedule.FLUSH, 2), tmp_path)
 
 
 def test_a_job_with_a_stream_is_profiled() -> None:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
+from torch import nn
 
 from plait.core.codec import decode, encode
-from plait.launch.run_dir import RunDir
 from plait.measure import auto_plan as module
 from plait.measure.auto_plan import PlanRequest, planned
 from plait.measure.job import profile_job
@@ -24,14 +22,11 @@ from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
-from plait.schema.settings import DataSettings, ModelSettings, SyncSettings, TrainSettings
-from plait.training import components
+from plait.schema.settings import DataSettings, ModelSettings, SyncSettings
 from plait.training.engines import pipeline
-from plait.training.loop import Loop
-from plait.training.run import Run
 from support.graphs import chain
 from support.plans import planned as cut_evenly
-from support.training import TestWorker, digits_job, train_here
+from support.training import digits_job, train_here, train_rank
 from support.world import run_ranks
 
 
@@ -222,22 +217,6 @@ def test_pipelines_that_agree_by_averaging_are_planned_side_by_side(
     pipeline.check_pipeline(made, workers)
 
 
-def train_rank(rank: int, settings: TrainSettings, folder: Path, opening_s: float = 0.0) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    parts = components.build(settings, torch.device("cpu"))
-    size = dist.get_world_size()
-    worker: Any = TestWorker(rank, size)
-    prepare = pipeline.prepare_together
-
-    def slow_prepare(*arguments: Any) -> Any:
-        time.sleep(opening_s)
-        return prepare(*arguments)
-
-    pipeline.prepare_together = slow_prepare
-    run = Run(worker, settings, parts, RunDir(folder))
-    return Loop(run, pipeline.PipelineEngine(run, ["here"] * size)).train(resume=False)
-
-
 def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,14 +227,30 @@ def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
     assert (plan.schedule, plan.microbatches, plan.stages[0].replicas) == (Schedule.FLUSH, 2, 2)
     assert "The same batch as 8 microbatches under schedule flush" in plan.why
     assert 0 < plan.step_s < 0.5
-    result = run_ranks(2, train_rank, made, tmp_path / "planned")[0]
+    result = run_ranks(2, train_rank, made, tmp_path / "planned")[0][0]
     plain, _ = train_here(job, tmp_path / "plain")
     assert result["step"] == 25
     assert result["test"]["loss"] == pytest.approx(plain["test"]["loss"], rel=1e-9)
 
 
+def slow_to_copy() -> nn.Module:
+    """A model whose first copy, which verification makes while a pipeline opens, takes a second."""
+    return nn.Sequential(nn.Flatten(), SlowToCopy(64, 10))
+
+
+class SlowToCopy(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        time.sleep(1.0)
+        # Copies are plain, and so are copies of them.
+        made = nn.Linear(self.in_features, self.out_features, dtype=self.weight.dtype)
+        made.load_state_dict(self.state_dict())
+        memo[id(self)] = made
+        return made
+
+
 def test_the_time_in_which_a_pipeline_opens_is_no_time_of_its_steps(tmp_path: Path) -> None:
-    result = run_ranks(1, train_rank, cut_evenly((1,), Schedule.FLUSH, 1), tmp_path, opening_s=1.0)[0]
+    settings = cut_evenly((1,), Schedule.FLUSH, 1, model=ModelSettings("test_auto_plan:slow_to_copy"))
+    result = run_ranks(1, train_rank, settings, tmp_path)[0][0]
     steps_s = 20 * 64 / result["samples_per_s"]
     assert result["seconds"] - steps_s > 0.9
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import plait
 from plait.core.errors import InputError, JobError
@@ -26,16 +25,13 @@ from plait.planner.schedules.kinds import Schedule
 from plait.profiler import record, source, traced
 from plait.profiler.trace import trace
 from plait.schema.settings import ModelSettings, TrainSettings
-from plait.training import checkpoint, components
-from plait.training.engines.pipeline import PipelineEngine
-from plait.training.loop import Loop
-from plait.training.run import Run
+from plait.training import checkpoint
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
 from support.checked import make_hard, plain_step, prepare, square_loss, staged
 from support.plans import cut_in_two, planned
 from support.traced_models import tensors_of
-from support.training import TestWorker, digits_job
+from support.training import digits_job, train_rank
 from support.world import run_ranks
 
 tracer = sys.modules["plait.profiler.trace"]
@@ -345,14 +341,6 @@ def test_a_verification_changes_nothing_of_the_model_nor_of_the_random_numbers()
 # Runs.
 
 
-def train_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    size = dist.get_world_size()
-    parts = components.build(settings, torch.device("cpu"))
-    run = Run(TestWorker(rank, size), settings, parts, RunDir(folder))  # type: ignore[arg-type]
-    return Loop(run, PipelineEngine(run, ["here"] * size)).train(resume)
-
-
 def refused_rank(rank: int, settings: TrainSettings, folder: Path) -> str:
     try:
         train_rank(rank, settings, folder)
@@ -381,8 +369,8 @@ def verified(folder: Path) -> list[Verified]:
 
 def test_a_run_is_verified_once_tells_so_and_ends_bitwise_as_without(tmp_path: Path) -> None:
     first, off = tmp_path / "first", tmp_path / "off"
-    result = run_ranks(2, train_rank, job(6), first)[0]
-    unverified = run_ranks(2, train_rank, job(6, "off"), off)[0]
+    result = run_ranks(2, train_rank, job(6), first)[0][0]
+    unverified = run_ranks(2, train_rank, job(6, "off"), off)[0][0]
     assert result["verified_s"] > 0
     assert "verified_s" not in unverified
     assert (len(verified(first)), len(verified(off))) == (1, 0)

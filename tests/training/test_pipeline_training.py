@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,13 +23,10 @@ from plait.planner.schedules.operations import Layout, Update
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.schema.topology_spec import TopologySpec
-from plait.training import checkpoint, components
-from plait.training.engines.pipeline import PipelineEngine, check_pipeline
-from plait.training.loop import Loop
-from plait.training.run import Run
+from plait.training import checkpoint
+from plait.training.engines.pipeline import check_pipeline
 from support.plans import placed, planned
-from support.training import TestWorker, digits_job, largest_difference, train_here
-from support.training import train_rank as train_plainly
+from support.training import digits_job, largest_difference, train_here, train_rank
 from support.world import run_ranks
 
 
@@ -47,22 +42,6 @@ def test_steps_whose_loss_is_read_later_have_the_times_they_took(tmp_path: Path)
     assert min(seconds[4::5]) > 0.1 * sorted(seconds)[len(seconds) // 2]
 
 
-def train_rank(
-    rank: int,
-    settings: TrainSettings,
-    folder: Path,
-    resume: bool = False,
-    stop_file: Path | None = None,
-    hosts: list[str] | None = None,
-) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    size = dist.get_world_size()
-    parts = components.build(settings, torch.device("cpu"))
-    worker: Any = TestWorker(rank, size, stop_file)
-    run = Run(worker, settings, parts, RunDir(folder))
-    return Loop(run, PipelineEngine(run, hosts or ["here"] * size)).train(resume)
-
-
 def final_weights(folder: Path) -> dict[str, Any]:
     return checkpoint.load(checkpoint.list_checkpoints(folder / "checkpoints")[0]).model
 
@@ -74,7 +53,7 @@ def final_weights(folder: Path) -> dict[str, Any]:
 def test_a_pipelined_run_gives_the_weights_and_metrics_of_a_plain_one(
     tmp_path: Path, replicas: tuple[int, ...], schedule: Schedule
 ) -> None:
-    result = run_ranks(sum(replicas), train_rank, planned(replicas, schedule), tmp_path / "pipeline")[0]
+    result = run_ranks(sum(replicas), train_rank, planned(replicas, schedule), tmp_path / "pipeline")[0][0]
     plain, weights = train_here(digits_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
     assert result["test"]["accuracy"] == plain["test"]["accuracy"]
@@ -90,12 +69,12 @@ def test_a_run_goes_on_under_another_plan_and_without_one(tmp_path: Path) -> Non
     first = planned((1, 1), Schedule.FLUSH, **early)
     stop = tmp_path / "stop"
     stop.touch()
-    stopped = run_ranks(2, train_rank, first, folder, stop_file=stop)[0]
+    stopped = run_ranks(2, train_rank, first, folder, stop_file=stop)[0][0]
     assert stopped["reason"] == "stopped"
     assert stopped["step"] < 20
     stop.unlink()
     second = planned((2, 1), Schedule.GPIPE, microbatches=5)
-    assert run_ranks(3, train_rank, second, folder, True)[0]["reason"] == "finished"
+    assert run_ranks(3, train_rank, second, folder, True)[0][0]["reason"] == "finished"
     assert largest_difference(final_weights(folder), expected) < 1e-10
     # And back into one process, from where the first plan had stopped.
     for path in checkpoint.list_checkpoints(folder / "checkpoints")[:1]:
@@ -109,7 +88,7 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     tmp_path: Path, schedule: Schedule
 ) -> None:
     settings = planned((2, 1), schedule, checkpoint=CheckpointSettings(every_steps=16))
-    result = run_ranks(3, train_rank, settings, tmp_path / "whole")[0]
+    result = run_ranks(3, train_rank, settings, tmp_path / "whole")[0][0]
     assert result["reason"] == "finished"
     assert result["test"]["accuracy"] > 0.5
     for rank in range(3):
@@ -124,10 +103,10 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     stop.touch()
     # Replicas on two hosts, of the last stage: they sum beside backward, and know how a round ends before.
     apart = planned((1, 2), schedule, checkpoint=CheckpointSettings(every_steps=16))
-    stopped = run_ranks(3, train_rank, apart, tmp_path / "run", stop_file=stop, hosts=["a", "a", "b"])[0]
+    stopped = run_ranks(3, train_rank, apart, tmp_path / "run", stop_file=stop, hosts=["a", "a", "b"])[0][0]
     assert (stopped["reason"], 0 < stopped["step"] < 16) == ("stopped", True)
     stop.unlink()
-    resumed = run_ranks(3, train_rank, settings, tmp_path / "run", True)[0]
+    resumed = run_ranks(3, train_rank, settings, tmp_path / "run", True)[0][0]
     assert (resumed["reason"], resumed["step"]) == ("finished", 20)
 
 
@@ -137,10 +116,10 @@ def test_an_asynchronous_run_whose_workers_hold_several_stages_stops_when_asked_
     settings = placed(Layout(((0,), (1,), (0,))), Schedule.STASH)
     stop = tmp_path / "stop"
     stop.touch()
-    stopped = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
+    stopped = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0][0]
     assert (stopped["reason"], 0 < stopped["step"] < 20) == ("stopped", True)
     stop.unlink()
-    resumed = run_ranks(2, train_rank, settings, tmp_path / "run", True)[0]
+    resumed = run_ranks(2, train_rank, settings, tmp_path / "run", True)[0][0]
     assert (resumed["reason"], resumed["step"]) == ("finished", 20)
     assert resumed["test"]["accuracy"] > 0.5
 
@@ -184,20 +163,20 @@ def test_a_stop_is_heard_however_short_the_stretches_are(tmp_path: Path, schedul
     settings = planned((1, 1), schedule, checkpoint=CheckpointSettings(every_steps=1))
     stop = tmp_path / "stop"
     stop.touch()
-    result = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
+    result = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0][0]
     assert (result["reason"], result["step"]) == ("stopped", 1)
 
 
 def test_workers_of_other_hosts_that_meet_in_an_evaluation_only_end_cleanly(tmp_path: Path) -> None:
     """Resuming a finished run evaluates and ends: no gradient ever comes back."""
     settings = planned((1, 1), Schedule.FLUSH)
-    first = run_ranks(2, train_rank, settings, tmp_path / "run", hosts=["a", "b"])[0]
-    again = run_ranks(2, train_rank, settings, tmp_path / "run", True, hosts=["a", "b"])[0]
+    first = run_ranks(2, train_rank, settings, tmp_path / "run", hosts=["a", "b"])[0][0]
+    again = run_ranks(2, train_rank, settings, tmp_path / "run", True, hosts=["a", "b"])[0][0]
     assert again["test"] == pytest.approx(first["test"])
 
 
 def train_in_own_folder(rank: int, settings: TrainSettings, folder: Path, resume: bool) -> dict[str, Any]:
-    return train_rank(rank, settings, folder / f"host{rank}", resume, hosts=["a", "b"])
+    return train_rank(rank, settings, folder / f"host{rank}", resume, hosts=["a", "b"])[0]
 
 
 def test_a_pipeline_on_hosts_without_a_shared_disk_goes_on_from_the_first_hosts_checkpoint(
@@ -234,7 +213,7 @@ def test_the_last_batch_of_an_epoch_leaves_no_microbatch_of_one_sample_to_batch_
     model = ModelSettings("support.traced_models:NormedRows")
     data = DataSettings("digits", 62)
     settings = planned((1,), Schedule.FLUSH, 31, model=model, data=data, steps=None, epochs=1)
-    result = run_ranks(1, train_rank, settings, tmp_path)[0]
+    result = run_ranks(1, train_rank, settings, tmp_path)[0][0]
     assert (result["reason"], result["step"]) == ("finished", 24)
 
 
@@ -242,7 +221,7 @@ def train_both(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[
     """The results of jobs that stop after some steps and go on from their checkpoints."""
     for name, settings in jobs.items():
         train_rank(rank, replace(settings, steps=5), folder / name)
-    return {name: train_rank(rank, settings, folder / name, resume=True) for name, settings in jobs.items()}
+    return {name: train_rank(rank, own, folder / name, resume=True)[0] for name, own in jobs.items()}
 
 
 def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: Path) -> None:
@@ -250,7 +229,7 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
     model = ModelSettings("plait.workloads.mlp:mlp", {"inputs": 64, "hidden": [32, 32]})
     half = {"precision": "fp16", "model": model, "loss": "support.training:large_loss", "steps": 12}
     # In a process like theirs: what fp16 rounds to may depend on what a process has done before.
-    plain, _ = run_ranks(1, train_plainly, digits_job(**half, accumulate=4), tmp_path / "plain")[0]
+    plain, _ = run_ranks(1, train_rank, digits_job(**half, accumulate=4), tmp_path / "plain")[0]
     jobs = {
         "flush": planned((1, 1), Schedule.FLUSH, **half),
         "gpipe": planned((1, 1), Schedule.GPIPE, **half, clip_norm=1e3),

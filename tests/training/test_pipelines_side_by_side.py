@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from plait.core import run_events
 from plait.core.codec import decode, encode
@@ -26,15 +24,13 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
-from plait.training import checkpoint, components
+from plait.training import checkpoint
 from plait.training.engines.pipeline import check_pipeline
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.replica_layout import columns_of
-from plait.training.worker import make_loop
 from support.averaging import job_store
 from support.plans import planned
-from support.syncs import StoreWorker
-from support.training import digits_job, largest_difference, train_here
+from support.training import digits_job, largest_difference, train_here, train_rank
 from support.world import run_ranks
 
 PLAIN = OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9})
@@ -46,17 +42,9 @@ def side_by_side(sync: str = "partial-reduce", options: dict[str, Any] | None = 
     return replace(planned((2, 2), **values), sync=SyncSettings(sync, options or {}))
 
 
-def train_rank(rank: int, port: int, settings: TrainSettings, folder: Path, hosts: str = "aaaa") -> Any:
-    torch.set_num_threads(1)
-    worker: Any = StoreWorker(rank, dist.get_world_size(), port, None)
-    worker.host = hosts[rank]
-    parts = components.build(settings, torch.device("cpu"))
-    return make_loop(worker, settings, parts, RunDir(folder)).train(resume=False)
-
-
 def train(settings: TrainSettings, folder: Path) -> list[Any]:
     with job_store() as port:
-        return run_ranks(4, train_rank, port, settings, folder)
+        return [result for result, _ in run_ranks(4, train_rank, settings, folder, address=port)]
 
 
 def final_weights(folder: Path) -> dict[str, Any]:
@@ -113,7 +101,7 @@ def lose_a_worker(
 
         PipelineReplica.update = update_or_end  # type: ignore[method-assign]
     try:
-        return train_rank(rank, port, settings, folder, hosts)
+        return train_rank(rank, settings, folder, address=port, hosts=hosts)[0]
     except PeerError as failure:
         return str(failure)
 

@@ -27,8 +27,7 @@ from plait.training import components
 from plait.training.metrics import MetricsLogger
 from support.averaging import job_store
 from support.plans import cut_in_two
-from support.syncs import train_at_own_pace
-from support.training import TestWorker, digits_job, pipeline_rank, saved_weights, train_here, train_rank
+from support.training import PlainWorker, digits_job, saved_weights, train_here, train_rank
 from support.world import run_ranks
 
 JOB = digits_job(steps=6, checkpoint=CheckpointSettings(every_steps=3, keep_last=3))
@@ -131,15 +130,12 @@ def diverge(settings: TrainSettings, folder: Path, kind: str) -> dict[str, Any]:
     if kind == "one":
         train_here(settings, folder)
         return train_here(wild, folder, resume=True)[0]
-    if kind == "two":
+    if kind in ("two", "pipeline"):
         run_ranks(2, train_rank, settings, folder)
         return run_ranks(2, train_rank, wild, folder, True)[0][0]
-    if kind == "pipeline":
-        run_ranks(2, pipeline_rank, settings, folder)
-        return run_ranks(2, pipeline_rank, wild, folder, True)[0]
     for job, resume in ((settings, False), (wild, True)):
         with job_store() as address:
-            found = run_ranks(2, train_at_own_pace, address, job, folder, resume)
+            found = run_ranks(2, train_rank, job, folder, resume, address=address)
     return found[0][0]
 
 
@@ -184,8 +180,8 @@ def test_an_evaluation_is_no_time_of_the_steps_that_an_event_is_yet_to_tell_of(t
     """The steps of a pipeline are told of later, with the moment at which they ended."""
     settings = digits_job(steps=10)
     settings = replace(settings, log_every_steps=None)
-    folder, worker = RunDir(tmp_path), TestWorker()
-    recorder = MetricsLogger(worker, settings, components.build(settings, torch.device("cpu")), folder)  # type: ignore[arg-type]
+    folder, worker = RunDir(tmp_path), PlainWorker()
+    recorder = MetricsLogger(worker, settings, components.build(settings, torch.device("cpu")), folder)
     recorder.start(0, 10)
     began = recorder._mark
     recorder.step(1, 0, torch.tensor(1.0), 0.1, 64, began + 0.5)
