@@ -76,14 +76,14 @@ def test_who_asks_a_worker_that_missed_a_settling_goes_on_when_it_is_back(make: 
     with job_store() as port:
         first, second = linked(port, 2, lambda peers, sources: make(peers, sources, seed=0))
         # The second was stopped while the first settled alone; questions meet another number until it has.
-        first._exchange.pause()
-        first._exchange.resume()
-        questions = first._exchange._questions
-        update_until([first], lambda: first._exchange._questions > questions + 2)
-        assert first._exchange._averages == 0
-        second._exchange.pause()
-        second._exchange.resume()
-        update_until([first, second], lambda: first._exchange._averages > 2)
+        first.thread.pause()
+        first.thread.resume()
+        questions = first.thread.questions
+        update_until([first], lambda: first.thread.questions > questions + 2)
+        assert first.thread.averages == 0
+        second.thread.pause()
+        second.thread.resume()
+        update_until([first, second], lambda: first.thread.averages > 2)
         for gossip in (first, second):
             gossip.close()
 
@@ -95,8 +95,8 @@ def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost
         for lost in gossips[1::2]:
             lost.close()
         left = gossips[::2]
-        before = [gossip._exchange._averages for gossip in left]
-        update_until(left, lambda: all(g._exchange._averages > b + 2 for g, b in zip(left, before)))
+        before = [gossip.thread.averages for gossip in left]
+        update_until(left, lambda: all(g.thread.averages > b + 2 for g, b in zip(left, before)))
         with ThreadPoolExecutor(len(left)) as pool:
             assert list(pool.map(lambda gossip: gossip.settle(), left)) == [(0, 2)] * 2
         for gossip in left:

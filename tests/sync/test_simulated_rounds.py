@@ -47,7 +47,7 @@ def train(
                 story.rounds.append((sync.last, before, weights[0].tolist()))
                 story.times.append(worker.simulation.now)
             members = sync.settle()
-            story.settled.append((members, not sync._meetings._missed, weights[0].tolist()))
+            story.settled.append((members, not sync.full_average.missed, weights[0].tolist()))
         assert worker.mail.refused == 0
         return story
 

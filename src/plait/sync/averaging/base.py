@@ -114,7 +114,7 @@ class FullAverage:
         self._store = peers.store
         self._mail = peers.mail
         self._mean = GroupMean(peers, MEETING_WAYS)
-        self._missed = False
+        self.missed = False
         # Keys of meetings that someone who was stopped may still come to.
         self._stale: list[str] = []
         self.number = 0
@@ -145,7 +145,7 @@ class FullAverage:
             # Someone who averaged for the others is gone: once more, without it.
             for flat, old in zip(flats, before):
                 flat.copy_(old)
-        self._missed = not whole
+        self.missed = not whole
         if whole:
             vector.scatter()
         self.distance = distance(vector.weights, before) if whole else 0.0
@@ -184,7 +184,7 @@ class FullAverage:
         The record is `open` or `closed` and the ranks that came, with a star at those that missed one.
         """
         key = self._key(attempt)
-        me = f"{self._mail.rank}{'*' if self._missed else ''}"
+        me = f"{self._mail.rank}{'*' if self.missed else ''}"
         text = self._store.compare_set(key, "", f"open {me}").decode()
         while text.startswith("open") and me not in text.split():
             text = self._store.compare_set(key, text, f"{text} {me}").decode()
@@ -248,16 +248,16 @@ class PeerAveraging:
         self._vector = FlatBuffer(*sources)
         self._at_settle = at_settle
         self._whole = FlatBuffer(*sources[:2], *at_settle)
-        self._meetings = FullAverage(peers)
+        self.full_average = FullAverage(peers)
 
     def settle(self) -> tuple[int, ...]:
         """The mean over all living workers, whom it returns."""
         for source in self._at_settle:
             source.prepare()
-        members = self._meetings.meet(self._whole)
+        members = self.full_average.meet(self._whole)
         for source in self._at_settle:
             source.finish()
-        self.tally.distances.append(self._meetings.distance)
+        self.tally.distances.append(self.full_average.distance)
         return members
 
     def living(self) -> tuple[int, ...]:

@@ -33,28 +33,26 @@ class Gossip(PeerAveraging):
     ) -> None:
         super().__init__(peers, sources, at_settle)
         self._averages = 0
-        self._exchange = GossipThread(
-            peers.mail, peers.presence, self._vector, choose, mutual=mutual, seed=seed
-        )
+        self.thread = GossipThread(peers.mail, peers.presence, self._vector, choose, mutual=mutual, seed=seed)
 
     def after_update(self) -> None:
         """Make the update known, and take what was averaged since the one before."""
         with self.tally.waiting():
-            averages = self._exchange.update()
+            averages = self.thread.update()
         self.tally.groups += averages - self._averages
         self.tally.members += 2 * (averages - self._averages)
         self._averages = averages
         self.tally.bytes_sent = self._mail.bytes_sent
 
     def settle(self) -> tuple[int, ...]:
-        self._exchange.pause()
+        self.thread.pause()
         members = super().settle()
-        self._exchange.resume()
+        self.thread.resume()
         return members
 
     def close(self) -> None:
-        self._exchange.pause()
-        self._exchange.close()
+        self.thread.pause()
+        self.thread.close()
         super().close()
 
 

@@ -53,11 +53,11 @@ class GossipThread:
         self._truth = [flat.clone() for flat in vector.gather()]
         self._base = [flat.clone() for flat in self._truth]
         self._settled = 0
-        self._questions = 0
+        self.questions = 0
         self._wishes = 0
         self._asked: _Question | None = None
         self._answers = Inbox(mail, Tag.GOSSIP_ANSWER)
-        self._averages = 0
+        self.averages = 0
         self._run = threading.Event()
         self._parked = threading.Event()
         self._ended = False
@@ -80,7 +80,7 @@ class GossipThread:
                 flat.copy_(truth)
                 base.copy_(truth)
             self._wishes = min(self._wishes + 1, 2)
-            averages = self._averages
+            averages = self.averages
         self._vector.scatter()
         return averages
 
@@ -140,7 +140,7 @@ class GossipThread:
                 for truth, theirs in zip(self._truth, message.content.tensors):
                     assert theirs is not None
                     truth.lerp_(theirs, 0.5)
-                self._averages += 1
+                self.averages += 1
 
     def _ask(self) -> None:
         if self._asked is not None:
@@ -159,8 +159,8 @@ class GossipThread:
         with self._lock:
             self._wishes -= 1
             sent = [truth.clone() for truth in self._truth] if self._mutual else []
-        self._questions += 1
-        number = (self._settled << COUNT_BITS) + self._questions
+        self.questions += 1
+        number = (self._settled << COUNT_BITS) + self.questions
         if self._mail.send(peer, Tag.GOSSIP_ASK, number, sent):
             self._asked = _Question(peer, number, sent)
             self._mail.flush(0.1)
@@ -180,7 +180,7 @@ class GossipThread:
                     assert theirs is not None
                     truth = self._truth[i]
                     truth.add_(theirs - (sent[i] if self._mutual else truth), alpha=0.5)
-                self._averages += 1
+                self.averages += 1
         self._asked = None
         message.release()
 

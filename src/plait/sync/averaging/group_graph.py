@@ -100,11 +100,6 @@ def asked_by(rank: int, living: Collection[int], graph: str) -> tuple[int, ...]:
     return bipartite_neighbours(rank, living, graph) if is_asker else ()
 
 
-def spans(length: int, owners: int) -> list[tuple[int, int]]:
-    """`length` elements cut into `owners` consecutive spans whose sizes differ by one at most."""
-    return [(length * i // owners, length * (i + 1) // owners) for i in range(owners)]
-
-
 def owners_for(byte_count: int, members: int, least_bytes: int) -> int:
     """How many members share the averaging: each takes `least_bytes` at least, for each costs messages."""
     return max(1, min(members, byte_count // max(least_bytes, 1)))

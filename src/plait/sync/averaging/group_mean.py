@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from plait.comm.links.packing import Message
+from plait.core.splits import split
 from plait.sync.averaging.flat_buffer import put_mean
-from plait.sync.averaging.group_graph import owners_for, spans
+from plait.sync.averaging.group_graph import owners_for
 from plait.sync.averaging.peers import Inbox, Peers
 
 LEAST_BYTES = 1 << 18
@@ -62,8 +63,8 @@ class GroupMean:
         # The work moves on from round to round, so that no member is always the one that averages.
         first = number % len(members)
         owners = [members[(first + i) % len(members)] for i in range(count)]
-        cuts = [spans(f.numel(), count) for f in flats]
-        pieces = [[f[c[i][0] : c[i][1]] for f, c in zip(flats, cuts)] for i in range(count)]
+        cuts = [split(f.numel(), count) for f in flats]
+        pieces = [[f[c[i].start : c[i].stop] for f, c in zip(flats, cuts)] for i in range(count)]
         for owner, piece in zip(owners, pieces):
             if owner != rank:
                 self._mail.send(owner, self._ways.up, number, [] if rank in behind else piece)

@@ -53,7 +53,7 @@ class PartialReduce(PeerAveraging):
             weights = self._vector.weights
             small = sum(w.numel() * w.element_size() for w in weights) < SMALL_BYTES
             # The first to come averages few bytes for all; many are shared out once the group is known.
-            round_ = self._rounds.take_part(flats if small else (), self._step_s, self._meetings.has_begun)
+            round_ = self._rounds.take_part(flats if small else (), self._step_s, self.full_average.has_begun)
             if not small and len(round_.members) > 1:
                 self._mean.average(round_.number, round_.members, flats, round_.behind)
             if len(round_.members) > 1:
