@@ -84,7 +84,7 @@ class SimulatedWorker:
     rank: int
     skew_s: float = 0.0
     store: Any = None
-    mail: Any = None
+    mailbox: Any = None
     presence: Any = None
     wakes: float = 0.0
     waits_for_mail: bool = False
@@ -141,7 +141,7 @@ class Simulation:
         self.workers = [SimulatedWorker(self, rank, skew) for rank, skew in zip(range(size), skews)]
         for worker in self.workers:
             worker.store = _Store(self, worker)
-            worker.mail = SimulatedMail(self, worker)
+            worker.mailbox = SimulatedMail(self, worker)
             worker.presence = SimulatedPresence(self, worker)
 
     def run(self, body: Callable[[SimulatedWorker], Any]) -> list[Any]:
@@ -226,7 +226,7 @@ class Simulation:
     def _next_mail(self, worker: SimulatedWorker) -> float:
         queues = [self.packets[other.rank, worker.rank] for other in self.workers]
         news = [queue[0].arrives for queue in queues if queue]
-        if any(self.is_dead(peer) and not worker.mail.is_gone(peer) for peer in worker.mail.peers()):
+        if any(self.is_dead(peer) and not worker.mailbox.is_gone(peer) for peer in worker.mailbox.peers()):
             news.append(self.now)
         return min(news, default=float("inf"))
 
@@ -326,7 +326,7 @@ class SimulatedMail:
                 self._gone.add(peer)
 
     def _message(self, peer: int, packet: _Packet) -> Message:
-        sender = self._simulation.workers[peer].mail
+        sender = self._simulation.workers[peer].mailbox
 
         def release() -> None:
             sender._under_way[self.rank, packet.channel] -= 1

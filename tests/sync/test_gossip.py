@@ -21,29 +21,29 @@ from support.world import run_ranks
 def die_or_gossip(rank: int, port: int, size: int, sync: str, victim: int) -> dict[str, Any]:
     """Drift apart and average; the victim is killed while its thread goes on answering and asking."""
     # With so long a lease, whoever waits for the victim's to run out waits too long.
-    store, mail, presence = enter(rank, size, port, lease_s=30.0)
+    store, mailbox, presence = enter(rank, size, port, lease_s=30.0)
     weights = [torch.full((1000,), float(rank))]
     make = ad_psgd if sync == "ad-psgd" else pair_averaging
-    gossip = make(Peers(store, "t", mail, presence), [lambda: weights], seed=0)
+    gossip = make(Peers(store, "t", mailbox, presence), [lambda: weights], seed=0)
 
     def average(stage: str, others: Sequence[int]) -> None:
         """Update until all of `others` have had three averages more."""
-        wanted = gossip.tally.groups + 3
+        wanted = gossip.stats.groups + 3
         while not store.check([f"{stage}/{other}" for other in others]):
             time.sleep(0.01)
             weights[0].add_(0.01 * rank)
             gossip.after_update()
-            if gossip.tally.groups >= wanted:
+            if gossip.stats.groups >= wanted:
                 store.set(f"{stage}/{rank}", "")
 
     average("all", range(size))
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    while not mail.is_gone(victim):
+    while not mailbox.is_gone(victim):
         gossip.after_update()
         time.sleep(0.01)
     average("rest", [other for other in range(size) if other != victim])
-    members = gossip.settle()
+    members = gossip.synchronize()
     value = float(weights[0][0])
     gossip.close()
     return {"members": members, "value": value}
@@ -53,9 +53,9 @@ def linked(port: int, size: int, make: Callable[[Peers, list[Any]], Gossip]) -> 
     """Workers that gossip, all in this process; each starts from its own number."""
 
     def one(rank: int) -> Gossip:
-        store, mail, presence = enter(rank, size, port, lease_s=5.0)
+        store, mailbox, presence = enter(rank, size, port, lease_s=5.0)
         weights = [torch.full((4,), float(rank))]
-        return make(Peers(store, "t", mail, presence), [lambda: weights])
+        return make(Peers(store, "t", mailbox, presence), [lambda: weights])
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
@@ -98,7 +98,7 @@ def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost
         before = [gossip.thread.averages for gossip in left]
         update_until(left, lambda: all(g.thread.averages > b + 2 for g, b in zip(left, before)))
         with ThreadPoolExecutor(len(left)) as pool:
-            assert list(pool.map(lambda gossip: gossip.settle(), left)) == [(0, 2)] * 2
+            assert list(pool.map(lambda gossip: gossip.synchronize(), left)) == [(0, 2)] * 2
         for gossip in left:
             gossip.close()
 

@@ -28,7 +28,7 @@ def take_steps(
         time.sleep(step_s[rank])
         sync.after_update()
         groups.append(sync.last.members)
-    members = sync.settle()
+    members = sync.synchronize()
     same = weights[0].tolist()
     sync.close()
     return {
@@ -36,7 +36,7 @@ def take_steps(
         "members": members,
         "value": same[0],
         "spread": max(same) - min(same),
-        "waited_s": sync.tally.waited_s,
+        "waited_s": sync.stats.waited_s,
     }
 
 
@@ -85,7 +85,7 @@ def die_or_train(
         time.sleep(0.02)
         sync.after_update()
         groups.append(sync.last.members)
-    members = sync.settle()
+    members = sync.synchronize()
     value = float(weights[0][0])
     sync.close()
     return {"members": members, "value": value, "groups": groups}
@@ -136,7 +136,7 @@ def stop_at_sends(rank: int, port: int, size: int, stops: list[tuple[int, int, i
         time.sleep(0.01 if rank == 0 else 0.03)
         sync.after_update()
         steps += 1
-    members = sync.settle()
+    members = sync.synchronize()
     sync.close()
     return {"members": members, "value": float(weights[0][0]), "not stopped": waiting}
 
@@ -158,7 +158,7 @@ def step_in_two_speeds(rank: int, port: int, size: int, every: int) -> None:
     while time.monotonic() < end:
         time.sleep(0.1)
         sync.after_update()
-    sync.settle()
+    sync.synchronize()
     sync.close()
 
 

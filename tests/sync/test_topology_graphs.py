@@ -17,7 +17,7 @@ from plait.schema.topology import (
     make_topology,
 )
 from plait.schema.topology_spec import TopologySpec, check_wish, find_topology, read_wish
-from plait.sync.allreduce.autotune import settle
+from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.chunking import cut_buffer
 from plait.sync.allreduce.reducer import whole_world
 from support.meeting import rendezvous_of
@@ -261,5 +261,5 @@ def test_pieces_cover_a_buffer_once_and_even_out_the_routes(count: int, item: in
 )
 def test_by_default_cpu_workers_of_one_host_sum_in_a_tree_and_others_the_backends_way(hosts, device, name):
     members = whole_world(rendezvous_of(0, hosts, dist.HashStore()))
-    topology, chosen = settle(TopologySpec(), members, 1, torch.device(device))
+    topology, chosen = resolve_topology(TopologySpec(), members, 1, torch.device(device))
     assert (topology and topology.name, chosen) == (name, None)

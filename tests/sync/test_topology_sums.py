@@ -163,7 +163,7 @@ def switch_apart(rank: int) -> str:
 
 def test_workers_that_switch_to_different_topologies_are_told():
     for words in run_ranks(2, switch_apart):
-        assert "the workers were told star, ring" in words
+        assert "the workers were asked for star, ring" in words
 
 
 def transfer_beside_other_work(rank: int) -> bool:

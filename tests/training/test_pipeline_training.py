@@ -247,13 +247,13 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
 
 def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple[int, int, float]]]:
     """Version, step and factor of each update of a stage's replicas in a stretch that ends early."""
-    arrangement = check_pipeline(settings, 3)
+    pipeline_layout = check_pipeline(settings, 3)
     pieces = [Microbatch(step, place, 0, (0, 1)) for step in range(12) for place in range(3)]
     found = []
-    for rank in arrangement.holders(stage):
+    for rank in pipeline_layout.holders(stage):
         steps: list[int] = []
         work = MicrobatchSource(
-            arrangement,
+            pipeline_layout,
             rank,
             pieces,
             seed=0,
@@ -261,7 +261,7 @@ def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple
             set_lr=steps.append,
             stop_before=lambda step: step >= stop_at,
         )
-        updates = [op for op in stream(arrangement, rank, work) if isinstance(op, Update)]
+        updates = [op for op in stream(pipeline_layout, rank, work) if isinstance(op, Update)]
         factors = [work.factor(update) for update in updates]
         for update in updates:
             work.set_rate(update)
@@ -282,9 +282,9 @@ def test_workers_that_hold_several_stages_agree_on_a_stretch_that_ends_early(
     stages: tuple[tuple[int, ...], ...], schedule: Schedule
 ) -> None:
     layout = Layout(stages)
-    arrangement = check_pipeline(placed(layout, schedule, microbatches=3), len(layout.workers))
+    pipeline_layout = check_pipeline(placed(layout, schedule, microbatches=3), len(layout.workers))
     pieces = [Microbatch(step, place, 0, (0, 1)) for step in range(12) for place in range(3)]
-    ends = replace(arrangement, microbatches=1)
+    ends = replace(pipeline_layout, microbatches=1)
     expected = operations(schedule, ends.layout, 15)
     for rank in layout.workers:
         work = MicrobatchSource(

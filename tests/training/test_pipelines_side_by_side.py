@@ -27,7 +27,7 @@ from plait.schema.settings import (
 from plait.training import checkpoint
 from plait.training.engines.pipeline import check_pipeline
 from plait.training.engines.pipeline_replica import PipelineReplica
-from plait.training.engines.replica_layout import columns_of
+from plait.training.engines.replica_layout import replica_layouts
 from support.averaging import job_store
 from support.plans import planned
 from support.training import digits_job, largest_difference, train_here, train_rank
@@ -94,10 +94,10 @@ def lose_a_worker(
     if rank == victim:
         update, count = PipelineReplica.update, iter(range(5))
 
-        def update_or_end(column: PipelineReplica, *given: Any) -> float:
+        def update_or_end(replica: PipelineReplica, *given: Any) -> float:
             if next(count) == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return update(column, *given)
+            return update(replica, *given)
 
         PipelineReplica.update = update_or_end  # type: ignore[method-assign]
     try:
@@ -143,6 +143,6 @@ def test_the_workers_of_a_plan_with_pipelines_are_its_columns():
     plan = replace(decode(Plan, settings.pipeline.plan, "plan"), pipelines=2)
     dealt = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
     for each in (settings, dealt):
-        columns = columns_of(check_pipeline(each, 8))
-        assert [column.workers for column in columns] == [(0, 4), (1, 5), (2, 6), (3, 7)]
-        assert {column.microbatches for column in columns} == {2}
+        replicas = replica_layouts(check_pipeline(each, 8))
+        assert [replica.workers for replica in replicas] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+        assert {replica.microbatches for replica in replicas} == {2}

@@ -27,8 +27,8 @@ from plait.comm.rendezvous import Rendezvous, sharing_memory
 from plait.core.codec import decode, encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 
-FarLink = RemoteLink | NcclLink
-Link = SharedLink | FarLink
+CrossHostLink = RemoteLink | NcclLink
+Link = SharedLink | CrossHostLink
 
 
 class Channels:
@@ -57,7 +57,7 @@ class Channels:
         """Start a message on its way; `what` it is, in words, for errors. The tensors may change at once."""
         link = self._links[peer]
         end = time.monotonic() + self._deadline_s
-        if isinstance(link, FarLink):
+        if isinstance(link, CrossHostLink):
             try:
                 link.send(channel, number, tensors, note, self._deadline_s)
             except torch.OutOfMemoryError:
@@ -73,7 +73,7 @@ class Channels:
         """Message `number` of the channel; `what` it is, in words, for errors."""
         link = self._links[peer]
         end = time.monotonic() + self._deadline_s
-        if isinstance(link, FarLink):
+        if isinstance(link, CrossHostLink):
             try:
                 message = link.receive(channel, self._deadline_s)
             except torch.OutOfMemoryError:
@@ -92,7 +92,7 @@ class Channels:
     def expect(self, peer: int, channel: int) -> None:
         """Post a receive ahead, where the transport has use for it."""
         link = self._links[peer]
-        if isinstance(link, FarLink):
+        if isinstance(link, CrossHostLink):
             link.expect(channel)
 
     @property
@@ -106,7 +106,7 @@ class Channels:
             if isinstance(link, SharedLink):
                 link.close()
         for peer, link in self._links.items():
-            if isinstance(link, FarLink):
+            if isinstance(link, CrossHostLink):
                 end = time.monotonic() + self._deadline_s
                 try:
                     link.close(self._deadline_s)
@@ -122,7 +122,7 @@ class Channels:
         return message
 
     def _wait(self, peer: int, end: float, what: str) -> None:
-        """Wait for a word from any peer; a peer that died is named even where another is waited for."""
+        """Wait for a notice from any peer; a peer that died is named even where another is waited for."""
         gone = [p for p, link in self._links.items() if isinstance(link, SharedLink) and link.lost]
         link = self._links[peer]
         assert isinstance(link, SharedLink)
@@ -168,7 +168,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class _Reach:
-    """What a worker with a GPU tells the others: who it can reach by NCCL, and the GPUs it can read."""
+    """What a worker with a GPU sends to the others: whom it can reach by NCCL, and the GPUs it can read."""
 
     by_nccl: NcclPeers
     readable: tuple[str, ...]
@@ -193,8 +193,8 @@ def connect(
     local = meet_near(rendezvous, "channels", peers)
     gpu = device if device is not None and device.type == "cuda" else None
     own = _Reach(NcclPeers.of(gpu, peers), reachable_from(gpu)) if gpu else None
-    told = all_gather_values(encode(own))
-    reach = [decode(_Reach, each) if each is not None else None for each in told]
+    gathered = all_gather_values(encode(own))
+    reach = [decode(_Reach, each) if each is not None else None for each in gathered]
     links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in local}
     by_nccl = {each: known.by_nccl for each, known in enumerate(reach) if known is not None}
     links |= make_nccl_links(rank, hosts, by_nccl, window, deadline_s, gpu)

@@ -70,7 +70,7 @@ def gather_in_turn(
 ) -> tuple[dict[str, tuple[str, list[int]]], Iterator[tuple[str, Tensor]]]:
     """On rank `target` the types and shapes of all ranks' named tensors, and the tensors one after the other.
 
-    Whoever takes them must take all. Elsewhere nothing, once all are sent. Names are given by one rank each.
+    The caller must take all of them. Elsewhere nothing, once all are sent. Names are given by one rank each.
     """
     specs = all_gather_values(_specs(tensors), group)
     if dist.get_rank() != target:

@@ -1,7 +1,7 @@
-"""Mail between workers that may end at any time: nothing waits for a peer that is gone.
+"""Messages between workers that may end at any time: nothing waits for a peer that is gone.
 
-Where `Channels` fail as a whole when a peer dies, mail goes on among the rest: a peer that is gone takes no
-more messages and sends none. Workers of one host use shared memory, others a TCP connection each.
+Where `Channels` fail as a whole when a peer dies, a mailbox goes on with the rest: a peer that is gone takes
+no more messages and sends none. Workers of one host use shared memory, others a TCP connection each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WINDOW = 8
 
 
 class Mailbox:
-    """This worker's mail with its peers; one thread at a time uses it.
+    """This worker's messages to and from its peers; one thread at a time uses it.
 
     A channel is a number that both ends use for one stream of messages. Before each message `on_send` is
     called with its peer and channel: whatever is to happen to a worker that sends it can happen there.
@@ -41,7 +41,7 @@ class Mailbox:
     ) -> bool:
         """Start a message on its way, without waiting; False where the peer is gone or takes none.
 
-        A peer that has not taken `WINDOW` earlier messages of the channel is stopped or far behind.
+        A peer that has not taken `WINDOW` earlier messages of the channel is stopped or much behind.
         """
         link = self._links[peer]
         if self.is_gone(peer):
@@ -69,7 +69,7 @@ class Mailbox:
         return link.lost or link.ended
 
     def wait(self, seconds: float) -> None:
-        """Return when some peer has told something, or is gone, or after `seconds`; have all of it read."""
+        """Read all that has come; returns once a peer has sent something or is gone, or after `seconds`."""
         poll = select.poll()
         open_links = {link.fileno(): link for link in self._links.values() if not (link.lost or link.ended)}
         for descriptor, link in open_links.items():
@@ -96,14 +96,14 @@ class Mailbox:
             link.close()
 
 
-def open_mail(
+def open_mailbox(
     rendezvous: Rendezvous,
     name: str,
     own: int | None = None,
     hosts: Sequence[str] | None = None,
     on_send: OnSend | None = None,
 ) -> Mailbox:
-    """Mail with all other ranks; all of them call it with the same `name`.
+    """A mailbox linked with all other ranks; all of them call it with the same `name`.
 
     Where members have other numbers than their ranks, `own` is this worker's and `hosts` names the host of
     each. `on_send` is called before each message.

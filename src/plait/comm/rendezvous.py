@@ -119,7 +119,7 @@ class _Meeting:
         return f"{self._where}/{listener}"
 
     def _key(self, listener: int, near: bool) -> str:
-        return f"{self._where}/{listener}/{'near' if near else 'far'}"
+        return f"{self._where}/{listener}/{'local' if near else 'remote'}"
 
     def _connect(self, peer: int) -> socket.socket:
         key = self._key(peer, peer in self._near)

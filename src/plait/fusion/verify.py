@@ -148,7 +148,7 @@ def verify_fused(rehearsal: Rehearsal, unfused: Mapping[str, str] | None = None)
     start = time.perf_counter()
     check = _Check(rehearsal, dict(unfused or {}))
     try:
-        refused = check.settle()
+        refused = check.resolve()
     except (_NotRepeatable, _NoCopy) as failure:
         refused = str(failure)
     except torch.OutOfMemoryError:
@@ -180,7 +180,7 @@ class _Check:
         # The modules that the fused form calls, by name: in stages some of the plain model's are opened.
         self._called: dict[str, nn.Module] = {}
 
-    def settle(self) -> str | None:
+    def resolve(self) -> str | None:
         """Run modules trial by trial until all agree; or why they do not."""
         for attempt in range(_ATTEMPTS + 2):
             problem = self._problem()

@@ -142,13 +142,15 @@ def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
     """`settings` with the job's plan, under a schedule that drains between two steps."""
     from plait.measure.auto_plan import PlanRequest, planned
 
-    wish = job.parallel
-    depths, recompute = wish.depths, tuple(wish.recompute)
-    is_made = wish.plan in ("auto", "model-parallel")
-    schedule = wish.schedule or ("flush" if is_made else None)
-    asked = PlanRequest(wish.plan, schedule, wish.microbatches, wish.vertical_sync, depths, recompute)
+    parallel = job.parallel
+    depths, recompute = parallel.depths, tuple(parallel.recompute)
+    is_made = parallel.plan in ("auto", "model-parallel")
+    schedule = parallel.schedule or ("flush" if is_made else None)
+    asked = PlanRequest(
+        parallel.plan, schedule, parallel.microbatches, parallel.vertical_sync, depths, recompute
+    )
     made, plan = planned(settings, job.placement(), asked)
-    if wish.plan == "model-parallel":
+    if parallel.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
         plan = replace(plan, schedule=Schedule(schedule), depths=())
     assert made.pipeline is not None

@@ -1,4 +1,4 @@
-"""One worker process: who it is, how it is told to stop, and what it reports when it fails."""
+"""One worker process: its place in the job, requests to stop, and its report when it fails."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Worker(Protocol):
         """Have this worker ask to end the job cleanly, as a request from outside does."""
 
     def report(self, progress: dict[str, Any]) -> None:
-        """Tell the supervisor how far the job is; one worker calls it a few times a second at most."""
+        """Send the job's progress to the supervisor; one worker calls it a few times a second at most."""
 
     def tolerate_losses(self) -> None:
         """From now on the end of a worker need not be the job's: the rest goes on without it.
@@ -216,7 +216,7 @@ class AgentLink:
 
 
 def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Have the order's check look at its settings; the agent hears what is wrong with them, if anything."""
+    """Run the order's check on its settings; sends the agent what is wrong with them, if anything."""
     message = None
     try:
         resolve(argument["check"], "check")(argument["settings"])

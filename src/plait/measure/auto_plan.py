@@ -145,8 +145,8 @@ def describe_updates(plan: Plan, settings: TrainSettings) -> str:
     if plan.schedule.synchronous:
         return ""
     batch, pieces = settings.data.batch_size, plan.microbatches
-    arrangement = arrange(plan)
-    counts = [microbatches_per_update(arrangement, s) * plan.pipelines for s in range(len(plan.stages))]
+    pipeline_layout = arrange(plan)
+    counts = [microbatches_per_update(pipeline_layout, s) * plan.pipelines for s in range(len(plan.stages))]
     if set(counts) == {pieces}:
         return f"schedule {plan.schedule.value}: an update takes the batch of {batch} samples"
     if plan.schedule is Schedule.STASH:

@@ -175,7 +175,7 @@ def _update_times(
             optimizer.zero_grad(set_to_none=True)
             _settle(parameters[0])
             times.append(time.perf_counter() - started)
-    versions.settle()
+    versions.restore_masters()
     # The first makes the optimizer's state, the second the last buffer.
     return UpdateTimes(statistics.median(samples[False][2:]), statistics.median(samples[True][2:]))
 

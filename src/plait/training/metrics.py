@@ -148,8 +148,8 @@ class MetricsLogger:
             self._warned_of_loss = True
             self.warn(f"the loss is {mean} at step {step}; try a smaller learning rate, or clip_norm")
         # A step whose gradients overflow fp16 is left out by the loss scale, and the next ones are fine.
-        patience = 1 if self._settings.precision == "fp16" else 0
-        if self._settings.stop_on_nan and self._bad_reads > patience and self.diverged_at is None:
+        overflows_allowed = 1 if self._settings.precision == "fp16" else 0
+        if self._settings.stop_on_nan and self._bad_reads > overflows_allowed and self.diverged_at is None:
             self.diverged_at = step
             self._worker.ask_to_stop()
 

@@ -70,7 +70,7 @@ class PacketSocket:
             except BlockingIOError:
                 return
             except OSError:
-                # The peer is gone; whoever waits for it next reads the end of the connection and says so.
+                # The peer is gone; the next wait for it reads the end of the connection and reports it.
                 pass
             self._unsent.popleft()
             if descriptor is not None:

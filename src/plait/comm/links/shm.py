@@ -1,6 +1,6 @@
 """Shared memory between two workers of one host: tensors cross with one copy, the sender's.
 
-A socket between the two tells which buffer holds the next message and which is free again. A sender that
+Notices through a socket say which buffer holds the next message and which is free again. A sender that
 finds no free buffer makes one, up to the window. Sizes are rounded, so that messages of many sizes share
 buffers. No call waits. Tensors of a GPU whose memory the peer can read stay there: the buffer's file then
 holds the message's description and, behind it, the handle of that memory.
@@ -71,7 +71,7 @@ class SharedLink:
         return sum(buffer.size for buffer in self._theirs.values() if buffer.gpu is not None)
 
     def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
-        """Copy a message into a free buffer and tell the peer; never waits."""
+        """Copy a message into a free buffer and notify the peer; never waits."""
         self.take_notices()
         packing = packing_of(tensors, note)
         on_gpu = self._gpu is not None and any(t is not None and t.is_cuda for t in tensors)
@@ -101,14 +101,14 @@ class SharedLink:
         return Message(buffer.read(), release)
 
     def give_back(self, wait: bool = False) -> None:
-        """Tell the peer of GPU memory that nobody reads any more; with `wait`, once nobody does."""
+        """Return GPU memory that nobody reads any more to the peer; with `wait`, once nobody does."""
         while self._leaving and (wait or self._leaving[0][0].query()):
             read, number = self._leaving.popleft()
             read.synchronize()
             self._socket.send(_NOTICE.pack(_FREE, 0, number, 0))
 
     def take_notices(self) -> None:
-        """Read what the peer has told, without waiting."""
+        """Read the notices that the peer has sent, without waiting."""
         self.give_back()
         self._socket.send_unsent()
         while not self.ended and (received := self._socket.receive(with_file=True)) is not None:
@@ -129,7 +129,7 @@ class SharedLink:
             self.ended = True
 
     def close(self) -> None:
-        """Tell the peer that this end was closed on purpose."""
+        """Close this end; the peer is notified that it was on purpose."""
         self.give_back(wait=True)
         self._socket.send(_NOTICE.pack(_END, 0, 0, 0))
         self._socket.close()
@@ -186,7 +186,7 @@ def _rounded(size: int) -> int:
 
 
 def wait_for_notices(links: Sequence[SharedLink], seconds: float) -> None:
-    """Return when some peer has told something, and have it read; or after `seconds`."""
+    """Return once some peer has sent a notice, which is read, or after `seconds`."""
     poll = select.poll()
     by_descriptor = {link.fileno(): link for link in links if not link.ended and not link.lost}
     for descriptor, link in by_descriptor.items():

@@ -1,7 +1,7 @@
-"""Regions: memory of a worker that the others of its host read in place, and words about what is in it.
+"""Regions: memory of a worker that the others of its host read in place, and notices about what is in it.
 
-Nothing is copied on the way: a word says that something is ready, and the reader looks at it where it lies.
-Whoever tells keeps the memory as it is until it hears that it has been read.
+Nothing is copied on the way: a notice says that something is ready, and the reader reads it in place. The
+writer leaves that memory unchanged until it receives the notice that it has been read.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class LocalPeer:
 
     @property
     def full(self) -> bool:
-        """Whether words wait until the peer has read earlier ones."""
+        """Whether notices wait until the peer has read earlier ones."""
         return self._socket.has_unsent
 
     def show(self, region: SharedBuffer) -> None:
-        """Let the peer see `region`; the first thing it is told."""
+        """Share `region` with the peer; the first notice it gets."""
         assert region.descriptor is not None
         self._socket.send(_WORD.pack(_SHOWN, 0, region.size), os.dup(region.descriptor))
 
     def see(self, seconds: float) -> None:
-        """Wait for the peer's region, the first thing it tells; raises OSError where it tells none."""
+        """Wait for the peer's region, its first notice; raises OSError where none comes."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
         if not poll.poll(max(0.001, seconds) * 1e3):
@@ -83,16 +83,16 @@ class LocalPeer:
         self.region = map_file(descriptor, size)
         os.close(descriptor)
 
-    def tell(self, topic: int, number: int) -> None:
-        """Send a word: two numbers whose meaning both know."""
+    def notify(self, topic: int, number: int) -> None:
+        """Send a notice: two numbers whose meaning both know."""
         self._socket.send(_WORD.pack(_TOLD, topic, number))
 
     def send_rest(self) -> None:
-        """Send what could not be sent before, as far as there is room."""
+        """Send what could not be sent before, while there is room."""
         self._socket.send_unsent()
 
-    def hear(self) -> Iterator[tuple[int, int]]:
-        """The words that have come."""
+    def notices(self) -> Iterator[tuple[int, int]]:
+        """The notices that have come."""
         while not self.ended and (received := self._socket.receive()) is not None:
             kind, topic, number = _WORD.unpack(received[0])
             if kind == _TOLD:
@@ -101,7 +101,7 @@ class LocalPeer:
                 self.ended = True
 
     def close(self, on_purpose: bool = True) -> None:
-        """End the connection; the peer is told where that is on purpose, and else waits for what it needs."""
+        """End the connection; on purpose, the peer is notified, and else it waits for what it needs."""
         if not on_purpose:
             return
         self._socket.send(_WORD.pack(_END, 0, 0))
@@ -109,7 +109,7 @@ class LocalPeer:
 
 
 class Poller:
-    """Waits for words of near peers, and for a call from another thread of this process."""
+    """Waits for notices of local peers, and for a call from another thread of this process."""
 
     def __init__(self, peers: Mapping[int, LocalPeer]) -> None:
         self._peers = {peer.fileno(): (name, peer) for name, peer in peers.items()}
@@ -128,7 +128,7 @@ class Poller:
             self._caller.send(b"!")
 
     def wait(self, seconds: float | None) -> list[int]:
-        """The peers that have something to say, once there are any; none after a call or `seconds`."""
+        """The peers that have sent something, once there are any; none after a call or `seconds`."""
         self._watch_full()
         found = []
         for descriptor, _ in self._poll.poll(None if seconds is None else max(0.0, seconds) * 1e3):
@@ -152,7 +152,7 @@ class Poller:
         self._caller.close()
 
     def _watch_full(self) -> None:
-        """Where words wait for room, wake up when there is some."""
+        """Poll for writability while there is unsent data."""
         full = {descriptor for descriptor, (_, peer) in self._peers.items() if peer.full}
         for descriptor in (full ^ self._full) & self._peers.keys():
             self._poll.modify(descriptor, select.POLLIN | (select.POLLOUT if descriptor in full else 0))

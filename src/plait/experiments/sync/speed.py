@@ -177,7 +177,7 @@ def _with_averaging(
         return slept
 
     def finish() -> None:
-        averaging.settle()
+        averaging.synchronize()
         dist.barrier()
         averaging.close()
 

@@ -10,7 +10,7 @@ from plait.core.splits import split
 # Long enough that a piece costs more than telling of it.
 MOST_BYTES = 1 << 20
 # Between hosts, links stand idle while the first piece comes and the last one goes: shorter ones.
-MOST_FAR_BYTES = 256 << 10
+MOST_REMOTE_BYTES = 256 << 10
 # A piece this small costs no more than half of one.
 LEAST_BYTES = 16 << 10
 

@@ -53,7 +53,7 @@ def cut_off(
     """The parts of `members` that have to send someone into `group` so that all stay connected.
 
     Empty where the groups of the last `every` rounds, this one included, already connect all, and where
-    there have not been so many rounds yet.
+    there have been fewer rounds.
     """
     groups = [*past, tuple(group)]
     if sum(map(len, groups)) < every * len(members):

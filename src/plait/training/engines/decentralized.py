@@ -115,7 +115,7 @@ class WholeModel:
             self._options,
             run.settings.seed,
             step=run.step,
-            at_settle=rest,
+            when_synchronized=rest,
         )
         if self._sync_state:
             self.averaging.load_state(self._by_weight(self._sync_state))
@@ -134,7 +134,7 @@ class WholeModel:
         return loss
 
     def synchronize(self) -> tuple[int, ...]:
-        return self.averaging.settle()
+        return self.averaging.synchronize()
 
     def sums_over(self, share: int, shares: int) -> torch.Tensor:
         return sums_over_share(self._run.parts, self._run.settings, share, shares)
@@ -363,12 +363,12 @@ class DecentralizedEngine:
             )
             for worker in lost:
                 run.note(run_events.WorkerLost(worker, step))
-        distance = averaging.tally.distances[-1] if averaging.tally.distances else 0.0
+        distance = averaging.stats.distances[-1] if averaging.stats.distances else 0.0
         run.note(run_events.Settled(step, tuple(workers_at(m)[0] for m in members), distance))
 
     def _note_throughput(self, force: bool = False) -> None:
         if force or self._throughput.is_due():
-            self._run.note(self._throughput.event(self._member.averaging.tally))
+            self._run.note(self._throughput.event(self._member.averaging.stats))
 
 
 def _dedicated(options: Options, places: int) -> range:

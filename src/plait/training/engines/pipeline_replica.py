@@ -26,7 +26,7 @@ from plait.sync.averaging.whole_state import rest_of_state
 from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.training.engines.pipeline_setup import State, open_pipeline, prepare_together
-from plait.training.engines.replica_layout import check_ties, columns_of
+from plait.training.engines.replica_layout import check_ties, replica_layouts
 from plait.training.evaluate import sums_of
 
 # A partner that is late by so many steps may itself wait for this column in another stage.
@@ -34,7 +34,7 @@ OVERDUE = 1.0
 
 
 @dataclass
-class ColumnWork:
+class ReplicaWork:
     """Microbatches of one column: how many samples each holds, and from which numbers random ones follow."""
 
     sizes: Sequence[int]
@@ -72,29 +72,31 @@ class PipelineReplica:
         worker: Worker,
         settings: TrainSettings,
         parts: Components,
-        arrangement: PipelineLayout,
+        pipeline_layout: PipelineLayout,
         hosts: Sequence[str],
         prefix: str = PREFIX,
         folder: RunDir | None = None,
     ) -> None:
-        columns = columns_of(arrangement)
-        self.number = next(i for i, column in enumerate(columns) if worker.rank in column.workers)
-        self.arrangement = columns[self.number]
-        self.head = self.arrangement.layout.worker(0, 0)
-        self._last = self.arrangement.layout.worker(self.arrangement.last, 0)
+        replicas = replica_layouts(pipeline_layout)
+        self.number = next(i for i, replica in enumerate(replicas) if worker.rank in replica.workers)
+        self.pipeline_layout = replicas[self.number]
+        self.head = self.pipeline_layout.layout.worker(0, 0)
+        self._last = self.pipeline_layout.layout.worker(self.pipeline_layout.last, 0)
         self._rank, self._settings, self._parts = worker.rank, settings, parts
         self._loss = 0.0
-        self.checked, self.arrangement = prepare_together(worker, settings, parts, self.arrangement, folder)
-        traced = self.checked.traced
-        check_ties(traced, self.arrangement)
-        self._channels, self.pipeline = open_pipeline(
-            worker, settings, parts, traced, self.arrangement, hosts
+        self.checked, self.pipeline_layout = prepare_together(
+            worker, settings, parts, self.pipeline_layout, folder
         )
-        followers = [w for w in self.arrangement.workers if w != self.head]
+        traced = self.checked.traced
+        check_ties(traced, self.pipeline_layout)
+        self._channels, self.pipeline = open_pipeline(
+            worker, settings, parts, traced, self.pipeline_layout, hosts
+        )
+        followers = [w for w in self.pipeline_layout.workers if w != self.head]
         self.commands = Commands(self._channels, self.head, followers)
-        stages = self.arrangement.stages_of(worker.rank)
+        stages = self.pipeline_layout.stages_of(worker.rank)
         # Those who hold the same in the other columns.
-        self.peers = tuple(column.layout.worker(stages[0], 0) for column in columns)
+        self.peers = tuple(replica.layout.worker(stages[0], 0) for replica in replicas)
         near = [hosts[peer] for peer in self.peers]
         self.averaging = self._open_averaging(worker, near, f"{prefix}/stage{stages[0]}")
 
@@ -111,7 +113,15 @@ class PipelineReplica:
             pipeline.after_update = self._agree
         rest = rest_of_state(worker.store, prefix, weights, buffers, pipeline.optimizer, self._parts.scaler)
         return make_averaging(
-            worker, hosts, sources, options, settings.seed, prefix, self.number, OVERDUE, at_settle=rest
+            worker,
+            hosts,
+            sources,
+            options,
+            settings.seed,
+            prefix,
+            self.number,
+            OVERDUE,
+            when_synchronized=rest,
         )
 
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:
@@ -120,8 +130,8 @@ class PipelineReplica:
         sizes = [len(own) for own in split(count, pieces)]
         for group, base in zip(self.pipeline.optimizer.param_groups, self.pipeline.base_lrs):
             group["lr"] = base * lr
-        work = ColumnWork(sizes, (self._settings.seed, step, share), iter(contents))
-        self.pipeline.run(one_batch(self.arrangement, self._rank, pieces), work)
+        work = ReplicaWork(sizes, (self._settings.seed, step, share), iter(contents))
+        self.pipeline.run(one_batch(self.pipeline_layout, self._rank, pieces), work)
         if self._rank == self.head != self._last:
             self._loss = float(self.commands.receive_reply(self._last, "a batch's loss")[0][0])
         return self._loss
@@ -129,7 +139,7 @@ class PipelineReplica:
     def pieces_of(self, count: int) -> int:
         """How many microbatches a share of `count` samples makes."""
         usual = math.ceil(self._settings.data.batch_size / len(self.peers))
-        return pieces_of(count, usual, self.arrangement.microbatches)
+        return pieces_of(count, usual, self.pipeline_layout.microbatches)
 
     def _agree(self) -> None:
         """Send what others of the column wait for, then come to agree with those of the other columns."""
@@ -147,7 +157,7 @@ class PipelineReplica:
         def measure(output: Any, target: Any, microbatch: int) -> None:
             sums.add_(sums_of(self._parts, output, target, counts[microbatch]))
 
-        self.pipeline.evaluate(len(counts), ColumnWork(counts, (0,), iter(contents)), measure)
+        self.pipeline.evaluate(len(counts), ReplicaWork(counts, (0,), iter(contents)), measure)
         if self._rank == self._last != self.head:
             self.commands.reply([sums])
         elif self._rank == self.head != self._last:

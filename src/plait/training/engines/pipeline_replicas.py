@@ -18,8 +18,8 @@ from plait.training.engine import EngineState, whole_state
 from plait.training.engines.data_parallel import WholeModelStart
 from plait.training.engines.decentralized import leave_world
 from plait.training.engines.pipeline_replica import PipelineReplica
-from plait.training.engines.pipeline_setup import further_names, tell_of_verification, with_gathered
-from plait.training.engines.replica_layout import columns_of
+from plait.training.engines.pipeline_setup import further_names, report_verification, with_gathered
+from plait.training.engines.replica_layout import replica_layouts
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.evaluate import in_order
 from plait.training.run import Run
@@ -34,7 +34,7 @@ class LeadPipeline(WholeModelStart):
         super().__init__(run)
         self._hosts = hosts
         self._layout = layout
-        self._pipelines = [column.workers for column in columns_of(layout)]
+        self._pipelines = [replica.workers for replica in replica_layouts(layout)]
         self.place = next(i for i, workers in enumerate(self._pipelines) if run.worker.rank in workers)
         self.places = len(self._pipelines)
         self._tied = further_names(run.parts.model)
@@ -45,7 +45,7 @@ class LeadPipeline(WholeModelStart):
     def open(self) -> bool:
         self._replica = _open(self._run, self._layout, self._hosts)
         self.averaging = self._replica.averaging
-        tell_of_verification(self._run.metrics, self._replica.checked)
+        report_verification(self._run.metrics, self._replica.checked)
         return _needs_world(self._hosts)
 
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> Tensor:
@@ -66,7 +66,7 @@ class LeadPipeline(WholeModelStart):
         self._replica.commands.send("synchronize", step=step)
         self._run.note(operations_event(step, pipeline.spans))
         pipeline.spans.clear()
-        return self.averaging.settle()
+        return self.averaging.synchronize()
 
     def sums_over(self, share_: int, shares: int) -> Tensor:
         settings, tests = self._run.settings, self._run.parts.test_set
@@ -111,7 +111,7 @@ class FollowerEngine(WholeModelStart):
                 replica.update(command["step"], command["share"], command["count"], command["lr"])
                 self._throughput.count(command["step"] + 1, command["count"])
                 if self._throughput.is_due():
-                    self._run.note(self._throughput.event(replica.averaging.tally))
+                    self._run.note(self._throughput.event(replica.averaging.stats))
             case "synchronize":
                 self._synchronize(replica, command["step"])
             case "evaluate":
@@ -123,11 +123,11 @@ class FollowerEngine(WholeModelStart):
         run = self._run
         run.note(operations_event(step, replica.pipeline.spans))
         replica.pipeline.spans.clear()
-        members = replica.averaging.settle()
-        tally = replica.averaging.tally
-        run.note(self._throughput.event(tally))
+        members = replica.averaging.synchronize()
+        stats = replica.averaging.stats
+        run.note(self._throughput.event(stats))
         peers = tuple(replica.peers[place] for place in members)
-        run.note(run_events.Settled(step, peers, tally.distances[-1]))
+        run.note(run_events.Settled(step, peers, stats.distances[-1]))
         run.flush_events()
 
 

@@ -20,7 +20,7 @@ from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_wish
-from plait.sync.allreduce.autotune import TopologyChosen, settle
+from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
@@ -53,7 +53,7 @@ class TrainStep:
         """Sum as the settings ask; what was measured for it, if anything was."""
         if self._sync is None or self._members is None:
             return None
-        topology, chosen = settle(
+        topology, chosen = resolve_topology(
             self._settings.topology, self._members, self._sync.gradient_bytes, self._parts.device
         )
         if topology is not None:
@@ -63,8 +63,8 @@ class TrainStep:
     def switch(self, topology: str) -> None:
         """Sum over the topology of that name from the next step on; all workers call it between two steps."""
         if self._sync is not None and self._members is not None:
-            wish, size = read_wish(topology), self._sync.gradient_bytes
-            self._sync.switch(settle(wish, self._members, size, self._parts.device)[0])
+            spec, size = read_wish(topology), self._sync.gradient_bytes
+            self._sync.switch(resolve_topology(spec, self._members, size, self._parts.device)[0])
 
     def close(self) -> None:
         """End what runs beside the steps; called after the last one."""
@@ -83,8 +83,8 @@ class TrainStep:
         else:
             self._sync.begin()
             loss = self._backward(batch)
-            wish = torch.full_like(loss, float(self._worker.stop_requested()))
-            notes = self._sync.agree(torch.stack([loss, wish]))
+            spec = torch.full_like(loss, float(self._worker.stop_requested()))
+            notes = self._sync.agree(torch.stack([loss, spec]))
             loss, stop = notes[0], self._stop.before()
             self._stop.note(notes[1:])
         if self.before_update is not None:
