@@ -65,7 +65,7 @@ def test_profile_plan_train_and_evaluate_follow_each_other(
         ({"plan": "auto", "microbatches": 0}, "parallel.microbatches: found 0"),
     ],
 )
-def test_a_wrong_wish_for_a_plan_is_answered_with_the_right_one(parallel: Any, words: str) -> None:
+def test_a_wrong_request_for_a_plan_is_answered_with_the_right_one(parallel: Any, words: str) -> None:
     with pytest.raises(JobError, match=words):
         make_job({**JOB, "parallel": parallel})
 

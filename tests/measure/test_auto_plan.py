@@ -51,16 +51,16 @@ def profile_of(samples: int) -> Profile:
     return Profile("m", graph, "cpu", "float32", samples, "2", 1, 1, none, (), (), links, sums)
 
 
-def plan_of(batch: int, workers: int, wish: PlanRequest, **changes: Any) -> Plan:
+def plan_of(batch: int, workers: int, asked: PlanRequest, **changes: Any) -> Plan:
     settings = digits_job(data=DataSettings("digits", batch), **changes)
-    made, plan = planned(settings, Placement((Host(LOCAL, workers),)), wish)
+    made, plan = planned(settings, Placement((Host(LOCAL, workers),)), asked)
     assert made.pipeline is not None
     assert decode(Plan, made.pipeline.plan, "plan") == plan
     return plan
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(64, [32, 64]), (65, [33, 65]), (15, [8, 15])])
-def test_a_free_wish_is_measured_in_whole_batches_and_in_one_piece_a_worker(
+def test_a_free_request_is_measured_in_whole_batches_and_in_one_piece_a_worker(
     measured: list[list[int]], batch: int, sizes: list[int]
 ) -> None:
     plan = plan_of(batch, 2, PlanRequest("auto"))
@@ -82,7 +82,7 @@ def test_a_job_that_needs_whole_batches_is_measured_in_small_pieces_and_in_one_a
 
 
 @pytest.mark.parametrize(
-    ("wish", "size"),
+    ("asked", "size"),
     [
         (PlanRequest("auto", schedule="stash"), 64),
         (PlanRequest("auto", microbatches=8), 8),
@@ -92,14 +92,14 @@ def test_a_job_that_needs_whole_batches_is_measured_in_small_pieces_and_in_one_a
         (PlanRequest("model-parallel", microbatches=8), 8),
     ],
 )
-def test_a_wish_that_steers_the_pipeline_has_its_microbatches_alone_measured(
-    measured: list[list[int]], wish: PlanRequest, size: int
+def test_a_request_that_steers_the_pipeline_has_its_microbatches_alone_measured(
+    measured: list[list[int]], asked: PlanRequest, size: int
 ) -> None:
-    plan = plan_of(64, 2, wish)
+    plan = plan_of(64, 2, asked)
     assert measured == [[size]]
     assert plan.microbatches == 64 // size
     assert plan.microbatch_samples == size
-    assert plan.schedule is (Schedule.NONE if wish.plan == "model-parallel" else Schedule.STASH)
+    assert plan.schedule is (Schedule.NONE if asked.plan == "model-parallel" else Schedule.STASH)
 
 
 @pytest.mark.parametrize(("batch", "workers"), [(1, 2), (2, 4), (3, 4)])
@@ -149,11 +149,11 @@ def test_smaller_updates_than_the_batch_are_told_of(measured: list[list[int]]) -
     )
 
 
-def read_plan(folder: Path, plan: Plan, wish: dict[str, Any], batch: int = 64) -> tuple[Plan, str]:
+def read_plan(folder: Path, plan: Plan, asked: dict[str, Any], batch: int = 64) -> tuple[Plan, str]:
     path = folder / "plan.json"
     save_plan(plan, path)
     settings = digits_job(data=DataSettings("digits", batch))
-    _, found = planned(settings, Placement(), PlanRequest(str(path), **wish))
+    _, found = planned(settings, Placement(), PlanRequest(str(path), **asked))
     return found, module.other_microbatch(found, settings)
 
 

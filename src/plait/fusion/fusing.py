@@ -29,7 +29,7 @@ def fuse(
     With `verify`, one batch or two that the plain models take (a tensor, a tuple of positional or a dict of
     named arguments), the trials are first compared with the models alone: outputs, gradients and buffers in
     training and evaluation. Modules that cannot be fused rightly then run trial by trial, which
-    `FusedModule.unfused` tells; models for which even that is not right are refused.
+    `FusedModule.unfused` lists; models for which even that is not right are refused.
     """
     is_list = isinstance(models, Iterable) and not (
         isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)

@@ -210,7 +210,7 @@ class FusedModule(nn.Module):
 
     @contextmanager
     def padded(self, counts: Sequence[int]) -> Iterator[None]:
-        """Within, each trial's batch has so many rows of its own, and padding after them.
+        """Within, each trial's batch has `counts` rows of its own, and padding after them.
 
         Batch norms and the losses of torch.nn leave padding out. The batch is the first axis of what a model
         gets; code of its own that mixes rows of a batch sees padding too.

@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 # Whether in training, and on which batch: each twice in a row, so that what a model keeps is seen.
 SCENES = ((True, 0), (True, 1), (False, 0), (False, 1))
-# So many modules are tried one by one before the whole model runs trial by trial.
+# Modules that are tried one by one before the whole model runs trial by trial.
 _ATTEMPTS = 12
-# What products of float32 may be rounded to on a GPU: convolutions are, unless torch is told otherwise.
+# What products of float32 may be rounded to on a GPU: convolutions are, unless torch is configured otherwise.
 TF32_EPS = 2.0**-10
 # How far, relative to their size, the weights of trials are set apart.
 APART = 0.01
@@ -115,7 +115,7 @@ class Rehearsal(Protocol):
 class Verdict:
     """What verification found: the modules that must run trial by trial, by name, and why.
 
-    `refused` says why not even that helps; then each trial has to be trained alone. `has_python_state` tells
+    `refused` says why not even that helps; then each trial has to be trained alone. `has_python_state` says
     that modules keep numbers in Python that change from step to step, which no CUDA graph can hold. With
     `loss_alone` only the loss is computed trial by trial.
     """
@@ -159,7 +159,7 @@ def verify_fused(rehearsal: Rehearsal, unfused: Mapping[str, str] | None = None)
 
 
 def tell(verdict: Verdict, known: Mapping[str, str]) -> None:
-    """Say which modules run trial by trial, beside those `known` before."""
+    """Log which modules run trial by trial, besides those `known` before."""
     for name, why in verdict.unfused.items():
         if name not in known:
             log.warning("%s runs trial by trial, which is slower: %s", name or _WHOLE, why)

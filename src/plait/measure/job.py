@@ -308,7 +308,7 @@ def profile_together(
 
     Each of `batch_sizes`, sizes of microbatches, has its own profile. With `verify` rank 0 first compares the
     layers with the model, see `verify_layers`. Neighbours share memory and caches, so
-    layers take longer beside busy workers than alone; and what is measured where the job will run has its
+    layers take longer next to busy workers than alone; and what is measured where the job will run has its
     threads, its libraries and its processors.
     """
     sizes = list(batch_sizes)

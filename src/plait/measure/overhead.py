@@ -1,4 +1,4 @@
-"""What a pipeline costs a worker beside its layers (messages, seeds, versions), measured by running one."""
+"""What a pipeline costs a worker besides its layers (messages, seeds, versions), measured by running one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S = 120.0
 
 
 def measure_overhead(rendezvous: Rendezvous) -> float:
-    """Seconds of a worker's time that each microbatch takes beside the layers of its stage.
+    """Seconds of a worker's time that each microbatch takes besides the layers of its stage.
 
     All ranks of the world call it together, at least two; the first two run a pipeline of two small layers
     and count the processor's seconds, since they mostly wait for each other. All get the same answer.

@@ -35,7 +35,7 @@ class Stage:
 
     Seconds and bytes are for one microbatch on one replica. `cost_s` is what the stage adds to the
     bottleneck: compute, updates and synchronisation, shared by its replicas; messages are counted apart.
-    `activation_bytes` is what autograd keeps beside the stage's inputs, `working_bytes` what a layer at work
+    `activation_bytes` is what autograd keeps besides the stage's inputs, `working_bytes` what a layer at work
     takes besides. `in_flight` microbatches are held at most, and `memory_bytes` is what a device needs for
     all that (planner/memory.py).
     """

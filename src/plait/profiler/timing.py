@@ -44,7 +44,7 @@ class Timed:
 
 
 class Marks(Protocol):
-    """What puts marks between layers and tells something of the time between two of them."""
+    """Puts marks between layers and measures the time between two of them."""
 
     def mark(self) -> Any: ...
     def between(self, start: Any, end: Any) -> float: ...
@@ -212,7 +212,7 @@ class BackwardTimer:
         self._count = len(ends)
         self._current = self._count - 1
         self.switches: list[tuple[int, Any]] = []
-        # Holding the nodes keeps their Python identity, by which they are told apart.
+        # Holding the nodes keeps their Python identity, by which they are distinguished.
         self._nodes: set[Any] = set()
         for layer, nodes in enumerate(ends):
             self._claim(layer, nodes)

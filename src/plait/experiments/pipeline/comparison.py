@@ -61,18 +61,18 @@ from plait.training.optim import build_optimizer
 from plait.workloads.losses import build_loss
 
 MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
-# Minibatches a worker has in each batch of gpipe, and model parallelism in each stretch that is timed.
+# Minibatches a worker has in each batch of gpipe, and model parallelism in each interval that is timed.
 PIECES, FEW = 4, 8
-# What a stretch of data parallelism should last, and the least and most steps that it has.
+# How long an interval of data parallelism should last, and the least and most steps that it has.
 STRETCH_S, LEAST, MOST = 0.6, 4, 32
-# Pipelines that never drain in training fill and drain once in each of these stretches.
+# Pipelines that never drain in training fill and drain once in each of these intervals.
 LONGER = 6
 DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
 class Side:
-    """A way to train: `steps` takes one stretch of so many `minibatches`, those of all workers together.
+    """A way to train: `steps` takes one interval of `minibatches`, counted over all workers.
 
     `predicted_s` is what the plan says a minibatch takes.
     """
@@ -91,7 +91,7 @@ def run(
     on_rows: Callable[[list[Row]], None] = lambda rows: None,
     minibatch: int | None = None,
 ) -> tuple[list[Row], list[BenchClaim]]:
-    """Throughput of every way to train each model on so many workers of this machine.
+    """Throughput of every way to train each model on `workers` workers of this machine.
 
     `on_rows` sees the rows of each model as they come. `minibatch` is a worker's, MINIBATCH where None.
     """
@@ -203,7 +203,7 @@ class _World:
         }
 
     def _data_parallel(self) -> Side:
-        """Our own all-reduce, in buckets beside backward, as a job has it by default."""
+        """Our own all-reduce, in buckets, overlapped with backward, as a job has it by default."""
         model = copy.deepcopy(self.model)
         optimizer = self._optimizer(list(model.parameters()))
         members = whole_world(self.worker.rendezvous)

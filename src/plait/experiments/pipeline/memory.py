@@ -128,7 +128,7 @@ def cases(device: Device = "cpu") -> tuple[MemoryCase, ...]:
 def run(
     steps: int = 3, chosen: Sequence[MemoryCase] | None = None, device: Device = "cpu"
 ) -> tuple[list[Row], list[BenchClaim]]:
-    """Every worker of every case, predicted and measured over so many steps.
+    """Every worker of every case, predicted and measured over `steps` steps.
 
     On `cuda` the two workers share a GPU where there is only one.
     """

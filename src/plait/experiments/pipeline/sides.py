@@ -1,6 +1,6 @@
 """The sides of the pipeline experiment, as one worker runs them: ours, torch's own, and the plain ways.
 
-Each is a function that takes so many steps; all workers call it together.
+Each is a function that takes a number of steps; all workers call it together.
 """
 
 from __future__ import annotations

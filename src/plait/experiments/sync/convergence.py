@@ -109,7 +109,7 @@ def convergence_rows(
 
 
 def convergence_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
-    """Be one of the workers of all runs; the first one tells what each came to."""
+    """Be one of the workers of all runs; the first one returns what each came to."""
     return {"found": [_time_to_target(worker, number, *run) for number, run in enumerate(asked["runs"])]}
 
 

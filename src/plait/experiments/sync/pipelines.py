@@ -158,7 +158,7 @@ def _side_by_side(
         replica.averaging.after_update = lambda: None  # type: ignore[method-assign]
     dist.barrier()
     rate = 0.0
-    if worker.rank == replica.head:
+    if worker.rank == replica.leader:
         rate = _lead(replica, seconds)
     else:
         while (order := replica.commands.receive())["kind"] == "update":

@@ -20,7 +20,7 @@ Common = Mapping[str, bool]
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """One optimizer: hyperparameters with torch's defaults, states beside a parameter, and the formulas.
+    """One optimizer: hyperparameters with torch's defaults, states of a parameter, and the formulas.
 
     `coefficients(h, steps)` gets the hyperparameters and how many steps each trial has behind it, or, of a
     kind that does not count them, how many with momentum;

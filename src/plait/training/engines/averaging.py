@@ -52,7 +52,7 @@ def make_averaging(
     """How this worker averages with the others; all make theirs together, each `prefix` once.
 
     `hosts` names the host of each; `place` is this one's among them, unless given its rank. `overdue` is
-    that of `Rules`. The run goes on after `step` steps; `when_synchronized` is averaged where all settle.
+    that of `Rules`. The run goes on after `step` steps; `when_synchronized` is averaged when all synchronize.
     """
     place = worker.rank if place is None else place
     if isinstance(options, SmaOptions):

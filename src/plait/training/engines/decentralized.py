@@ -124,7 +124,7 @@ class WholeModel:
         return False
 
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> torch.Tensor:
-        # Random numbers depend on the seed, the step and the share alone, whoever takes it.
+        # Random numbers depend on the seed, the step and the share alone, whichever worker takes it.
         loader.seed_all(mix(self._run.settings.seed, step, share))
         loss = torch.zeros((), dtype=torch.float64)
         if batch.count:
@@ -348,7 +348,7 @@ class DecentralizedEngine:
         self._member.close()
 
     def _note_members(self, members: tuple[int, ...], step: int) -> None:
-        """Keep the record where the one that kept it is gone; tell of those that are missing."""
+        """Keep the record where the worker that kept it is gone; record the workers that are missing."""
         run, averaging, workers_at = self._run, self._member.averaging, self._member.workers_at
         lost = sorted(w for place in set(self._members) - set(members) for w in workers_at(place))
         self._members = members

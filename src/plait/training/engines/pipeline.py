@@ -46,7 +46,7 @@ from plait.training.run import Run
 
 
 def check_pipeline(settings: TrainSettings, workers: int) -> PipelineLayout:
-    """The arrangement that a job's plan asks for; refuses what a pipeline cannot do."""
+    """The layout that a job's plan asks for; refuses what a pipeline cannot do."""
     assert settings.pipeline is not None
     plan = decode(Plan, settings.pipeline.plan, "plan")
     if plan.devices_used != workers:
@@ -90,7 +90,7 @@ def _check_depths(pipeline_layout: PipelineLayout) -> None:
     """Refuse depths that would have workers wait for each other for ever.
 
     Fewer microbatches are the same order with some of them left out, so the most that a run takes without
-    draining stand for all; a few rounds of what is in flight stand for a stretch without end.
+    draining stand for all; a few rounds of what is in flight stand for an interval without end.
     """
     layout, schedule = pipeline_layout.layout, pipeline_layout.schedule
     many, batch = max(1, pipeline_layout.local(pipeline_layout.microbatches, 0)), 1

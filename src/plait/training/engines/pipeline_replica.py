@@ -1,4 +1,4 @@
-"""One worker's part of its column: what the head orders, carried out on its stage."""
+"""One worker's part of a pipeline replica: the leader's commands, carried out on its stage."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from plait.training.engines.pipeline_setup import State, open_pipeline, prepare_
 from plait.training.engines.replica_layout import check_ties, replica_layouts
 from plait.training.evaluate import sums_of
 
-# A partner that is late by so many steps may itself wait for this column in another stage.
+# A partner that is late by this many steps may itself wait for this replica in another stage.
 OVERDUE = 1.0
 
 
 @dataclass
 class ReplicaWork:
-    """Microbatches of one column: how many samples each holds, and from which numbers random ones follow."""
+    """The microbatches of one update of a replica: samples of each, and the seeds of random numbers."""
 
     sizes: Sequence[int]
     seeds: tuple[int, ...]
@@ -62,9 +62,9 @@ class ReplicaWork:
 
 
 class PipelineReplica:
-    """This worker's part of its column; all workers of the world make one together.
+    """This worker's part of a pipeline replica; all workers of the world make one together.
 
-    The head sends a command before each thing that the whole column does; the others receive it.
+    The leader sends a command before each thing that the whole replica does; the others receive it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PipelineReplica:
         replicas = replica_layouts(pipeline_layout)
         self.number = next(i for i, replica in enumerate(replicas) if worker.rank in replica.workers)
         self.pipeline_layout = replicas[self.number]
-        self.head = self.pipeline_layout.layout.worker(0, 0)
+        self.leader = self.pipeline_layout.layout.worker(0, 0)
         self._last = self.pipeline_layout.layout.worker(self.pipeline_layout.last, 0)
         self._rank, self._settings, self._parts = worker.rank, settings, parts
         self._loss = 0.0
@@ -92,10 +92,10 @@ class PipelineReplica:
         self._channels, self.pipeline = open_pipeline(
             worker, settings, parts, traced, self.pipeline_layout, hosts
         )
-        followers = [w for w in self.pipeline_layout.workers if w != self.head]
-        self.commands = Commands(self._channels, self.head, followers)
+        followers = [w for w in self.pipeline_layout.workers if w != self.leader]
+        self.commands = Commands(self._channels, self.leader, followers)
         stages = self.pipeline_layout.stages_of(worker.rank)
-        # Those who hold the same in the other columns.
+        # The workers that hold the same stage in the other replicas.
         self.peers = tuple(replica.layout.worker(stages[0], 0) for replica in replicas)
         near = [hosts[peer] for peer in self.peers]
         self.averaging = self._open_averaging(worker, near, f"{prefix}/stage{stages[0]}")
@@ -125,14 +125,14 @@ class PipelineReplica:
         )
 
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:
-        """Update on `count` samples and average; the loss, on the head, which alone has the `contents`."""
+        """Update on `count` samples and average; the loss, on the leader, which alone has the `contents`."""
         pieces = self.pieces_of(count)
         sizes = [len(own) for own in split(count, pieces)]
         for group, base in zip(self.pipeline.optimizer.param_groups, self.pipeline.base_lrs):
             group["lr"] = base * lr
         work = ReplicaWork(sizes, (self._settings.seed, step, share), iter(contents))
         self.pipeline.run(one_batch(self.pipeline_layout, self._rank, pieces), work)
-        if self._rank == self.head != self._last:
+        if self._rank == self.leader != self._last:
             self._loss = float(self.commands.receive_reply(self._last, "a batch's loss")[0][0])
         return self._loss
 
@@ -142,32 +142,32 @@ class PipelineReplica:
         return pieces_of(count, usual, self.pipeline_layout.microbatches)
 
     def _agree(self) -> None:
-        """Send what others of the column wait for, then come to agree with those of the other columns."""
+        """Send what others of the replica wait for, then average with the same stage of other replicas."""
         if self._rank == self._last:
             self._loss = sum(float(loss) for loss in self.pipeline.losses.values())
             self.pipeline.losses.clear()
-            if self._rank != self.head:
+            if self._rank != self.leader:
                 self.commands.reply([torch.tensor([self._loss], dtype=torch.float64)])
         self.averaging.after_update()
 
     def evaluate(self, counts: Sequence[int], contents: Iterable[Any] = ()) -> Tensor:
-        """The sums over pieces of the test split with so many samples; on the head, which has them."""
+        """The sums over pieces of the test split with `counts` samples, on the leader, which has them."""
         sums = torch.zeros(4, dtype=torch.float64)
 
         def measure(output: Any, target: Any, microbatch: int) -> None:
             sums.add_(sums_of(self._parts, output, target, counts[microbatch]))
 
         self.pipeline.evaluate(len(counts), ReplicaWork(counts, (0,), iter(contents)), measure)
-        if self._rank == self._last != self.head:
+        if self._rank == self._last != self.leader:
             self.commands.reply([sums])
-        elif self._rank == self.head != self._last:
+        elif self._rank == self.leader != self._last:
             sums = self.commands.receive_reply(self._last, "the sums of an evaluation")[0][0]
         return sums
 
     def gather_state(self) -> State:
-        """The model's and the optimizer's state by name; of the whole model on the head."""
+        """The model's and the optimizer's state by name; of the whole model on the leader."""
         model, optimizer = self.pipeline.state()
-        if self._rank != self.head:
+        if self._rank != self.leader:
             note = json.dumps([list(model), list(optimizer)])
             self.commands.reply([*model.values(), *optimizer.values()], note)
             return model, optimizer

@@ -88,7 +88,7 @@ class LeadPipeline(WholeModelStart):
 
 
 class FollowerEngine(WholeModelStart):
-    """Does what the first worker of this worker's pipeline tells it, until that ends."""
+    """Carries out the commands of the first worker of this worker's pipeline, until that ends."""
 
     def __init__(self, run: Run, hosts: Sequence[str], layout: PipelineLayout) -> None:
         super().__init__(run)

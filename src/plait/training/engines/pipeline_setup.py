@@ -76,7 +76,7 @@ def _examples(settings: TrainSettings, parts: Components, few: int) -> list[tupl
 def prepare_pipeline(
     settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout, verify: bool
 ) -> tuple[Checked, PipelineLayout]:
-    """The model in whole modules wherever the arrangement does not cut through them, verified if asked."""
+    """The model in whole modules wherever the layout does not cut through them, verified if asked."""
     traced = trace_parts(settings, parts, evaluation=False)
     _check_layers(settings, traced, pipeline_layout)
     example = example_of(settings, parts, pipeline_layout) if verify else None
@@ -117,16 +117,16 @@ def prepare_together(
     A run that goes on under the same plan is not verified again, unless the job says `every_run`; the stages
     that its first verification led to are kept in its folder.
     """
-    told = _prepare_here(worker, settings, parts, pipeline_layout, folder)
-    own = told.pop("checked")
+    outcome = _prepare_here(worker, settings, parts, pipeline_layout, folder)
+    own = outcome.pop("checked")
     if worker.world_size > 1:
-        told = broadcast_value(told, 0)
-    if told["failure"] is not None:
-        raise JobError(f"parallel.plan: {told['failure']}")
-    stages = tuple(tuple(ids) for ids in told["stages"])
+        outcome = broadcast_value(outcome, 0)
+    if outcome["failure"] is not None:
+        raise JobError(f"parallel.plan: {outcome['failure']}")
+    stages = tuple(tuple(ids) for ids in outcome["stages"])
     if own is None or own.fine != stages:
         own, _ = prepare_pipeline(settings, parts, replace(pipeline_layout, stages=stages), verify=False)
-    found = replace(own, notes=tuple(told["notes"]), seconds=told["seconds"])
+    found = replace(own, notes=tuple(outcome["notes"]), seconds=outcome["seconds"])
     return found, replace(pipeline_layout, stages=found.stages)
 
 
@@ -141,10 +141,10 @@ def _prepare_here(
     folder: RunDir | None,
 ) -> dict[str, Any]:
     """What this worker finds; that of rank 0, which verifies and has the run's folder, counts."""
-    told: dict[str, Any] = {"stages": pipeline_layout.stages, "notes": (), "seconds": 0.0, "failure": None}
+    outcome: dict[str, Any] = {"stages": pipeline_layout.stages, "notes": (), "seconds": 0.0, "failure": None}
     verify = settings.verify != "off" and worker.rank == 0
     if verify and parts.pieces is not None:
-        verify, told["notes"] = False, (_NOT_WHOLE,)
+        verify, outcome["notes"] = False, (_NOT_WHOLE,)
     if verify and settings.verify == "first":
         known = _known_stages(folder, settings, pipeline_layout)
         if known is not None:
@@ -152,11 +152,11 @@ def _prepare_here(
     try:
         found, _ = prepare_pipeline(settings, parts, pipeline_layout, verify)
     except InputError as failure:
-        return told | {"failure": str(failure), "checked": None}
+        return outcome | {"failure": str(failure), "checked": None}
     if verify and folder is not None:
         _keep_stages(folder, settings, pipeline_layout, found.fine)
-    told |= {"stages": found.fine, "notes": (*told["notes"], *found.notes), "seconds": found.seconds}
-    return told | {"checked": found}
+    outcome |= {"stages": found.fine, "notes": (*outcome["notes"], *found.notes), "seconds": found.seconds}
+    return outcome | {"checked": found}
 
 
 def _fingerprint(settings: TrainSettings, pipeline_layout: PipelineLayout) -> Any:

@@ -1,8 +1,8 @@
-"""Pipelines side by side that agree by averaging: each is a column of workers with its own work to take.
+"""Pipeline replicas that agree by averaging: each takes work of its own.
 
-Every stage has one worker in each column, and these average among themselves, whatever the other stages do.
-The worker of a column's first stage is its head: it takes work and tells the others of its column. What a
-column does for one update is sent before anyone waits for another column, so waits have an end.
+Every stage has one worker in each replica, and these average among themselves, whatever the other stages do.
+The worker of a replica's first stage leads it: it takes work and sends commands to the others. All that a
+replica does for one update is sent before any of its workers waits for another replica, so waits have an end.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class ThroughputMeter:
         self._before = SyncStats()
 
     def count(self, step: int, samples: int) -> None:
-        """This worker has updated on so many samples of a step."""
+        """This worker has updated on `samples` samples of a step."""
         self._step = step
         self._updates += 1
         self._samples += samples

@@ -67,7 +67,7 @@ class TrainStep:
             self._sync.switch(resolve_topology(spec, self._members, size, self._parts.device)[0])
 
     def close(self) -> None:
-        """End what runs beside the steps; called after the last one."""
+        """End the threads that overlap with steps; called after the last one."""
         if self._sync is not None:
             self._sync.close()
 
@@ -141,15 +141,15 @@ class TrainStep:
 
 
 class _StopFlag:
-    """The workers' wish to end, read one step after it was summed, so that no GPU is waited for."""
+    """How many workers ask to stop, read one step after it was summed, so that no GPU is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._value = torch.zeros(1, dtype=torch.float64, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None
 
-    def note(self, wishes: Tensor) -> None:
-        self._value.copy_(wishes, non_blocking=True)
+    def note(self, stops: Tensor) -> None:
+        self._value.copy_(stops, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
