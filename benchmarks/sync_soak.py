@@ -74,7 +74,7 @@ class Took:
 
 
 def work(rank: int, address: str, rounds: int, seed: int, folder: str, pipe: Connection) -> None:
-    """Step, drift at random and average until so many rounds are over; then settle."""
+    """Step, drift at random and average until `rounds` rounds are over; then synchronize."""
     torch.set_num_threads(1)
     store = JobStore(StoreClient(Address(address), SECRET, rank))
     rendezvous = Rendezvous(store, SECRET, rank, ["here"] * WORKERS, timeout_s=30.0)
@@ -96,7 +96,7 @@ def work(rank: int, address: str, rounds: int, seed: int, folder: str, pipe: Con
             log.write(json.dumps([sync.last.number, sync.last.members, time.time(), shown]) + "\n")
             steps += 1
     sync.synchronize()
-    # Who was stopped while the others settled is back for the second time.
+    # A worker that was stopped while the others synchronized is back for the second time.
     time.sleep(2 * LEASE_S)
     members = sync.synchronize()
     value = float(weights[0].double().sum())
@@ -192,7 +192,7 @@ def report(
     stops = sum(d.what == "stop" for d in done)
     holds = {
         "no hang": len(answered) == len(living) and all(a["longest_s"] < LONGEST_S for a in answered),
-        "the living settle together and agree": len({(a["members"], a["value"]) for a in answered}) == 1,
+        "the living synchronize and agree": len({(a["members"], a["value"]) for a in answered}) == 1,
         # Who leads a round may be killed or stopped in it: the others have their mean in the next one.
         "no round is lost but to a stop or a kill": void <= len(done) and not unheard,
         "all the living are connected within every 10 rounds": not apart,

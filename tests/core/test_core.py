@@ -134,7 +134,7 @@ def test_a_name_that_no_file_can_have_is_refused():
         files.read_text(Path("a\0b"), "a page", 10)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, monkeypatch):
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_next_to_it(tmp_path: Path, monkeypatch):
     path = tmp_path / "f"
     files.write_atomic(path, "old")
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -269,7 +269,7 @@ def test_a_value_is_shown_in_few_letters_whatever_it_is():
         ("lazy_module:x", "'lazy_module:x' cannot be read: ValueError: not today"),
     ],
 )
-def test_whatever_goes_wrong_with_a_name_is_told_in_one_sentence(
+def test_whatever_goes_wrong_with_a_name_is_refused_in_one_sentence(
     path: str, message: str, tmp_path, monkeypatch
 ):
     (tmp_path / "broken_module.py").write_text("raise SystemExit(3)")

@@ -52,7 +52,7 @@ CASES: list[tuple[dict[str, Any], int, str]] = [
     ({"r0": silent(1), "r1": silent(2), "r2": silent(3)}, 3, "hangs: worker 2 reports: xyz"),
     # Those who lost one that had given up accuse it; it had accused the one that hangs.
     ({"r0": silent(3), "r1": gone(0), "r2": gone(0)}, 3, "hangs: worker 0 reports: xyz"),
-    # Torch's own errors name nobody: whoever does not report hangs.
+    # Torch's own errors name nobody: the worker that does not report hangs.
     ({"r0": silent(None), "r1": silent(None), "r3": silent(None)}, 2, "hangs: worker 0 reports: xyz"),
     ({"r1": 12.0}, 1, "hangs: its process has shown no sign of life for 12 s"),
     ({"r0": silent(1), "r1": 12.0}, 1, "hangs: its process has shown no sign of life for 12 s"),
@@ -92,7 +92,7 @@ def test_what_messages_say_changes_nothing(signs: dict[str, Any], named: int, _:
     assert is_settled(known) == is_settled(states(**signs))
 
 
-def test_errors_of_torch_that_tell_of_a_lost_peer_are_told_from_faults():
+def test_errors_of_torch_about_a_lost_peer_are_distinguished_from_faults():
     for words in ("[gloo] Connection closed by peer [127.0.0.1]:1", "Timed out waiting 5000ms for recv"):
         assert describe_failure(0, "h", RuntimeError(words)).lost is not None
         assert describe_failure(0, "h", RuntimeError(words)).traceback == ""

@@ -1,4 +1,4 @@
-"""What a job's wish for a plan makes the launcher measure, and which plan comes of what was measured."""
+"""What a job's request for a plan makes the launcher measure, and which plan comes of what was measured."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_under_stash_an_update_takes_no_less_than_the_batch_of_the_job(
     assert words in module.describe_updates(made, settings)
 
 
-def test_smaller_updates_than_the_batch_are_told_of(measured: list[list[int]]) -> None:
+def test_smaller_updates_than_the_batch_are_reported(measured: list[list[int]]) -> None:
     settings = digits_job(data=DataSettings("digits", 64))
     plan = plan_of(64, 2, PlanRequest("auto", microbatches=8))
     assert "a batch makes 8 microbatches" in module.describe_updates(plan, settings)

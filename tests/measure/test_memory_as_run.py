@@ -107,7 +107,7 @@ def test_a_run_holds_the_versions_and_activations_that_its_plan_says_for_the_job
         for name, (most, copies) in answer.items():
             stage = with_memory_as_run(plan, **choices[name]).stages[rank]
             assert stage.in_flight == 3 - rank
-            # One gradient of the weights beside the versions; a forward that is computed again keeps its own
+            # One gradient of the weights besides the versions; a forward that is computed again keeps its own
             # few running statistics.
             expected = (copies + 1) * weights + most / alone * kept
             assert stage.memory_bytes == pytest.approx(expected, rel=0.02), (rank, name)
@@ -132,11 +132,11 @@ def test_versions_under_vertical_sync_are_those_of_a_replayed_stream(
         assert versions_of_vertical_sync(layout, stage, depths) == most, stage
 
 
-def most_versions(pipeline_layout: PipelineLayout, stage: int, worker: int, stretch: AllOf) -> int:
+def most_versions(pipeline_layout: PipelineLayout, stage: int, worker: int, interval: AllOf) -> int:
     """From the oldest version that a microbatch in flight or the next one uses to the newest."""
     used: dict[int, int] = {}
     most = 1
-    for op in stream(pipeline_layout, worker, stretch):
+    for op in stream(pipeline_layout, worker, interval):
         if isinstance(op, Forward):
             used[op.microbatch] = op.version
         elif isinstance(op, Update):

@@ -107,7 +107,7 @@ def test_what_was_received_is_given_back_once_the_gradients_that_lie_in_it_are_s
     assert last == ["land"] * 12
 
 
-def test_sums_go_on_beside_backward_where_something_else_than_busy_cores_carries_them() -> None:
+def test_sums_overlap_with_backward_where_something_else_than_busy_cores_carries_them() -> None:
     layout = Layout(((0, 1), (2,), (3, 4)))
     stages = (("a",), ("b",), ("c",))
     stash = PipelineLayout(stages, (layout,), Schedule.STASH, 4)

@@ -367,7 +367,7 @@ def verified(folder: Path) -> list[Verified]:
     return [e.event for e in read(RunDir(folder).events(0)) if isinstance(e.event, Verified)]
 
 
-def test_a_run_is_verified_once_tells_so_and_ends_bitwise_as_without(tmp_path: Path) -> None:
+def test_a_run_is_verified_once_reports_it_and_ends_bitwise_as_without(tmp_path: Path) -> None:
     first, off = tmp_path / "first", tmp_path / "off"
     result = run_ranks(2, train_rank, job(6), first)[0][0]
     unverified = run_ranks(2, train_rank, job(6, "off"), off)[0][0]

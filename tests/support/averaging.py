@@ -40,7 +40,7 @@ def enter(
     hosts: list[str] | None = None,
     on_send: OnSend | None = None,
 ) -> tuple[JobStore, Mailbox, Presence]:
-    """This rank's store, mail and presence."""
+    """This rank's store, mailbox and presence."""
     store = open_store(address, rank)
     mailbox = open_mailbox(rendezvous_of(rank, hosts or ["a"] * size, store), "t", on_send=on_send)
     presence = Presence(store, "t", rank, range(size), lease_s)

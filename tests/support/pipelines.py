@@ -90,7 +90,7 @@ class Case:
     recompute: frozenset[int] = frozenset()
     clip_norm: float | None = None
     hosts: tuple[str, ...] | None = None
-    # Enough that replicas sum their gradients beside backward.
+    # Enough that replicas sum their gradients during backward.
     cores: int = 64
     device: str = "cpu"
 
@@ -219,7 +219,7 @@ class CaseWork:
 
 @dataclass(frozen=True)
 class AllOf:
-    """A stretch that does not shrink."""
+    """An interval that does not shrink."""
 
     pipeline_layout: PipelineLayout
     total: int

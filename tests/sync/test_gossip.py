@@ -20,7 +20,7 @@ from support.world import run_ranks
 
 def die_or_gossip(rank: int, port: int, size: int, sync: str, victim: int) -> dict[str, Any]:
     """Drift apart and average; the victim is killed while its thread goes on answering and asking."""
-    # With so long a lease, whoever waits for the victim's to run out waits too long.
+    # With so long a lease, a worker that waits for the victim's to run out waits too long.
     store, mailbox, presence = enter(rank, size, port, lease_s=30.0)
     weights = [torch.full((1000,), float(rank))]
     make = ad_psgd if sync == "ad-psgd" else pair_averaging
@@ -72,10 +72,11 @@ def update_until(gossips: Sequence[Gossip], done: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("make", [ad_psgd, pair_averaging])
-def test_who_asks_a_worker_that_missed_a_settling_goes_on_when_it_is_back(make: Any):
+def test_who_asks_a_worker_that_missed_a_synchronization_goes_on_when_it_is_back(make: Any):
     with job_store() as port:
         first, second = linked(port, 2, lambda peers, sources: make(peers, sources, seed=0))
-        # The second was stopped while the first settled alone; questions meet another number until it has.
+        # The second was stopped while the first synchronized alone; questions meet another number until it
+        # has.
         first.thread.pause()
         first.thread.resume()
         questions = first.thread.questions

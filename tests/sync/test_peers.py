@@ -37,7 +37,7 @@ def test_a_stopwatch_is_over_when_nothing_happened_for_long_while_this_process_r
     assert watch.is_over()
 
 
-def test_workers_whose_clocks_differ_share_one_time_once_they_heard_of_each_other():
+def test_workers_whose_clocks_differ_share_one_time_once_they_exchanged_messages():
     clocks = [Clock(0.0), Clock(1e6), Clock(-30.0)]
     shared = []
     for clock in clocks:

@@ -161,7 +161,7 @@ def switch_apart(rank: int) -> str:
     return ""
 
 
-def test_workers_that_switch_to_different_topologies_are_told():
+def test_workers_that_switch_to_different_topologies_are_refused():
     for words in run_ranks(2, switch_apart):
         assert "the workers were asked for star, ring" in words
 

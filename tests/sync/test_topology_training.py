@@ -1,4 +1,4 @@
-"""Topologies through the runtime: a job over any of them equals one process; wrong wishes are refused."""
+"""Topologies in training: a job over any of them equals one process; wrong topologies are refused."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def summed_without_small_digits(output: torch.Tensor, target: torch.Tensor) -> t
         ({"loss_args": {"weight": [2.0] * 10}}, False),
     ],
 )
-def test_a_loss_that_leaves_targets_out_or_weights_classes_is_told_of(
+def test_a_loss_that_leaves_targets_out_or_weights_classes_is_warned_of(
     changes: dict[str, Any], told: bool
 ) -> None:
     settings = digits_job(**changes)

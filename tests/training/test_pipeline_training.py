@@ -93,15 +93,15 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     assert result["test"]["accuracy"] > 0.5
     for rank in range(3):
         found = [r.event for r in read(RunDir(tmp_path / "whole").events(rank))]
-        stretches = [event for event in found if isinstance(event, Operations)]
-        assert [event.step for event in stretches] == [16, 20]
-        assert all(s <= e for event in stretches for s, e in zip(event.starts, event.ends))
-        assert stretches[0].letters.count("F") == stretches[0].letters.count("B") == (64 if rank == 2 else 32)
+        intervals = [event for event in found if isinstance(event, Operations)]
+        assert [event.step for event in intervals] == [16, 20]
+        assert all(s <= e for event in intervals for s, e in zip(event.starts, event.ends))
+        assert intervals[0].letters.count("F") == intervals[0].letters.count("B") == (64 if rank == 2 else 32)
     steps = [r.event for r in read(RunDir(tmp_path / "whole").events(0)) if isinstance(r.event, StepEvent)]
     assert [event.step for event in steps] == list(range(1, 21))
     stop = tmp_path / "stop"
     stop.touch()
-    # Replicas on two hosts, of the last stage: they sum beside backward, and know how a round ends before.
+    # Replicas on two hosts, of the last stage: they sum during backward, and know how a round ends before.
     apart = planned((1, 2), schedule, checkpoint=CheckpointSettings(every_steps=16))
     stopped = run_ranks(3, train_rank, apart, tmp_path / "run", stop_file=stop, hosts=["a", "a", "b"])[0][0]
     assert (stopped["reason"], 0 < stopped["step"] < 16) == ("stopped", True)
@@ -159,7 +159,7 @@ def with_choices(settings: TrainSettings, **choices: Any) -> TrainSettings:
 
 
 @pytest.mark.parametrize("schedule", [Schedule.FLUSH, Schedule.STASH])
-def test_a_stop_is_heard_however_short_the_stretches_are(tmp_path: Path, schedule: Schedule) -> None:
+def test_a_stop_is_obeyed_however_short_the_intervals_are(tmp_path: Path, schedule: Schedule) -> None:
     settings = planned((1, 1), schedule, checkpoint=CheckpointSettings(every_steps=1))
     stop = tmp_path / "stop"
     stop.touch()
@@ -182,7 +182,7 @@ def train_in_own_folder(rank: int, settings: TrainSettings, folder: Path, resume
 def test_a_pipeline_on_hosts_without_a_shared_disk_goes_on_from_the_first_hosts_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """Only the first host has the checkpoint; the others hear its state."""
+    """Only the first host has the checkpoint; the others receive its state."""
     first = planned((1, 1), Schedule.FLUSH, steps=9)
     run_ranks(2, train_in_own_folder, first, tmp_path, False)
     result = run_ranks(2, train_in_own_folder, replace(first, steps=20), tmp_path, True)[0]
@@ -246,7 +246,7 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
 
 
 def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple[int, int, float]]]:
-    """Version, step and factor of each update of a stage's replicas in a stretch that ends early."""
+    """Version, step and factor of each update of a stage's replicas in an interval that ends early."""
     pipeline_layout = check_pipeline(settings, 3)
     pieces = [Microbatch(step, place, 0, (0, 1)) for step in range(12) for place in range(3)]
     found = []
@@ -269,7 +269,7 @@ def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple
     return found
 
 
-def test_replicas_agree_on_the_last_update_of_a_stretch_that_ends_early() -> None:
+def test_replicas_agree_on_the_last_update_of_an_interval_that_ends_early() -> None:
     settings = planned((1, 2), Schedule.STASH, microbatches=3)
     first, second = replay(settings, stage=1, stop_at=5)
     assert [(version, step) for version, step, _ in first] == [(v, s) for v, s, _ in second]
@@ -278,7 +278,7 @@ def test_replicas_agree_on_the_last_update_of_a_stretch_that_ends_early() -> Non
 
 @pytest.mark.parametrize("stages", [((0,), (1,), (0,)), ((0, 1), (2,), (1, 0)), ((0, 1), (0, 1, 2))])
 @pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.TWO_BUFFERED])
-def test_workers_that_hold_several_stages_agree_on_a_stretch_that_ends_early(
+def test_workers_that_hold_several_stages_agree_on_an_interval_that_ends_early(
     stages: tuple[tuple[int, ...], ...], schedule: Schedule
 ) -> None:
     layout = Layout(stages)

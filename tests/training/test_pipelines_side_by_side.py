@@ -67,7 +67,7 @@ def test_where_all_average_after_every_update_two_pipelines_equal_one_process(tm
     assert largest_difference(resumed, weights) < 1e-10
     started, _ = recorded(tmp_path / "pipelines", 0, run_events.RunStarted)
     assert started.parameters == sum(value.numel() for value in weights.values())
-    # Each stage settled by itself, with the workers that hold it.
+    # Each stage synchronized by itself, with the workers that hold it.
     assert [e.members for e in recorded(tmp_path / "pipelines", 0, run_events.Settled)] == [(0, 1), (0, 1)]
     assert [e.members for e in recorded(tmp_path / "pipelines", 3, run_events.Settled)] == [(2, 3), (2, 3)]
 
@@ -137,7 +137,7 @@ def test_what_pipelines_side_by_side_cannot_do_is_refused_in_words():
         check_pipeline(uneven, 3)
 
 
-def test_the_workers_of_a_plan_with_pipelines_are_its_columns():
+def test_the_workers_of_a_plan_with_pipelines_are_its_replicas():
     settings = planned((4, 4), Schedule.FLUSH, microbatches=8)
     assert settings.pipeline is not None
     plan = replace(decode(Plan, settings.pipeline.plan, "plan"), pipelines=2)

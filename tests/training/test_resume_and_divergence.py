@@ -166,7 +166,7 @@ def test_equal_runs_report_the_loss_of_their_last_step_however_they_log(tmp_path
 
 
 @pytest.mark.parametrize("flags", ["fp asimd bf16", "fpu avx512f avx512_bf16", "fp asimd"])
-def test_a_processor_that_emulates_bf16_is_told_of(
+def test_a_processor_that_emulates_bf16_is_warned_of(
     flags: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ):
     monkeypatch.setattr(Path, "read_text", lambda self: f"Features : {flags}\n")
@@ -176,7 +176,7 @@ def test_a_processor_that_emulates_bf16_is_told_of(
     assert components.emulated("bf16", torch.device("cuda")) is None
 
 
-def test_an_evaluation_is_no_time_of_the_steps_that_an_event_is_yet_to_tell_of(tmp_path: Path) -> None:
+def test_an_evaluation_is_no_time_of_the_steps_that_are_yet_to_be_recorded(tmp_path: Path) -> None:
     """The steps of a pipeline are told of later, with the moment at which they ended."""
     settings = digits_job(steps=10)
     settings = replace(settings, log_every_steps=None)
