@@ -1,4 +1,4 @@
-"""Every operation of torch on fused tensors, beside the same operation on each trial alone.
+"""Every operation of torch on fused tensors, against the same operation on each trial alone.
 
     python benchmarks/fuzz_fusion.py [--only softmax] [--samples 12] [--seed 0] [--jobs 2] [--verbose]
 

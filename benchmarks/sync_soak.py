@@ -31,7 +31,7 @@ import torch
 
 from plait.comm.handshake import Address
 from plait.comm.heartbeat import Presence
-from plait.comm.mailbox import open_mail
+from plait.comm.mailbox import open_mailbox
 from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
@@ -74,14 +74,14 @@ class Took:
 
 
 def work(rank: int, address: str, rounds: int, seed: int, folder: str, pipe: Connection) -> None:
-    """Step, drift at random and average until so many rounds are over; then settle."""
+    """Step, drift at random and average until `rounds` rounds are over; then synchronize."""
     torch.set_num_threads(1)
     store = JobStore(StoreClient(Address(address), SECRET, rank))
     rendezvous = Rendezvous(store, SECRET, rank, ["here"] * WORKERS, timeout_s=30.0)
-    mail = open_mail(rendezvous, "soak")
+    mailbox = open_mailbox(rendezvous, "soak")
     presence = Presence(store, "soak", rank, range(WORKERS), LEASE_S)
     weights = [torch.zeros(ELEMENTS)]
-    sync = PartialReduce(Peers(store, "soak", mail, presence), [lambda: weights], Rules())
+    sync = PartialReduce(Peers(store, "soak", mailbox, presence), [lambda: weights], Rules())
     draws = random.Random(f"{seed}/{rank}")
     noise = torch.Generator().manual_seed(seed * 1000 + rank)
     longest, steps = 0.0, 0
@@ -95,10 +95,10 @@ def work(rank: int, address: str, rounds: int, seed: int, folder: str, pipe: Con
             shown = [round(w, 3) for w in weights[0][:SHOWN].tolist()]
             log.write(json.dumps([sync.last.number, sync.last.members, time.time(), shown]) + "\n")
             steps += 1
-    sync.settle()
-    # Who was stopped while the others settled is back for the second time.
+    sync.synchronize()
+    # A worker that was stopped while the others synchronized is back for the second time.
     time.sleep(2 * LEASE_S)
-    members = sync.settle()
+    members = sync.synchronize()
     value = float(weights[0].double().sum())
     pipe.send({"steps": steps, "longest_s": longest, "members": members, "value": value})
     time.sleep(1.0)
@@ -192,7 +192,7 @@ def report(
     stops = sum(d.what == "stop" for d in done)
     holds = {
         "no hang": len(answered) == len(living) and all(a["longest_s"] < LONGEST_S for a in answered),
-        "the living settle together and agree": len({(a["members"], a["value"]) for a in answered}) == 1,
+        "the living synchronize and agree": len({(a["members"], a["value"]) for a in answered}) == 1,
         # Who leads a round may be killed or stopped in it: the others have their mean in the next one.
         "no round is lost but to a stop or a kill": void <= len(done) and not unheard,
         "all the living are connected within every 10 rounds": not apart,

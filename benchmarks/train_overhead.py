@@ -1,4 +1,4 @@
-"""What `plait train` costs beside a loop written by hand.
+"""What `plait train` costs against a loop written by hand.
 
 The same job, in the same processes, in turn: a plain PyTorch loop (with DistributedDataParallel on two
 workers) and Plait's trainer with its events, seeding, progress and stop checks. One thread a worker.

@@ -65,14 +65,12 @@ def test_profile_plan_train_and_evaluate_follow_each_other(
         ({"plan": "auto", "microbatches": 0}, "parallel.microbatches: found 0"),
     ],
 )
-def test_a_wrong_wish_for_a_plan_is_answered_with_the_right_one(parallel: Any, words: str) -> None:
+def test_a_wrong_request_for_a_plan_is_answered_with_the_right_one(parallel: Any, words: str) -> None:
     with pytest.raises(JobError, match=words):
         make_job({**JOB, "parallel": parallel})
 
 
-def test_a_run_tells_of_the_plan_that_was_made_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_shows_the_plan_that_was_made_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(*_: Any) -> Plan:
         return data_parallel_plan(chain([0.25]), machines(1, 1e9), Settings(microbatches=3))
 

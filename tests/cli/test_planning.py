@@ -151,7 +151,7 @@ def test_a_graph_without_links_needs_a_bandwidth():
         plait("plan", ALEXNET, "--devices", "4")
 
 
-def test_files_of_another_kind_are_told_apart(tmp_path: Path):
+def test_files_of_another_kind_are_distinguished(tmp_path: Path):
     (tmp_path / "job.yaml").write_text(JOB)
     with pytest.raises(InputError, match="a job file, expected its profile; make it with: plait profile"):
         plait("plan", str(tmp_path / "job.yaml"))

@@ -65,7 +65,7 @@ def test_a_run_that_nobody_holds_has_died_and_its_numbers_read_well(run: RunDir)
         ("\xff\x00\n", "ÿ"),
     ],
 )
-def test_a_failed_run_tells_its_cause(run: RunDir, failure: str, cause: str | None):
+def test_a_failed_run_shows_its_cause(run: RunDir, failure: str, cause: str | None):
     run.status.write_text(json.dumps({**GOOD, "state": "failed"}))
     run.failure.write_text(failure)
     shown = plait("status", str(run.path))

@@ -21,7 +21,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.jobs.sweep import make_sweep, placement_of, sweep
 from plait.launch.run_dir import RunDir
-from plait.planner.plan import Plan, save_plan
+from plait.planner import Plan, save_plan
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import as_csv
 from plait.sweeping.worker import check_order

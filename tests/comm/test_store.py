@@ -91,13 +91,13 @@ def test_waiting_in_one_thread_keeps_no_other_from_the_store(client: StoreClient
             wait.result(20)
 
 
-def test_a_value_that_nobody_sets_is_told_of_as_a_silent_worker(client: StoreClient):
+def test_a_value_that_nobody_sets_is_reported_as_a_silent_worker(client: StoreClient):
     with pytest.raises(PeerError, match=r"waited 0.05 s for another worker to set never") as caught:
         client.get("never", 0.05)
     assert caught.value.kind is LostPeer.SILENT
 
 
-def test_a_store_that_is_gone_is_told_of_as_such():
+def test_a_store_that_is_gone_is_reported_as_such():
     server = StoreServer(SECRET)
     client = StoreClient(server.address, SECRET, 0, answer_s=0.2)
     client.set("x", "1")

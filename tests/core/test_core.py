@@ -19,6 +19,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, DiskError, InputError, JobError
 from plait.core.names import check_arguments, did_you_mean, nearest, resolve
 from plait.core.shown import shown
+from plait.core.splits import split
 from plait.core.units import count_of, parse_bytes, show_bytes, show_rate, show_seconds
 
 
@@ -133,7 +134,7 @@ def test_a_name_that_no_file_can_have_is_refused():
         files.read_text(Path("a\0b"), "a page", 10)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, monkeypatch):
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_next_to_it(tmp_path: Path, monkeypatch):
     path = tmp_path / "f"
     files.write_atomic(path, "old")
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -268,7 +269,7 @@ def test_a_value_is_shown_in_few_letters_whatever_it_is():
         ("lazy_module:x", "'lazy_module:x' cannot be read: ValueError: not today"),
     ],
 )
-def test_whatever_goes_wrong_with_a_name_is_told_in_one_sentence(
+def test_whatever_goes_wrong_with_a_name_is_refused_in_one_sentence(
     path: str, message: str, tmp_path, monkeypatch
 ):
     (tmp_path / "broken_module.py").write_text("raise SystemExit(3)")
@@ -328,3 +329,11 @@ class Chosen:
 def test_a_choice_that_is_none_is_answered_with_those_there_are():
     with pytest.raises(ArtefactError, match=r"Chosen\.way: found 'left', expected one of up, down"):
         decode(Chosen, {"way": "left"})
+
+
+@given(st.integers(0, 60), st.integers(1, 12))
+def test_parts_hold_everything_once_in_order_and_differ_by_one_at_most(count: int, parts: int):
+    found = split(count, parts)
+    assert [each for part in found for each in part] == list(range(count))
+    assert len(found) == parts
+    assert max(map(len, found)) - min(map(len, found)) <= 1

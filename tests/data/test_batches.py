@@ -335,7 +335,7 @@ class Mistaken:
         ("double", DataError, r"the inputs are float64, the model's weights float32.*astype.*same dtype"),
     ],
 )
-def test_common_mistakes_in_a_data_set_are_told_in_a_sentence(
+def test_common_mistakes_in_a_data_set_are_refused_in_a_sentence(
     mistake: str, error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     job = digits_job(
@@ -366,7 +366,7 @@ def test_a_set_without_a_test_split_trains_and_is_not_evaluated(tmp_path: Path) 
         train_here(replace(job, evaluate=EvaluateSettings(every_steps=2)), tmp_path)
 
 
-def test_a_set_that_fails_for_the_test_split_is_told_what_to_return(tmp_path: Path) -> None:
+def test_a_set_that_fails_for_the_test_split_is_refused_with_what_to_return(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as caught:
         components.data.build("test_batches:Mistaken", "test", mistake="no split 'test'")
     assert caught.value.__notes__ == [

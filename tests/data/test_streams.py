@@ -37,7 +37,6 @@ from support.sweeping import sweep_here, sweep_of
 from support.training import (
     digits_job,
     largest_difference,
-    pipeline_rank,
     saved_weights,
     train_each,
     train_here,
@@ -264,7 +263,7 @@ def test_a_resumed_run_goes_on_where_the_stream_was(
     assert len(note.read_text().splitlines()) == skipped + left + SAMPLES * (1 + (cut < 5))
 
 
-def test_a_state_that_a_checkpoint_cannot_hold_is_told_and_done_without(
+def test_a_state_that_a_checkpoint_cannot_hold_is_reported_and_done_without(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = job("Stateful", steps=3, epochs=None, options={"tuples": True})
@@ -283,7 +282,7 @@ def test_workers_that_read_unlike_streams_are_refused(tmp_path: Path) -> None:
         run_ranks(2, train_rank, job("divided"), tmp_path / "two")
 
 
-def test_a_stream_that_cannot_begin_anew_is_told_so(tmp_path: Path) -> None:
+def test_a_stream_that_cannot_begin_anew_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no sample in epoch 1; expected a data set whose __iter__ begins"):
         train_here(job("once", evaluate=EvaluateSettings()), tmp_path)
 
@@ -332,7 +331,7 @@ def test_a_pipeline_wants_to_know_where_epochs_end(tmp_path: Path) -> None:
     with pytest.raises(
         WorldError, match=r"the stream ended after 70 samples of epoch 0, but sample 70 is due"
     ):
-        run_ranks(2, pipeline_rank, cut_in_two(settings, Schedule.FLUSH, 2), tmp_path)
+        run_ranks(2, train_rank, cut_in_two(settings, Schedule.FLUSH, 2), tmp_path)
 
 
 def test_a_job_with_a_stream_is_profiled() -> None:

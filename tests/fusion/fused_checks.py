@@ -1,4 +1,4 @@
-"""Helpers of the fusion tests: a fused array beside the same trials, each alone."""
+"""Helpers of the fusion tests: a fused array, and the same trials each alone."""
 
 from __future__ import annotations
 

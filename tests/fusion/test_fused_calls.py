@@ -165,7 +165,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_told_apart_by_trial_is_refused_in_a_sentence(name):
+def test_what_cannot_be_assigned_to_trials_is_refused_in_a_sentence(name):
     function, words = REFUSED[name]
     fused = fuse(make_models(lambda: Body(function, norm=True)))
     with pytest.raises(FusionError, match=words):

@@ -27,7 +27,7 @@ def data(step, trial):
 
 
 def train(fused, optimizer, trials, steps):
-    """Each trial sees its own data at its own age, whoever sits beside it."""
+    """Each trial sees its own data at its own age, whichever trials are next to it."""
     for _ in range(steps):
         ages = fused.ages.tolist()
         x, y = (torch.stack(parts) for parts in zip(*(data(a, t) for a, t in zip(ages, trials))))
@@ -66,7 +66,7 @@ def test_trials_that_leave_do_not_disturb_those_that_stay(models):
     assert [fused.trial(k)[3].p for k in range(2)] == [0.4, 0.2]
 
 
-def test_trials_that_enter_begin_anew_beside_the_old(models):
+def test_trials_that_enter_begin_anew_next_to_the_old(models):
     fused = fuse(models[:2])
     optimizer = FusedOptimizer(fused, "adam", lr=[0.01, 0.02])
     train(fused, optimizer, range(2), 3)

@@ -126,7 +126,7 @@ def test_an_input_without_the_trials_axis_is_refused_with_its_shape():
         fused(data(5, 4))
 
 
-def test_a_trial_drops_the_same_elements_alone_and_beside_others():
+def test_a_trial_drops_the_same_elements_alone_and_with_others():
     models = make_models(Drops)
     fused, singles = fuse(models), alone(models)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Optimizers of fused trials beside torch's own: parameters that rest, switches, order, saved states."""
+"""Optimizers of fused trials against torch's own: parameters that rest, switches, order, saved states."""
 
 from __future__ import annotations
 

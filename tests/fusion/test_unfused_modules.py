@@ -254,7 +254,7 @@ class Counts(Base):
         return self.layer(x) * self.calls
 
 
-def test_a_newcomer_begins_with_its_own_counter_beside_trials_that_have_moved_on():
+def test_a_newcomer_begins_with_its_own_counter_next_to_trials_that_have_moved_on():
     models = make_models(Counts, 4)
     fused = fuse(models[:3])
     optimizer = FusedOptimizer(fused, "sgd", lr=LR)

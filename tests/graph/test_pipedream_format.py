@@ -93,7 +93,7 @@ def test_a_malformed_file_is_refused_with_line_found_and_expected(text, message)
     assert len(str(caught.value)) < 500
 
 
-def test_a_missing_and_a_binary_file_are_told_apart(tmp_path):
+def test_a_missing_and_a_binary_file_are_distinguished(tmp_path):
     with pytest.raises(GraphError, match="no such file"):
         pipedream.read(tmp_path / "none.txt")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

@@ -66,7 +66,7 @@ def test_one_workers_failure_ends_all_within_seconds_and_names_the_cause(
     assert not any("Traceback" in line for line in memory.lines)
 
 
-def test_a_stop_that_comes_before_anyone_told_of_the_workers_reaches_them(tmp_path: Path):
+def test_a_stop_that_comes_before_the_workers_were_reported_reaches_them(tmp_path: Path):
     memory = Memory()
     results = launch_entry(
         "work_until_stopped", tmp_path, memory, prepare=lambda: memory.supervisor.request_stop()

@@ -70,7 +70,7 @@ def overhead_of(rank: int) -> float:
     return measure_overhead(rendezvous_of(rank, ["here"] * 3))
 
 
-def test_all_ranks_learn_what_a_pipeline_costs_beside_its_layers() -> None:
+def test_all_ranks_learn_what_a_pipeline_costs_besides_its_layers() -> None:
     found = run_ranks(3, overhead_of)
     assert found[0] == found[1] == found[2]
     assert 1e-5 < found[0] < 0.1

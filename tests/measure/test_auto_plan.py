@@ -1,4 +1,4 @@
-"""What a job's wish for a plan makes the launcher measure, and which plan comes of what was measured."""
+"""What a job's request for a plan makes the launcher measure, and which plan comes of what was measured."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
+from torch import nn
 
 from plait.core.codec import decode, encode
-from plait.launch.run_dir import RunDir
 from plait.measure import auto_plan as module
 from plait.measure.auto_plan import planned
 from plait.measure.job import profile_job
@@ -24,14 +22,11 @@ from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
-from plait.schema.settings import DataSettings, ModelSettings, PlanRequest, SyncSettings, TrainSettings
-from plait.training import components
+from plait.schema.settings import DataSettings, ModelSettings, PlanRequest, SyncSettings
 from plait.training.engines import pipeline
-from plait.training.loop import Loop
-from plait.training.run import Run
 from support.graphs import chain
 from support.plans import planned as cut_evenly
-from support.training import TestWorker, digits_job, train_here
+from support.training import digits_job, train_here, train_rank
 from support.world import run_ranks
 
 
@@ -56,16 +51,16 @@ def profile_of(samples: int) -> Profile:
     return Profile("m", graph, "cpu", "float32", samples, "2", 1, 1, none, (), (), links, sums)
 
 
-def plan_of(batch: int, workers: int, wish: PlanRequest, **changes: Any) -> Plan:
+def plan_of(batch: int, workers: int, asked: PlanRequest, **changes: Any) -> Plan:
     settings = digits_job(data=DataSettings("digits", batch), **changes)
-    made, plan = planned(settings, Placement((Host(LOCAL, workers),)), wish)
+    made, plan = planned(settings, Placement((Host(LOCAL, workers),)), asked)
     assert made.pipeline is not None
     assert decode(Plan, made.pipeline.plan, "plan") == plan
     return plan
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(64, [32, 64]), (65, [33, 65]), (15, [8, 15])])
-def test_a_free_wish_is_measured_in_whole_batches_and_in_one_piece_a_worker(
+def test_a_free_request_is_measured_in_whole_batches_and_in_one_piece_a_worker(
     measured: list[list[int]], batch: int, sizes: list[int]
 ) -> None:
     plan = plan_of(batch, 2, PlanRequest("auto"))
@@ -87,7 +82,7 @@ def test_a_job_that_needs_whole_batches_is_measured_in_small_pieces_and_in_one_a
 
 
 @pytest.mark.parametrize(
-    ("wish", "size"),
+    ("asked", "size"),
     [
         (PlanRequest("auto", schedule="stash"), 64),
         (PlanRequest("auto", microbatches=8), 8),
@@ -97,14 +92,14 @@ def test_a_job_that_needs_whole_batches_is_measured_in_small_pieces_and_in_one_a
         (PlanRequest("model-parallel", microbatches=8), 8),
     ],
 )
-def test_a_wish_that_steers_the_pipeline_has_its_microbatches_alone_measured(
-    measured: list[list[int]], wish: PlanRequest, size: int
+def test_a_request_that_steers_the_pipeline_has_its_microbatches_alone_measured(
+    measured: list[list[int]], asked: PlanRequest, size: int
 ) -> None:
-    plan = plan_of(64, 2, wish)
+    plan = plan_of(64, 2, asked)
     assert measured == [[size]]
     assert plan.microbatches == 64 // size
     assert plan.microbatch_samples == size
-    assert plan.schedule is (Schedule.NONE if wish.plan == "model-parallel" else Schedule.STASH)
+    assert plan.schedule is (Schedule.NONE if asked.plan == "model-parallel" else Schedule.STASH)
 
 
 @pytest.mark.parametrize(("batch", "workers"), [(1, 2), (2, 4), (3, 4)])
@@ -142,7 +137,7 @@ def test_under_stash_an_update_takes_no_less_than_the_batch_of_the_job(
     assert words in module.describe_updates(made, settings)
 
 
-def test_smaller_updates_than_the_batch_are_told_of(measured: list[list[int]]) -> None:
+def test_smaller_updates_than_the_batch_are_reported(measured: list[list[int]]) -> None:
     settings = digits_job(data=DataSettings("digits", 64))
     plan = plan_of(64, 2, PlanRequest("auto", microbatches=8))
     assert "a batch makes 8 microbatches" in module.describe_updates(plan, settings)
@@ -154,11 +149,11 @@ def test_smaller_updates_than_the_batch_are_told_of(measured: list[list[int]]) -
     )
 
 
-def read_plan(folder: Path, plan: Plan, wish: dict[str, Any], batch: int = 64) -> tuple[Plan, str]:
+def read_plan(folder: Path, plan: Plan, asked: dict[str, Any], batch: int = 64) -> tuple[Plan, str]:
     path = folder / "plan.json"
     save_plan(plan, path)
     settings = digits_job(data=DataSettings("digits", batch))
-    _, found = planned(settings, Placement(), PlanRequest(str(path), **wish))
+    _, found = planned(settings, Placement(), PlanRequest(str(path), **asked))
     return found, module.other_microbatch(found, settings)
 
 
@@ -222,22 +217,6 @@ def test_pipelines_that_agree_by_averaging_are_planned_side_by_side(
     pipeline.check_pipeline(made, workers)
 
 
-def train_rank(rank: int, settings: TrainSettings, folder: Path, opening_s: float = 0.0) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    parts = components.build(settings, torch.device("cpu"))
-    size = dist.get_world_size()
-    worker: Any = TestWorker(rank, size)
-    prepare = pipeline.prepare_together
-
-    def slow_prepare(*arguments: Any) -> Any:
-        time.sleep(opening_s)
-        return prepare(*arguments)
-
-    pipeline.prepare_together = slow_prepare
-    run = Run(worker, settings, parts, RunDir(folder))
-    return Loop(run, pipeline.PipelineEngine(run, ["here"] * size)).train(resume=False)
-
-
 def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,14 +227,30 @@ def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(
     assert (plan.schedule, plan.microbatches, plan.stages[0].replicas) == (Schedule.FLUSH, 2, 2)
     assert "The same batch as 8 microbatches under schedule flush" in plan.why
     assert 0 < plan.step_s < 0.5
-    result = run_ranks(2, train_rank, made, tmp_path / "planned")[0]
+    result = run_ranks(2, train_rank, made, tmp_path / "planned")[0][0]
     plain, _ = train_here(job, tmp_path / "plain")
     assert result.step == 25
     assert result.test["loss"] == pytest.approx(plain.test["loss"], rel=1e-9)
 
 
+def slow_to_copy() -> nn.Module:
+    """A model whose first copy, which verification makes while a pipeline opens, takes a second."""
+    return nn.Sequential(nn.Flatten(), SlowToCopy(64, 10))
+
+
+class SlowToCopy(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        time.sleep(1.0)
+        # Copies are plain, and so are copies of them.
+        made = nn.Linear(self.in_features, self.out_features, dtype=self.weight.dtype)
+        made.load_state_dict(self.state_dict())
+        memo[id(self)] = made
+        return made
+
+
 def test_the_time_in_which_a_pipeline_opens_is_no_time_of_its_steps(tmp_path: Path) -> None:
-    result = run_ranks(1, train_rank, cut_evenly((1,), Schedule.FLUSH, 1), tmp_path, opening_s=1.0)[0]
+    settings = cut_evenly((1,), Schedule.FLUSH, 1, model=ModelSettings("test_auto_plan:slow_to_copy"))
+    result = run_ranks(1, train_rank, settings, tmp_path)[0][0]
     steps_s = 20 * 64 / result.samples_per_s
     assert result.seconds - steps_s > 0.9
 

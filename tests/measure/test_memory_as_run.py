@@ -108,7 +108,7 @@ def test_a_run_holds_the_versions_and_activations_that_its_plan_says_for_the_job
         for name, (most, copies) in answer.items():
             stage = with_memory_as_run(plan, PipelineOptions(**choices[name])).stages[rank]
             assert stage.in_flight == 3 - rank
-            # One gradient of the weights beside the versions; a forward that is computed again keeps its own
+            # One gradient of the weights besides the versions; a forward that is computed again keeps its own
             # few running statistics.
             expected = (copies + 1) * weights + most / alone * kept
             assert stage.memory_bytes == pytest.approx(expected, rel=0.02), (rank, name)
@@ -124,24 +124,24 @@ def test_versions_under_vertical_sync_are_those_of_a_replayed_stream(
     own = in_flight(Schedule.STASH, layout, 0, 1 << 40)
     depths = {0: own + deeper} if deeper else {}
     layers = tuple((f"n{s}",) for s in range(len(replicas)))
-    arrangement = PipelineLayout(layers, (layout,), Schedule.STASH, 8, depths, vertical_sync=True)
+    pipeline_layout = PipelineLayout(layers, (layout,), Schedule.STASH, 8, depths, vertical_sync=True)
     for stage in range(len(replicas)):
         most = max(
-            most_versions(arrangement, stage, worker, AllOf(arrangement, 160))
+            most_versions(pipeline_layout, stage, worker, AllOf(pipeline_layout, 160))
             for worker in layout.stages[stage]
         )
         assert versions_of_vertical_sync(layout, stage, depths) == most, stage
 
 
-def most_versions(arrangement: PipelineLayout, stage: int, worker: int, stretch: AllOf) -> int:
+def most_versions(pipeline_layout: PipelineLayout, stage: int, worker: int, interval: AllOf) -> int:
     """From the oldest version that a microbatch in flight or the next one uses to the newest."""
     used: dict[int, int] = {}
     most = 1
-    for op in stream(arrangement, worker, stretch):
+    for op in stream(pipeline_layout, worker, interval):
         if isinstance(op, Forward):
             used[op.microbatch] = op.version
         elif isinstance(op, Update):
-            oldest = min([oldest_needed(arrangement, worker, op), *used.values()])
+            oldest = min([oldest_needed(pipeline_layout, worker, op), *used.values()])
             most = max(most, op.version - oldest + 1)
         else:
             del used[op.microbatch]

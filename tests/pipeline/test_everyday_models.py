@@ -26,19 +26,28 @@ def test_in_two_stages_the_model_is_what_it_is_alone(name: str) -> None:
     assert zoo.stages_verdict(CASES[f"everyday {name}"]) == zoo.Verdict("right", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("own class returned", "forward returns a Output, in which no tensors are seen"),
-        ("global variable", "the plain model itself does something else when it is run again"),
-        ("gradient inside", "the stages fail where the plain model does not"),
-        ("hidden teacher", "that the model does not have: its module is not registered"),
-    ],
-)
-def test_what_stages_cannot_do_is_refused_in_words(name: str, words: str) -> None:
-    found = zoo.stages_verdict(CASES[f"everyday {name}"])
+# What a verdict says of a model that stages, or fused trials, cannot train as it is trained alone.
+REFUSED = {
+    "stages": {
+        "own class returned": "forward returns a Output, in which no tensors are seen",
+        "global variable": "the plain model itself does something else when it is run again",
+        "gradient inside": "the stages fail where the plain model does not",
+        "hidden teacher": "that the model does not have: its module is not registered",
+    },
+    "fused": {
+        "own class returned": "the model returns a Output, in which no tensors of numbers are seen",
+        "global variable": "a trial alone does something else when it is run again",
+        "hook on itself": "a copy of the model fails by itself on these batches: KeyError: 'a'",
+    },
+}
+
+
+@pytest.mark.parametrize(("way", "name"), [(way, name) for way, cases in REFUSED.items() for name in cases])
+def test_what_cannot_be_trained_in_stages_or_fused_is_refused_in_words(way: str, name: str) -> None:
+    verdict = zoo.stages_verdict if way == "stages" else zoo.fused_verdict
+    found = verdict(CASES[f"everyday {name}"])
     assert found.word == "refused"
-    assert words in found.sentence
+    assert REFUSED[way][name] in found.sentence
 
 
 @pytest.mark.parametrize(
@@ -52,20 +61,6 @@ def test_what_stages_cannot_do_is_refused_in_words(name: str, words: str) -> Non
 )
 def test_as_fused_trials_the_model_is_what_it_is_alone(name: str, words: str) -> None:
     assert zoo.fused_verdict(CASES[f"everyday {name}"]) == zoo.Verdict("right", words)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("own class returned", "the model returns a Output, in which no tensors of numbers are seen"),
-        ("global variable", "a trial alone does something else when it is run again"),
-        ("hook on itself", "a copy of the model fails by itself on these batches: KeyError: 'a'"),
-    ],
-)
-def test_what_cannot_be_fused_is_refused_in_words(name: str, words: str) -> None:
-    found = zoo.fused_verdict(CASES[f"everyday {name}"])
-    assert found.word == "refused"
-    assert words in found.sentence
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from plait.core.errors import JobError
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import ModelSettings
 from support.plans import planned
-from support.training import digits_job, largest_difference, pipeline_rank, saved_weights, train_here
+from support.training import digits_job, largest_difference, saved_weights, train_here, train_rank
 from support.world import run_ranks
 
 
@@ -54,7 +54,7 @@ def job(frozen: bool) -> dict[str, Any]:
 def error_of(rank: int, settings: Any, folder: Path) -> str:
     FORWARDS[0] = 0
     try:
-        pipeline_rank(rank, settings, folder)
+        train_rank(rank, settings, folder)
     except JobError as failure:
         return str(failure)
     return ""

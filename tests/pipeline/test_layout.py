@@ -24,10 +24,10 @@ def arranged(layout: Layout, schedule: Schedule, **changes: object) -> PipelineL
 def test_a_stream_is_the_planners_list(replicas: tuple[int, ...], schedule: Schedule) -> None:
     layout = straight_layout(replicas)
     for total, batch in ((1, 1), (5, 1), (12, 1), (23, 1), (23, 7)):
-        arrangement = replace(arranged(layout, schedule), microbatches=batch)
+        pipeline_layout = replace(arranged(layout, schedule), microbatches=batch)
         expected = operations(schedule, layout, total, batch=batch)
         for worker in layout.workers:
-            assert tuple(stream(arrangement, worker, AllOf(arrangement, total))) == expected[worker]
+            assert tuple(stream(pipeline_layout, worker, AllOf(pipeline_layout, total))) == expected[worker]
 
 
 @pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.TWO_BUFFERED])
@@ -38,14 +38,16 @@ def test_workers_that_hold_several_stages_come_to_the_planners_order_by_themselv
     stages: tuple[tuple[int, ...], ...], schedule: Schedule
 ) -> None:
     layout = Layout(stages)
-    arrangement = arranged(layout, schedule)
+    pipeline_layout = arranged(layout, schedule)
     for total in (1, 5, 12, 23):
         expected = operations(schedule, layout, total)
         for worker in layout.workers:
-            assert tuple(stream(arrangement, worker, AllOf(arrangement, total))) == expected[worker]
+            assert tuple(stream(pipeline_layout, worker, AllOf(pipeline_layout, total))) == expected[worker]
 
 
 def test_vertical_sync_that_needs_weights_from_the_future_is_refused() -> None:
-    arrangement = arranged(straight_layout((1, 1)), Schedule.STASH, vertical_sync=True, depths={0: 2, 1: 5})
+    pipeline_layout = arranged(
+        straight_layout((1, 1)), Schedule.STASH, vertical_sync=True, depths={0: 2, 1: 5}
+    )
     with pytest.raises(PlanError, match="vertical_sync: stage 1 would need version"):
-        list(stream(arrangement, 1, AllOf(arrangement, 20)))
+        list(stream(pipeline_layout, 1, AllOf(pipeline_layout, 20)))

@@ -1,4 +1,4 @@
-"""Linear layers computed sooner: gradients equal autograd's, wherever the weights lie in memory."""
+"""Linear layers computed faster: gradients equal autograd's, wherever the weights lie in memory."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def gradients(model: nn.Module, microbatches: list[torch.Tensor]) -> list[torch.
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6), (100, 6)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_gradients_of_several_microbatches_equal_autograds(shape: tuple[int, ...], turned: bool) -> None:
-    plain, sooner = net(), net()
-    add_weight_gradients(sooner)
+    plain, faster = net(), net()
+    add_weight_gradients(faster)
     if turned:
-        turn_weights(sooner)
+        turn_weights(faster)
     microbatches = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
-    expected, found = gradients(plain, microbatches), gradients(sooner, microbatches)
+    expected, found = gradients(plain, microbatches), gradients(faster, microbatches)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    assert all(p.grad is not None and p.grad.stride() == p.stride() for p in sooner.parameters())
+    assert all(p.grad is not None and p.grad.stride() == p.stride() for p in faster.parameters())
 
 
 def test_turned_weights_keep_their_values_and_shared_ones_stay() -> None:
@@ -78,12 +78,12 @@ def test_weights_written_over_between_forward_and_backward_are_noticed() -> None
 
 
 def test_hooks_on_a_weight_see_its_gradient() -> None:
-    plain, sooner = net(), net()
-    add_weight_gradients(sooner)
-    for model in (plain, sooner):
+    plain, faster = net(), net()
+    add_weight_gradients(faster)
+    for model in (plain, faster):
         model[2].weight.register_hook(lambda grad: grad.tril())
     microbatches = [torch.randn(4, 6, dtype=torch.float64)]
-    for ours, theirs in zip(gradients(sooner, microbatches), gradients(plain, microbatches), strict=True):
+    for ours, theirs in zip(gradients(faster, microbatches), gradients(plain, microbatches), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 

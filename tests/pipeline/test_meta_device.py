@@ -20,12 +20,9 @@ from plait.planner.schedules.operations import straight_layout
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints, load
-from plait.training.engines.pipeline import PipelineEngine
-from plait.training.loop import Loop
-from plait.training.run import Run
 from support.pieces import LAYERS, WIDE, Mixed, MostBytes
 from support.plans import in_stages, planned
-from support.training import TestWorker, digits_job, largest_difference, pipeline_rank, saved_weights
+from support.training import digits_job, largest_difference, saved_weights, train_rank
 from support.world import run_ranks
 
 CPU = torch.device("cpu")
@@ -88,29 +85,19 @@ def test_a_model_whose_tensors_depend_on_each_other_is_refused_not_made_wrong():
         pieces.fill({"other.weight"})
 
 
-def train_in_pieces(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    pieces = components.make_pieces(settings, CPU)
-    parts = components.build(settings, CPU, pieces=pieces)
-    worker: Any = TestWorker(rank, dist.get_world_size())
-    hosts = ["here"] * dist.get_world_size()
-    run = Run(worker, settings, parts, RunDir(folder))
-    return Loop(run, PipelineEngine(run, hosts)).train(resume)
-
-
 def each_way(rank: int, settings: TrainSettings, folder: Path) -> None:
-    """A run that stops and goes on: of whole models, in pieces, and in pieces after the former."""
+    """A run that stops and goes on: of whole models, in pieces, and first of whole models, then in pieces."""
     half = replace(settings, steps=2)
     ways = {
-        "whole": (pipeline_rank, pipeline_rank),
-        "pieces": (train_in_pieces, train_in_pieces),
-        "first whole": (pipeline_rank, train_in_pieces),
+        "whole": (False, False),
+        "pieces": (True, True),
+        "first whole": (False, True),
     }
-    for name, (begin, go_on) in ways.items():
-        begin(rank, half, folder / name)
+    for name, (first, then) in ways.items():
+        train_rank(rank, half, folder / name, in_pieces=first)
         # Nobody looks for a checkpoint that the first rank has not written yet.
         dist.barrier()
-        go_on(rank, settings, folder / name, resume=True)
+        train_rank(rank, settings, folder / name, resume=True, in_pieces=then)
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
@@ -137,19 +124,12 @@ def test_a_run_in_pieces_is_that_of_whole_models_and_resumes_to_it(replicas: tup
 
 def counting_bytes(rank: int, settings: TrainSettings, folder: Path) -> list[float]:
     """Train, and go on; the most bytes of tensors that this worker held at once, by those of the model."""
-    torch.set_num_threads(1)
-    worker: Any = TestWorker(rank, dist.get_world_size())
-    hosts = ["here"] * dist.get_world_size()
     shares = []
     for steps, resume in ((1, False), (2, True)):
         own = replace(settings, steps=steps)
         with MostBytes() as most:
-            parts = components.build(own, CPU, pieces=components.make_pieces(own, CPU))
-            run = Run(worker, own, parts, RunDir(folder))
-            Loop(run, PipelineEngine(run, hosts)).train(resume)
-            del run
+            train_rank(rank, own, folder, resume, in_pieces=True)
         shares.append(most.peak / (LAYERS * WIDE * WIDE * 4))
-        del parts
     return shares
 
 

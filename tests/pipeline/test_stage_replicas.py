@@ -11,7 +11,7 @@ import torch
 
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.stage import Flight
-from plait.pipeline.stage_optimizer import StageOptimizer, summed_beside_backward
+from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout
 from plait.sync.allreduce.buckets import AllReduce
@@ -107,17 +107,17 @@ def test_what_was_received_is_given_back_once_the_gradients_that_lie_in_it_are_s
     assert last == ["land"] * 12
 
 
-def test_sums_go_on_beside_backward_where_something_else_than_busy_cores_carries_them() -> None:
+def test_sums_overlap_with_backward_where_something_else_than_busy_cores_carries_them() -> None:
     layout = Layout(((0, 1), (2,), (3, 4)))
     stages = (("a",), ("b",), ("c",))
     stash = PipelineLayout(stages, (layout,), Schedule.STASH, 4)
     cpu, gpu, here = torch.device("cpu"), torch.device("cuda"), ("here",) * 5
-    assert summed_beside_backward(0, stash, cpu, here, cores=5) == frozenset()
-    assert summed_beside_backward(0, stash, cpu, here, cores=6) == {0}
-    assert summed_beside_backward(0, stash, gpu, here, cores=5) == {0}
-    assert summed_beside_backward(2, stash, cpu, here, cores=6) == frozenset()
+    assert summed_during_backward(0, stash, cpu, here, cores=5) == frozenset()
+    assert summed_during_backward(0, stash, cpu, here, cores=6) == {0}
+    assert summed_during_backward(0, stash, gpu, here, cores=5) == {0}
+    assert summed_during_backward(2, stash, cpu, here, cores=6) == frozenset()
     apart = ("a", "a", "a", "a", "b")
-    assert summed_beside_backward(0, stash, cpu, apart, cores=4) == frozenset()
-    assert summed_beside_backward(3, stash, cpu, apart, cores=4) == {2}
+    assert summed_during_backward(0, stash, cpu, apart, cores=4) == frozenset()
+    assert summed_during_backward(3, stash, cpu, apart, cores=4) == {2}
     flush = replace(stash, schedule=Schedule.FLUSH)
-    assert summed_beside_backward(0, flush, cpu, here, cores=64) == frozenset()
+    assert summed_during_backward(0, flush, cpu, here, cores=64) == frozenset()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import plait
 from plait.core.errors import InputError, JobError
@@ -26,16 +25,13 @@ from plait.planner.schedules.kinds import Schedule
 from plait.profiler import record, source, traced
 from plait.profiler.trace import trace
 from plait.schema.settings import ModelSettings, TrainSettings
-from plait.training import checkpoint, components
-from plait.training.engines.pipeline import PipelineEngine
-from plait.training.loop import Loop
-from plait.training.run import Run
+from plait.training import checkpoint
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
 from support.checked import make_hard, plain_step, prepare, square_loss, staged
 from support.plans import cut_in_two, planned
 from support.traced_models import tensors_of
-from support.training import TestWorker, digits_job
+from support.training import digits_job, train_rank
 from support.world import run_ranks
 
 tracer = sys.modules["plait.profiler.trace"]
@@ -142,7 +138,16 @@ def test_a_buffer_that_only_the_plain_model_changes_is_noticed() -> None:
 
 
 def test_a_buffer_under_two_names_is_compared_once_and_equal() -> None:
-    prepare(*make_hard("two names"))
+    model, batches, place = make_hard("two names")
+    plain = copy.deepcopy(model)
+    stages = staged(prepare(model, batches, place))
+    stages.step(batches[0], None)
+    plain_step(plain, batches[0], seed=0)
+    held = {name: buffer for _, name, buffer in stages.buffers()}
+    twins = [name for name in held if name.endswith("running_mean")]
+    assert len(twins) == 1
+    torch.testing.assert_close(held[twins[0]], plain.norm.running_mean, rtol=1e-12, atol=1e-12)
+    assert held[twins[0]].abs().sum() > 0
 
 
 @pytest.mark.parametrize("second", [("right_last",), ("right", "right_drop", "right_last")])
@@ -336,14 +341,6 @@ def test_a_verification_changes_nothing_of_the_model_nor_of_the_random_numbers()
 # Runs.
 
 
-def train_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    size = dist.get_world_size()
-    parts = components.build(settings, torch.device("cpu"))
-    run = Run(TestWorker(rank, size), settings, parts, RunDir(folder))  # type: ignore[arg-type]
-    return Loop(run, PipelineEngine(run, ["here"] * size)).train(resume)
-
-
 def refused_rank(rank: int, settings: TrainSettings, folder: Path) -> str:
     try:
         train_rank(rank, settings, folder)
@@ -370,12 +367,12 @@ def verified(folder: Path) -> list[Verified]:
     return [e.event for e in read(RunDir(folder).events(0)) if isinstance(e.event, Verified)]
 
 
-def test_a_run_is_verified_once_tells_so_and_ends_bitwise_as_without(tmp_path: Path) -> None:
+def test_a_run_is_verified_once_reports_it_and_ends_bitwise_as_without(tmp_path: Path) -> None:
     first, off = tmp_path / "first", tmp_path / "off"
-    result = run_ranks(2, train_rank, job(6), first)[0]
-    unverified = run_ranks(2, train_rank, job(6, "off"), off)[0]
+    result = run_ranks(2, train_rank, job(6), first)[0][0]
+    unverified = run_ranks(2, train_rank, job(6, "off"), off)[0][0]
     assert result.verified_s > 0
-    assert "verified_s" not in unverified
+    assert "verified_s" not in unverified.to_dict()
     assert (len(verified(first)), len(verified(off))) == (1, 0)
     found, expected = weights(first), weights(off)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

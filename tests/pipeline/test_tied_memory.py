@@ -23,16 +23,16 @@ class ManyMicrobatches:
         pass
 
 
-def most_copies(arrangement, stage):
+def most_copies(pipeline_layout, stage):
     """Buffers of the shared weight, and gradients of it, that the worker of `stage` has at most."""
     module = nn.Linear(3, 3, bias=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     # Each worker takes its own gradients for the sum: how many there are at once does not depend on them.
     tied = TiedWeights(
-        arrangement, (0, arrangement.last), {stage: module}, [module.weight], optimizer.step, None
+        pipeline_layout, (0, pipeline_layout.last), {stage: module}, [module.weight], optimizer.step, None
     )
     work, used, most = ManyMicrobatches(), {}, [0, 0]
-    ops = list(stream(arrangement, arrangement.layout.stages[stage][0], work))
+    ops = list(stream(pipeline_layout, pipeline_layout.layout.stages[stage][0], work))
     last = max(place for place, op in enumerate(ops) if isinstance(op, Forward))
     # Behind the last forward gradients take the place of microbatches, which become fewer.
     for op in ops[: last + 1]:
@@ -58,13 +58,13 @@ def test_a_run_holds_as_many_versions_and_gradients_of_a_shared_weight_as_planne
     starts = [sum(replicas[:s]) for s in range(len(replicas))]
     layout = Layout(tuple(tuple(range(start, start + n)) for start, n in zip(starts, replicas)))
     layers = tuple((f"n{s}",) for s in range(len(replicas)))
-    arrangement = PipelineLayout(layers, (layout,), schedule, 8)
+    pipeline_layout = PipelineLayout(layers, (layout,), schedule, 8)
     planned = find_tied([Tie(1.0, ("n0", layers[-1][0]))], layers, layout)
     copies, each = versions(schedule)
-    for stage in (0, arrangement.last):
+    for stage in (0, pipeline_layout.last):
         deep = in_flight(schedule, layout, stage, 1 << 20)
         more = planned[stage].waiting_bytes if schedule is Schedule.STASH else planned[stage].shared_bytes
-        held, gradients = most_copies(arrangement, stage)
+        held, gradients = most_copies(pipeline_layout, stage)
         assert gradients == 1 + more
         assert held <= copies + each * deep
         assert stage > 0 or held == copies + each * deep

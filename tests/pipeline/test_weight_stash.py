@@ -117,7 +117,7 @@ def delayed_in_ring(make: Any, steps: int, delay: int) -> tuple[list[torch.Tenso
             versions.collect()
             versions.update(optimizer.step, needed_from=max(0, t + 1 - delay))
             optimizer.zero_grad()
-    versions.settle()
+    versions.restore_masters()
     return [p.detach() for p in model.parameters()], versions
 
 
@@ -209,7 +209,7 @@ def test_an_rnn_takes_the_weights_of_a_version_for_its_own() -> None:
         versions.collect()
         versions.update(optimizer.step, needed_from=version)
         versions.done(version)
-    versions.settle()
+    versions.restore_masters()
     assert not model._weights_have_changed()
 
 

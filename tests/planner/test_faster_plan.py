@@ -54,7 +54,7 @@ def test_a_pipeline_is_taken_where_sums_are_slow():
     assert chosen.step_s == cut.step_s < whole.step_s
 
 
-def test_the_plan_tells_what_the_other_would_take():
+def test_the_plan_says_what_the_other_would_take():
     cut, whole = both_ways(machines(2, 1e9), 1e3, start_s=0.05)
     chosen = faster_plan(cut, whole)
     told = (
@@ -72,7 +72,7 @@ def slow_messages() -> tuple[Graph, Cluster]:
     return chain([1.0] * 4, 0.4e9, 0.1e9), machines(4, 1e9)
 
 
-def test_the_whole_search_is_told_whichever_plan_was_taken():
+def test_the_time_of_the_whole_search_is_reported_whichever_plan_was_taken():
     # A cut into stages has the lower bottleneck, but replicas of the whole model take less time for a step.
     graph, cluster = pipedream.read(PROFILES / "squeezenet1_0.txt").graph(), machines(4, 1e9)
     best, taken = make_plan(graph, cluster), fastest_plan(graph, cluster)

@@ -246,7 +246,7 @@ def test_a_plan_file_that_nobody_could_run_is_refused(tmp_path, change, message)
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_what_agreeing_takes_is_part_of_the_pace_that_is_told():
+def test_what_agreeing_takes_is_part_of_the_pace_that_is_reported():
     plain = chain([1.0] * 4, parameter_bytes=0.25)
     slow_updates = replace(plain, nodes=tuple(replace(node, update_s=2.0) for node in plain.nodes))
     for schedule in (Schedule.FLUSH, Schedule.STASH, Schedule.TWO_BUFFERED):

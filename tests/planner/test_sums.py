@@ -88,7 +88,7 @@ def test_measured_levels_go_by_their_slowest_link_and_sum():
         measured_machines((2, 2), (near,), (inside,))
 
 
-def test_what_a_microbatch_costs_a_worker_beside_its_layers_is_in_the_prediction():
+def test_what_a_microbatch_costs_a_worker_besides_its_layers_is_in_the_prediction():
     graph, plain = chain([1.0] * 2, 0.0, 0.0), Settings(Schedule.STASH, 4, straight=True)
     quick = make_plan(graph, machines(2, 1e9), plain)
     slow = make_plan(graph, replace(machines(2, 1e9), overhead_s=0.5), plain)

@@ -46,7 +46,7 @@ def test_the_working_memory_of_all_stages_is_that_of_each(
 
 
 @given(graphs(), st.data())
-def test_where_stages_are_too_many_their_working_memory_is_never_told_too_low(
+def test_where_stages_are_too_many_their_working_memory_is_never_predicted_too_low(
     graph: Graph, data: st.DataObject
 ) -> None:
     nodes = [replace(node, working_bytes=float(data.draw(st.integers(0, 30)))) for node in graph.nodes]

@@ -44,7 +44,7 @@ def slow_one_direction(rank: int) -> tuple[Link, ...]:
         return measure_links(rendezvous_of(rank, ["here"] * 2), repeats=3, message_bytes=1 << 20)
 
 
-def test_a_slow_direction_is_told_from_the_fast_one() -> None:
+def test_a_slow_direction_is_distinguished_from_the_fast_one() -> None:
     there, back = run_ranks(2, slow_one_direction)[0]
     assert (there.source, there.target) == (0, 1)
     assert back.bytes_per_s < 2 * (1 << 20) / 0.1
@@ -55,7 +55,7 @@ def two_hosts(rank: int) -> tuple[Link, ...]:
     return measure_links(rendezvous_of(rank, ["a", "a", "b"]), repeats=1, message_bytes=1024)
 
 
-def test_links_within_a_host_are_told_from_links_between_hosts() -> None:
+def test_links_within_a_host_are_distinguished_from_links_between_hosts() -> None:
     links = run_ranks(3, two_hosts)[0]
     assert [(x.source, x.target) for x in links if x.same_host] == [(0, 1), (1, 0)]
 

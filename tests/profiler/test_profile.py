@@ -184,7 +184,7 @@ def test_a_profile_says_what_it_was_measured_on_and_survives_a_file(tmp_path: Pa
         load_profile(path)
 
 
-def test_progress_is_told_after_every_step() -> None:
+def test_progress_is_reported_after_every_step() -> None:
     told: list[tuple[int, int]] = []
     model = nn.Sequential(nn.Linear(4, 4))
     profile_model(

@@ -288,7 +288,7 @@ class WritesThroughAView(nn.Module):
         (WritesThroughAView, "changed in place through a view", "clone the view"),
     ],
 )
-def test_a_model_that_cannot_be_traced_is_told_the_line_and_what_to_change(
+def test_a_model_that_cannot_be_traced_is_refused_with_the_line_and_what_to_change(
     model: type[nn.Module], what: str, change: str
 ) -> None:
     with pytest.raises(TraceError) as caught:

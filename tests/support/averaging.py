@@ -10,7 +10,7 @@ import torch
 
 from plait.comm.handshake import Address
 from plait.comm.heartbeat import Presence
-from plait.comm.mailbox import Mailbox, open_mail
+from plait.comm.mailbox import Mailbox, OnSend, open_mailbox
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
 from plait.sync.averaging.partial_reduce import PartialReduce
@@ -33,13 +33,18 @@ def open_store(address: str, rank: int = 0) -> JobStore:
 
 
 def enter(
-    rank: int, size: int, address: str, lease_s: float = 1.0, hosts: list[str] | None = None
+    rank: int,
+    size: int,
+    address: str,
+    lease_s: float = 1.0,
+    hosts: list[str] | None = None,
+    on_send: OnSend | None = None,
 ) -> tuple[JobStore, Mailbox, Presence]:
-    """This rank's store, mail and presence."""
+    """This rank's store, mailbox and presence."""
     store = open_store(address, rank)
-    mail = open_mail(rendezvous_of(rank, hosts or ["a"] * size, store), "t")
+    mailbox = open_mailbox(rendezvous_of(rank, hosts or ["a"] * size, store), "t", on_send=on_send)
     presence = Presence(store, "t", rank, range(size), lease_s)
-    return store, mail, presence
+    return store, mailbox, presence
 
 
 def partial_reduce(
@@ -49,10 +54,11 @@ def partial_reduce(
     tensors: list[torch.Tensor],
     lease_s: float = 1.0,
     hosts: list[str] | None = None,
+    on_send: OnSend | None = None,
     **rules: Any,
 ) -> PartialReduce:
-    store, mail, presence = enter(rank, size, address, lease_s, hosts)
-    return PartialReduce(Peers(store, "t", mail, presence), [lambda: tensors], Rules(**rules))
+    store, mailbox, presence = enter(rank, size, address, lease_s, hosts, on_send)
+    return PartialReduce(Peers(store, "t", mailbox, presence), [lambda: tensors], Rules(**rules))
 
 
 def closed_rounds(address: str) -> list[tuple[int, ...]]:

@@ -42,7 +42,7 @@ def graphs(draw: st.DrawFn, layers: int = 6, some_work: bool = True) -> Graph:
 
 
 def chain(seconds: list[float], output_bytes: float = 0.0, parameter_bytes: float = 0.0) -> Graph:
-    """A chain of layers that take so many seconds forward and as many backward."""
+    """A chain of layers that take `seconds` forward and as many backward."""
     nodes = tuple(
         Node(f"n{i}", f"layer {i}", each, each, output_bytes, parameter_bytes, activation_bytes=output_bytes)
         for i, each in enumerate(seconds)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm.channels import connect
+from plait.core.splits import split
 from plait.data.sampler import mix
 from plait.pipeline.cutting.cut import cut_all
 from plait.pipeline.executor import Pipeline, PipelineParts
@@ -90,16 +90,15 @@ class Case:
     recompute: frozenset[int] = frozenset()
     clip_norm: float | None = None
     hosts: tuple[str, ...] | None = None
-    # Enough that replicas sum their gradients beside backward.
+    # Enough that replicas sum their gradients during backward.
     cores: int = 64
     device: str = "cpu"
 
-    def arrangement(self, traced: TracedModel) -> PipelineLayout:
+    def pipeline_layout(self, traced: TracedModel) -> PipelineLayout:
         ids = [layer.id for layer in traced.layers]
         count = len(self.layouts[0])
-        places = [len(ids) * i // count for i in range(count + 1)]
         return PipelineLayout(
-            tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(places)),
+            tuple(tuple(ids[own.start : own.stop]) for own in split(len(ids), count)),
             tuple(Layout(layout) for layout in self.layouts),
             self.schedule,
             self.microbatches,
@@ -140,8 +139,7 @@ def traced_model(case: Case, model: nn.Module) -> TracedModel:
 
 def sizes(case: Case) -> list[int]:
     """Samples of each microbatch of a step: uneven where they do not divide."""
-    n, m = case.samples, case.microbatches
-    return [n * (i + 1) // m - n * i // m for i in range(m)]
+    return [len(own) for own in split(case.samples, case.microbatches)]
 
 
 def microbatch(case: Case, number: int) -> tuple[Any, Any]:
@@ -165,17 +163,17 @@ class CaseWork:
     """The microbatches of one pipeline of a case; `first` is the number of the run's first one."""
 
     case: Case
-    arrangement: PipelineLayout
+    pipeline_layout: PipelineLayout
     rank: int
     first: int = 0
     total: int = 0
 
     def __post_init__(self) -> None:
-        self.pipeline = self.arrangement.pipeline_of(self.rank)
+        self.pipeline = self.pipeline_layout.pipeline_of(self.rank)
 
     def number(self, microbatch: int, pipeline: int | None = None) -> int:
         pipeline = self.pipeline if pipeline is None else pipeline
-        return self.first + microbatch * self.arrangement.pipelines + pipeline
+        return self.first + microbatch * self.pipeline_layout.pipelines + pipeline
 
     def content(self, index: int) -> tuple[Any, Any]:
         return microbatch(self.case, self.number(index))
@@ -184,7 +182,7 @@ class CaseWork:
         if self.case.schedule is Schedule.STASH:
             return 1.0
         if self.case.schedule is Schedule.TWO_BUFFERED:
-            size = microbatches_per_update(self.arrangement, 0)
+            size = microbatches_per_update(self.pipeline_layout, 0)
             members = self._members(index // size, size)
         else:
             members = list(range(self.first, self.first + self.case.microbatches))
@@ -202,9 +200,9 @@ class CaseWork:
     def factor(self, update: Update) -> float:
         if self.case.schedule is not Schedule.STASH:
             return 1.0
-        replicas = self.arrangement.layout.replicas(update.stage)
+        replicas = self.pipeline_layout.layout.replicas(update.stage)
         members = self._members(update.version - 1, replicas)
-        replica = self.arrangement.layouts[self.pipeline].stages[update.stage].index(self.rank)
+        replica = self.pipeline_layout.layouts[self.pipeline].stages[update.stage].index(self.rank)
         mine = self.number((update.version - 1) * replicas + replica)
         whole = sum(count(self.case, m) for m in members)
         return count(self.case, mine) / whole if mine in members else 1.0
@@ -214,31 +212,31 @@ class CaseWork:
         numbers = [
             self.number(b, p)
             for b in range(round_ * size, (round_ + 1) * size)
-            for p in range(self.arrangement.pipelines)
+            for p in range(self.pipeline_layout.pipelines)
         ]
         return [n for n in numbers if n < self.first + self.total]
 
 
 @dataclass(frozen=True)
 class AllOf:
-    """A stretch that does not shrink."""
+    """An interval that does not shrink."""
 
-    arrangement: PipelineLayout
+    pipeline_layout: PipelineLayout
     total: int
 
     def admits(self, pipeline: int, microbatch: int) -> bool:
-        return microbatch < self.arrangement.local(self.total, pipeline)
+        return microbatch < self.pipeline_layout.local(self.total, pipeline)
 
 
 def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
     """This rank's stages after the case's steps, by name, and its losses."""
     model = build(case)
     traced = traced_model(case, model)
-    arrangement = case.arrangement(traced)
-    hosts = case.hosts or ("here",) * len(arrangement.workers)
+    pipeline_layout = case.pipeline_layout(traced)
+    hosts = case.hosts or ("here",) * len(pipeline_layout.workers)
     device = torch.device(case.device)
     rendezvous = rendezvous_of(rank, hosts)
-    channels = connect(rendezvous, arrangement.workers, device=device)
+    channels = connect(rendezvous, pipeline_layout.workers, device=device)
     parts = PipelineParts(
         MODELS[case.model][2],
         lambda parameters: _as_jobs_have_it(make_optimizer(case, parameters)),
@@ -248,16 +246,16 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
         case.clip_norm,
         cores=case.cores,
     )
-    pipeline = Pipeline(rank, arrangement, traced, channels, parts)
+    pipeline = Pipeline(rank, pipeline_layout, traced, channels, parts)
     if case.schedule.synchronous:
         for step in range(case.steps):
-            work = CaseWork(case, arrangement, rank, step * case.microbatches, case.microbatches)
-            local = arrangement.local(case.microbatches, arrangement.pipeline_of(rank))
-            pipeline.run(one_batch(arrangement, rank, local), work)
+            work = CaseWork(case, pipeline_layout, rank, step * case.microbatches, case.microbatches)
+            local = pipeline_layout.local(case.microbatches, pipeline_layout.pipeline_of(rank))
+            pipeline.run(one_batch(pipeline_layout, rank, local), work)
     else:
         total = case.steps * case.microbatches
-        work = CaseWork(case, arrangement, rank, 0, total)
-        pipeline.run(stream(arrangement, rank, AllOf(arrangement, total)), work)
+        work = CaseWork(case, pipeline_layout, rank, 0, total)
+        pipeline.run(stream(pipeline_layout, rank, AllOf(pipeline_layout, total)), work)
     channels.close()
     weights = {
         name: value.detach().cpu().numpy()
@@ -301,10 +299,10 @@ class Delayed:
         self.case = case
         self.model = build(case)
         traced = traced_model(case, self.model)
-        self.arrangement = case.arrangement(traced)
+        self.pipeline_layout = case.pipeline_layout(traced)
         self.layout = Layout(case.layouts[0])
         self.pipelines = len(case.layouts)
-        stages = cut_all(traced, self.arrangement.stages)
+        stages = cut_all(traced, self.pipeline_layout.stages)
         self.names = [dict.fromkeys(n for n, _ in _all_parameters(s.module)) for s in stages]
         self.first = {name: first for s in stages for name, first in s.first_names.items()}
         self.stage_of: dict[str, int] = {}
@@ -331,7 +329,7 @@ class Delayed:
     def _round(self, stage: int) -> int:
         if self.case.schedule is Schedule.STASH:
             return self.layout.replicas(stage)
-        return microbatches_per_update(self.arrangement, stage)
+        return microbatches_per_update(self.pipeline_layout, stage)
 
     def _version(self, stage: int, row: int) -> int:
         if self.case.schedule is Schedule.TWO_BUFFERED:

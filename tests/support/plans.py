@@ -18,7 +18,7 @@ from support.training import digits_job
 def planned(
     replicas: tuple[int, ...], schedule: Schedule, microbatches: int = 4, **changes: Any
 ) -> TrainSettings:
-    """A job on the digits, its layers cut into stages of about equal numbers with so many replicas."""
+    """A job on the digits, its layers cut into stages of about equal numbers with `replicas` replicas."""
     return placed(straight_layout(replicas), schedule, microbatches, **changes)
 
 

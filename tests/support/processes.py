@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 TESTS = str(Path(__file__).parent.parent)
-# Whoever uses one of these starts processes, or makes hosts for them.
+# A test that uses one of these starts processes, or makes hosts for them.
 STARTERS = frozenset(
     ("run_ranks", "subprocess", "multiprocessing", "CliRunner", "Supervisor", "in_world", "launch", "Chaos")
 )

@@ -1,7 +1,7 @@
-"""Workers in a simulation: a store, mail and leases in one process, in any order that a seed gives.
+"""Workers in a simulation: a store, mailboxes and leases in one process, in any order that a seed gives.
 
 The code under test runs as it is, one thread a worker, of which one runs at a time. Before each word with the
-store or the mail the simulation chooses who goes on, and may stop a worker for a while, or kill it. Time is
+store or a mailbox the simulation chooses who goes on, and may stop a worker for a while, or kill it. Time is
 simulated: a thousand seconds pass in a moment, and a wait without end is found at once.
 """
 
@@ -84,7 +84,7 @@ class SimulatedWorker:
     rank: int
     skew_s: float = 0.0
     store: Any = None
-    mail: Any = None
+    mailbox: Any = None
     presence: Any = None
     wakes: float = 0.0
     waits_for_mail: bool = False
@@ -141,7 +141,7 @@ class Simulation:
         self.workers = [SimulatedWorker(self, rank, skew) for rank, skew in zip(range(size), skews)]
         for worker in self.workers:
             worker.store = _Store(self, worker)
-            worker.mail = SimulatedMail(self, worker)
+            worker.mailbox = SimulatedMail(self, worker)
             worker.presence = SimulatedPresence(self, worker)
 
     def run(self, body: Callable[[SimulatedWorker], Any]) -> list[Any]:
@@ -160,7 +160,7 @@ class Simulation:
         return [worker.result for worker in self.workers]
 
     def switch(self, worker: SimulatedWorker, where: str, wakes: float, for_mail: bool = False) -> None:
-        """Let others go on; `worker` does so itself at time `wakes`, or when mail has come."""
+        """Let others go on; `worker` does so itself at time `wakes`, or when a message has come."""
         if worker.killed:
             raise _Killed
         worker.where, worker.wakes, worker.waits_for_mail = where, wakes, for_mail
@@ -226,7 +226,7 @@ class Simulation:
     def _next_mail(self, worker: SimulatedWorker) -> float:
         queues = [self.packets[other.rank, worker.rank] for other in self.workers]
         news = [queue[0].arrives for queue in queues if queue]
-        if any(self.is_dead(peer) and not worker.mail.is_gone(peer) for peer in worker.mail.peers()):
+        if any(self.is_dead(peer) and not worker.mailbox.is_gone(peer) for peer in worker.mailbox.peers()):
             news.append(self.now)
         return min(news, default=float("inf"))
 
@@ -268,7 +268,7 @@ class _Store:
 
 
 class SimulatedMail:
-    """Mail as `Mail` has it: what has come is seen by whoever waits or sends."""
+    """A mailbox as `Mailbox` is one: a worker that waits or sends sees what has come."""
 
     def __init__(self, simulation: Simulation, worker: SimulatedWorker) -> None:
         self.rank = worker.rank
@@ -307,7 +307,7 @@ class SimulatedMail:
 
     def wait(self, seconds: float) -> None:
         simulation = self._simulation
-        simulation.switch(self._worker, "wait for mail", simulation.now + seconds, for_mail=True)
+        simulation.switch(self._worker, "wait for messages", simulation.now + seconds, for_mail=True)
         self._read()
 
     def flush(self, seconds: float) -> None:
@@ -326,7 +326,7 @@ class SimulatedMail:
                 self._gone.add(peer)
 
     def _message(self, peer: int, packet: _Packet) -> Message:
-        sender = self._simulation.workers[peer].mail
+        sender = self._simulation.workers[peer].mailbox
 
         def release() -> None:
             sender._under_way[self.rank, packet.channel] -= 1

@@ -19,9 +19,8 @@ from plait.sweeping import worker as sweep_worker
 from plait.sweeping.search.space import Dimension, parse_dimension
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
-from support.averaging import open_store
 from support.meeting import SECRET
-from support.training import TestWorker, digits_job, train_here
+from support.training import PlainWorker, digits_job, train_here
 from support.world import run_ranks
 
 
@@ -155,20 +154,7 @@ def sweep_here(
     torch.set_num_threads(1)
     order = {"settings": encode(settings), "folder": str(folder), "resume": resume}
     sweep_worker.check_order(order)
-    worker: Any = TestWorker(stop_file=stop_file)
-    return sweep_worker.sweep(worker, order)
-
-
-class WorldWorker(TestWorker):
-    """A worker of a test world, which has joined it already, with a store as a launcher gives one."""
-
-    def __init__(self, stop_file: Path | None) -> None:
-        super().__init__(dist.get_rank(), dist.get_world_size(), stop_file)
-        address = StoreServer(SECRET).address.text if self.rank == 0 else None
-        self.store = open_store(broadcast_value(address, 0), self.rank)
-
-    def join(self, backend: str) -> None:
-        assert backend == "gloo"
+    return sweep_worker.sweep(PlainWorker(stop_file), order)
 
 
 def sweep_rank(
@@ -176,7 +162,8 @@ def sweep_rank(
 ) -> dict[str, Any]:
     """As `sweep_here`, for `run_ranks`: what this rank of a world returns; the world stays."""
     order = {"settings": encode(settings), "folder": str(folder), "resume": resume}
-    worker: Any = WorldWorker(stop_file)
+    address = StoreServer(SECRET).address.text if rank == 0 else None
+    worker = PlainWorker(stop_file, address=broadcast_value(address, 0))
     with mock.patch.object(dist, "destroy_process_group"):
         found = sweep_worker.sweep(worker, order)
     # The first rank holds the store.

@@ -1,8 +1,10 @@
-"""Training runs inside test worlds: the real trainer with a worker that needs no launcher."""
+"""Training runs inside test worlds: the real loop and engines with a worker that needs no launcher."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.run_dir import RunDir
+from plait.launch.worker import Worker
 from plait.schema.results import RunResult
 from plait.schema.settings import (
     CheckpointSettings,
@@ -24,42 +27,66 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.engines.data_parallel import DataParallelEngine
-from plait.training.engines.pipeline import PipelineEngine
-from plait.training.loop import Loop
-from plait.training.run import Run
+from plait.training.components import Components
+from plait.training.worker import make_loop
 from plait.workloads import data
-from support.meeting import rendezvous_of
+from support.averaging import open_store
+from support.meeting import rendezvous_of, world_store
 
 
-class TestWorker:
-    """What the trainer asks of a worker, without processes around it."""
+class PlainWorker:
+    """A `Worker` of the world this process is in, or alone, without a launcher around it.
 
-    __test__ = False
+    It asks to stop once `stop_file` is there, or after it was asked `stop_after` times whether it does.
+    """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, stop_file: Path | None = None) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = rank
-        self.host = "localhost"
-        self.hosts = ("localhost",) * world_size
+    def __init__(
+        self,
+        stop_file: Path | None = None,
+        *,
+        hosts: Sequence[str] | None = None,
+        address: str | None = None,
+        stop_after: float = math.inf,
+    ) -> None:
+        in_world = dist.is_initialized()
+        self.rank = self.local_rank = dist.get_rank() if in_world else 0
+        self.world_size = dist.get_world_size() if in_world else 1
+        self.hosts = tuple(hosts or ("localhost",) * self.world_size)
+        self.host = self.hosts[self.rank]
         self.timeout_s = 30.0
         self.reports: list[dict[str, Any]] = []
+        self._address = address
         self._stop_file = stop_file
-        self._asked_to_stop = False
+        self._questions_left = stop_after
+
+    @cached_property
+    def store(self) -> dist.Store:
+        """The job's store at its address or, without one, the world's own."""
+        return world_store() if self._address is None else open_store(self._address, self.rank)
 
     @cached_property
     def rendezvous(self) -> Rendezvous:
-        return rendezvous_of(self.rank, self.hosts, getattr(self, "store", None), self.timeout_s)
+        return rendezvous_of(self.rank, self.hosts, self.store, self.timeout_s)
 
     def stop_requested(self) -> bool:
-        return self._asked_to_stop or (self._stop_file is not None and self._stop_file.exists())
+        self._questions_left -= 1
+        return self._questions_left < 0 or (self._stop_file is not None and self._stop_file.exists())
 
     def ask_to_stop(self) -> None:
-        self._asked_to_stop = True
+        self._questions_left = 0
 
     def report(self, progress: dict[str, Any]) -> None:
         self.reports.append(dict(progress))
+
+    def tolerate_losses(self) -> None:
+        """Nobody ends the others here."""
+
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """Nobody waits for them here."""
+
+    def join(self, backend: str) -> None:
+        """The world is there already."""
+        assert backend == "gloo"
 
 
 def small_net(classes: int = 10, dropout: float = 0.0) -> nn.Module:
@@ -169,43 +196,48 @@ def digits_job(**changes: Any) -> TrainSettings:
     return TrainSettings(**{**values, **changes})
 
 
+def train_with(
+    worker: Worker, settings: TrainSettings, folder: Path, resume: bool = False, in_pieces: bool = False
+) -> tuple[RunResult, Components]:
+    """The result of a run as this worker gives it, and what it was trained on."""
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    pieces = components.make_pieces(settings, cpu) if in_pieces else None
+    parts = components.build(settings, cpu, pieces=pieces)
+    return make_loop(worker, settings, parts, RunDir(folder)).train(resume), parts
+
+
 def train_here(
     settings: TrainSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
 ) -> tuple[RunResult, dict[str, torch.Tensor]]:
     """The result and the weights of a run in this process, or of this rank of the world it is in."""
-    torch.set_num_threads(1)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    parts = components.build(settings, torch.device("cpu"))
-    run = Run(TestWorker(rank, size, stop_file), settings, parts, RunDir(folder))  # type: ignore[arg-type]
-    result = Loop(run, DataParallelEngine(run)).train(resume)
+    result, parts = train_with(PlainWorker(stop_file), settings, folder, resume)
     return result, {name: value.clone() for name, value in parts.model.state_dict().items()}
 
 
 def train_rank(
-    rank: int, settings: TrainSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
+    rank: int,
+    settings: TrainSettings,
+    folder: Path,
+    resume: bool = False,
+    stop_file: Path | None = None,
+    in_pieces: bool = False,
+    **given: Any,
 ) -> tuple[RunResult, dict[str, Any]]:
-    """As `train_here`, for `run_ranks`: weights as nested lists, which any process can read."""
-    result, weights = train_here(settings, folder, resume, stop_file)
-    return result, {name: value.tolist() for name, value in weights.items()}
+    """A run of any kind on this rank of a world: its result, and of a worker with a whole model its weights.
 
-
-def pipeline_rank(rank: int, settings: TrainSettings, folder: Path, resume: bool = False) -> RunResult:
-    """The result of a pipelined run on this rank of a world, whose workers are on one host."""
-    torch.set_num_threads(1)
-    size = dist.get_world_size()
-    parts = components.build(settings, torch.device("cpu"))
-    worker: Any = TestWorker(rank, size)
-    run = Run(worker, settings, parts, RunDir(folder))
-    return Loop(run, PipelineEngine(run, ["here"] * size)).train(resume)
+    These are nested lists, which any process can read. `given` are further arguments of `PlainWorker`.
+    """
+    result, parts = train_with(PlainWorker(stop_file, **given), settings, folder, resume, in_pieces)
+    whole = parts.model.state_dict() if settings.pipeline is None else {}
+    return result, {name: value.tolist() for name, value in whole.items()}
 
 
 def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, RunResult]:
     """The results of several jobs, one after the other, each in a folder of its name: worlds start slowly."""
     found = {}
     for name, settings in jobs.items():
-        run = pipeline_rank if settings.pipeline is not None else train_rank
-        answer: Any = run(rank, settings, folder / name)
-        found[name] = answer[0] if isinstance(answer, tuple) else answer
+        found[name], _ = train_rank(rank, settings, folder / name)
         dist.barrier()
     return found
 

@@ -210,8 +210,8 @@ class MeasuredError(Exception):
 def test_a_plan_to_be_measured_has_a_schedule_that_drains_or_is_refused_before(
     schedule: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ):
-    def measure(settings: Any, placement: Any, wish: PlanRequest) -> Any:
-        raise MeasuredError(wish.schedule)
+    def measure(settings: Any, placement: Any, asked: PlanRequest) -> Any:
+        raise MeasuredError(asked.schedule)
 
     monkeypatch.setattr("plait.measure.auto_plan.planned", measure)
     job = make_job(

@@ -98,9 +98,9 @@ def test_trials_that_cannot_share_stages_train_one_by_one_in_them(tmp_path: Path
     assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-9)
 
 
-def refused_rank(rank: int, settings: SweepSettings, folder: Path, settle: Any) -> str:
+def refused_rank(rank: int, settings: SweepSettings, folder: Path, resolve: Any) -> str:
     """What a sweep says that is refused."""
-    verify._Check.settle = settle or verify._Check.settle  # type: ignore[method-assign]
+    verify._Check.resolve = resolve or verify._Check.resolve  # type: ignore[method-assign]
     try:
         sweep_rank(rank, settings, folder)
     except InputError as failure:

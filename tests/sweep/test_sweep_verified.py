@@ -72,7 +72,7 @@ def test_trials_that_nothing_can_fuse_train_one_by_one_and_the_events_say_so(tmp
     def never(self):
         return "trial 1 parts from the trial alone"
 
-    monkeypatch.setattr("plait.fusion.verify._Check.settle", never)
+    monkeypatch.setattr("plait.fusion.verify._Check.resolve", never)
     settings = sweep_of("optimizer.lr=0.01,0.02,0.05,0.1,0.2", job=job("Net"), width=3)
     (event,) = assert_as_alone(settings, tmp_path)
     assert event.refused == "trial 1 parts from the trial alone"

@@ -17,7 +17,6 @@ from plait.sync.averaging.group_graph import (
     recent,
     remembered,
     shards,
-    spans,
 )
 from plait.sync.averaging.round_rules import (
     VOID,
@@ -129,12 +128,6 @@ def test_shards_hold_each_tensor_once_and_differ_by_one_tensor_at_most(sizes: li
     assert sorted(i for own in kept for i in own) == list(range(len(sizes)))
     loads = [sum(sizes[i] for i in own) for own in kept]
     assert max(loads) - min(loads) <= max(sizes)
-
-
-@given(st.integers(0, 100), st.integers(1, 9))
-def test_spans_cover_everything_in_order(length: int, owners: int):
-    found = spans(length, owners)
-    assert [i for begin, end in found for i in range(begin, end)] == list(range(length))
 
 
 def test_a_round_survives_being_written_down():

@@ -20,30 +20,30 @@ from support.world import run_ranks
 
 def die_or_gossip(rank: int, port: int, size: int, sync: str, victim: int) -> dict[str, Any]:
     """Drift apart and average; the victim is killed while its thread goes on answering and asking."""
-    # With so long a lease, whoever waits for the victim's to run out waits too long.
-    store, mail, presence = enter(rank, size, port, lease_s=30.0)
+    # With so long a lease, a worker that waits for the victim's to run out waits too long.
+    store, mailbox, presence = enter(rank, size, port, lease_s=30.0)
     weights = [torch.full((1000,), float(rank))]
     make = ad_psgd if sync == "ad-psgd" else pair_averaging
-    gossip = make(Peers(store, "t", mail, presence), [lambda: weights], seed=0)
+    gossip = make(Peers(store, "t", mailbox, presence), [lambda: weights], seed=0)
 
     def average(stage: str, others: Sequence[int]) -> None:
         """Update until all of `others` have had three averages more."""
-        wanted = gossip.tally.groups + 3
+        wanted = gossip.stats.groups + 3
         while not store.check([f"{stage}/{other}" for other in others]):
             time.sleep(0.01)
             weights[0].add_(0.01 * rank)
             gossip.after_update()
-            if gossip.tally.groups >= wanted:
+            if gossip.stats.groups >= wanted:
                 store.set(f"{stage}/{rank}", "")
 
     average("all", range(size))
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    while not mail.is_gone(victim):
+    while not mailbox.is_gone(victim):
         gossip.after_update()
         time.sleep(0.01)
     average("rest", [other for other in range(size) if other != victim])
-    members = gossip.settle()
+    members = gossip.synchronize()
     value = float(weights[0][0])
     gossip.close()
     return {"members": members, "value": value}
@@ -53,9 +53,9 @@ def linked(port: int, size: int, make: Callable[[Peers, list[Any]], Gossip]) -> 
     """Workers that gossip, all in this process; each starts from its own number."""
 
     def one(rank: int) -> Gossip:
-        store, mail, presence = enter(rank, size, port, lease_s=5.0)
+        store, mailbox, presence = enter(rank, size, port, lease_s=5.0)
         weights = [torch.full((4,), float(rank))]
-        return make(Peers(store, "t", mail, presence), [lambda: weights])
+        return make(Peers(store, "t", mailbox, presence), [lambda: weights])
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
@@ -72,18 +72,19 @@ def update_until(gossips: Sequence[Gossip], done: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("make", [ad_psgd, pair_averaging])
-def test_who_asks_a_worker_that_missed_a_settling_goes_on_when_it_is_back(make: Any):
+def test_who_asks_a_worker_that_missed_a_synchronization_goes_on_when_it_is_back(make: Any):
     with job_store() as port:
         first, second = linked(port, 2, lambda peers, sources: make(peers, sources, seed=0))
-        # The second was stopped while the first settled alone; questions meet another number until it has.
-        first._exchange.pause()
-        first._exchange.resume()
-        questions = first._exchange._questions
-        update_until([first], lambda: first._exchange._questions > questions + 2)
-        assert first._exchange._averages == 0
-        second._exchange.pause()
-        second._exchange.resume()
-        update_until([first, second], lambda: first._exchange._averages > 2)
+        # The second was stopped while the first synchronized alone; questions meet another number until it
+        # has.
+        first.thread.pause()
+        first.thread.resume()
+        questions = first.thread.questions
+        update_until([first], lambda: first.thread.questions > questions + 2)
+        assert first.thread.averages == 0
+        second.thread.pause()
+        second.thread.resume()
+        update_until([first, second], lambda: first.thread.averages > 2)
         for gossip in (first, second):
             gossip.close()
 
@@ -95,10 +96,10 @@ def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost
         for lost in gossips[1::2]:
             lost.close()
         left = gossips[::2]
-        before = [gossip._exchange._averages for gossip in left]
-        update_until(left, lambda: all(g._exchange._averages > b + 2 for g, b in zip(left, before)))
+        before = [gossip.thread.averages for gossip in left]
+        update_until(left, lambda: all(g.thread.averages > b + 2 for g, b in zip(left, before)))
         with ThreadPoolExecutor(len(left)) as pool:
-            assert list(pool.map(lambda gossip: gossip.settle(), left)) == [(0, 2)] * 2
+            assert list(pool.map(lambda gossip: gossip.synchronize(), left)) == [(0, 2)] * 2
         for gossip in left:
             gossip.close()
 

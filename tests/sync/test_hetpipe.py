@@ -57,18 +57,18 @@ def test_who_is_more_waves_ahead_than_allowed_waits_for_those_behind():
 
 
 def test_all_end_a_segment_with_the_same_weights_though_one_has_begun_the_next():
-    mail: Any = ScriptedMail()
-    server = Server(mail, [torch.zeros(2)], workers=3, staleness=0)
+    mailbox: Any = ScriptedMail()
+    server = Server(mailbox, [torch.zeros(2)], workers=3, staleness=0)
     server.close()
     # By hand, in the worst order: worker 1 is in the next segment before worker 0 has pulled.
     with server._changed:
         server._push(0, [torch.full((2,), 3.0)], last=True)
         for peer in (1, 2):
-            mail.push(peer, 0, 3.0, last=True)
+            mailbox.push(peer, 0, 3.0, last=True)
         server._take_pushes()
         server._answer()
-        assert mail.sent == {1: [3.0, 3.0], 2: [3.0, 3.0]}
-        mail.push(1, 1, 30.0, last=False)
+        assert mailbox.sent == {1: [3.0, 3.0], 2: [3.0, 3.0]}
+        mailbox.push(1, 1, 30.0, last=False)
         server._take_pushes()
         (found,) = server._pulled(0, last=True) or ()
         assert found.tolist() == [3.0, 3.0]
@@ -77,9 +77,9 @@ def test_all_end_a_segment_with_the_same_weights_though_one_has_begun_the_next()
 
 
 def test_a_wait_for_a_worker_that_does_not_push_names_it():
-    mail: Any = ScriptedMail()
-    server = Server(mail, [torch.zeros(2)], workers=3, staleness=0)
-    mail.push(1, 0, 1.0, last=False)
+    mailbox: Any = ScriptedMail()
+    server = Server(mailbox, [torch.zeros(2)], workers=3, staleness=0)
+    mailbox.push(1, 0, 1.0, last=False)
     with pytest.raises(PeerError, match=r"worker 0 waited 0.2 s for workers \[2\] to push"):
         server.exchange([torch.zeros(2)], last=False, deadline_s=0.2)
     server.close()

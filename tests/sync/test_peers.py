@@ -37,7 +37,7 @@ def test_a_stopwatch_is_over_when_nothing_happened_for_long_while_this_process_r
     assert watch.is_over()
 
 
-def test_workers_whose_clocks_differ_share_one_time_once_they_heard_of_each_other():
+def test_workers_whose_clocks_differ_share_one_time_once_they_exchanged_messages():
     clocks = [Clock(0.0), Clock(1e6), Clock(-30.0)]
     shared = []
     for clock in clocks:
@@ -46,11 +46,11 @@ def test_workers_whose_clocks_differ_share_one_time_once_they_heard_of_each_othe
         for each in clocks:
             each.now += 0.5
     for clock in shared:
-        clock.hear(shared[0].time())
+        clock.observe(shared[0].time())
     times = [clock.time() for clock in shared]
     assert max(times) - min(times) < 1e-6
     # Who is ahead stays there: time never goes back.
-    shared[1].hear(times[0] - 10.0)
+    shared[1].observe(times[0] - 10.0)
     assert shared[1].time() == times[1]
 
 
@@ -76,10 +76,10 @@ class ScriptedMail:
 
 
 def test_an_inbox_gives_the_number_asked_for_and_releases_what_came_too_late():
-    mail: Any = ScriptedMail([3, 4, 6])
-    inbox = Inbox(mail, 1)
+    mailbox: Any = ScriptedMail([3, 4, 6])
+    inbox = Inbox(mailbox, 1)
     inbox.drop_before(4)
-    assert mail.released == [3]
+    assert mailbox.released == [3]
     message = inbox.find(1, 4)
     assert message is not None
     assert message.content.number == 4
@@ -87,4 +87,4 @@ def test_an_inbox_gives_the_number_asked_for_and_releases_what_came_too_late():
     assert inbox.is_past(1, 5)
     assert not inbox.is_past(1, 6)
     assert inbox.find(1, 6) is not None
-    assert mail.released == [3]
+    assert mailbox.released == [3]

@@ -21,20 +21,20 @@ from support.simulated import SimulatedWorker, Simulation, changed
 
 @dataclass
 class Story:
-    """What one worker saw: each round with its weights before and after, when, and how all settled."""
+    """What one worker saw: each round with its weights before and after, when, and how all synchronized."""
 
     rounds: list[tuple[Round, list[float], list[float]]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    settled: list[tuple[tuple[int, ...], bool, list[float]]] = field(default_factory=list)
+    synchronized: list[tuple[tuple[int, ...], bool, list[float]]] = field(default_factory=list)
 
 
 def train(
     segments: int, steps: int, step_s: list[float], timeout_s: float = 60.0, **rules: Any
 ) -> Callable[[SimulatedWorker], Story]:
-    """Steps of some length, each a change of the weights and an average; all settle after each segment."""
+    """Steps of some length, each a change of the weights and an average; all synchronize after a segment."""
 
     def body(worker: SimulatedWorker) -> Story:
-        peers = Peers(worker.store, "t", worker.mail, worker.presence, timeout_s, now=worker.now)
+        peers = Peers(worker.store, "t", worker.mailbox, worker.presence, timeout_s, now=worker.now)
         weights = [torch.arange(4, dtype=torch.float64) + 10 * worker.rank]
         sync = PartialReduce(peers, [lambda: weights, lambda: ()], Rules(**rules))
         story = Story()
@@ -46,9 +46,9 @@ def train(
                 sync.after_update()
                 story.rounds.append((sync.last, before, weights[0].tolist()))
                 story.times.append(worker.simulation.now)
-            members = sync.settle()
-            story.settled.append((members, not sync._meetings._missed, weights[0].tolist()))
-        assert worker.mail.refused == 0
+            members = sync.synchronize()
+            story.synchronized.append((members, not sync.full_average.missed, weights[0].tolist()))
+        assert worker.mailbox.refused == 0
         return story
 
     return body
@@ -62,10 +62,10 @@ def model_of(size: str) -> Iterator[None]:
         yield
 
 
-def check_that_all_settled_alike(stories: list[Story | None]) -> None:
+def check_that_all_synchronized_alike(stories: list[Story | None]) -> None:
     """All name the same members each time, and these have the same weights, or know that they have not."""
     told = [story for story in stories if story is not None]
-    for time in zip(*(story.settled for story in told)):
+    for time in zip(*(story.synchronized for story in told)):
         assert len({members for members, _, _ in time}) == 1
         # Those that all others missed may have been killed since.
         assert len({tuple(weights) for _, whole, weights in time if whole}) <= 1
@@ -84,7 +84,7 @@ def test_workers_that_are_stopped_or_killed_at_any_moment_hold_nobody_up_for_eve
             )
             stories = world.run(train(2, 6, [0.1, 0.1, 0.13], every=3))
             assert sum(story is None for story in stories) <= 1
-            check_that_all_settled_alike(stories)
+            check_that_all_synchronized_alike(stories)
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
@@ -93,8 +93,8 @@ def test_after_stops_shorter_than_a_lease_every_member_has_the_mean_of_all_membe
         for seed in range(6):
             world = Simulation(3, seed, lease_s=15.0, stop_chance=0.02, stops_s=(0.5, 1.5, 2.5))
             stories = world.run(train(2, 5, [0.1, 0.1, 0.13]))
-            check_that_all_settled_alike(stories)
-            assert {members for story in stories for members, _, _ in story.settled} == {(0, 1, 2)}
+            check_that_all_synchronized_alike(stories)
+            assert {members for story in stories for members, _, _ in story.synchronized} == {(0, 1, 2)}
             check_means(stories)
 
 
@@ -148,14 +148,14 @@ def test_workers_of_one_speed_form_one_group_and_a_late_one_holds_nobody_up():
 def hang(worker: SimulatedWorker) -> Story:
     """The last worker stays where it is after a few steps; its lease goes on."""
     if worker.rank == 2:
-        send = worker.mail.send
+        send = worker.mailbox.send
 
         def send_or_hang(peer: int, channel: int, number: int, *given: Any) -> bool:
             if number == 4:
                 worker.sleep(1000.0)
             return bool(send(peer, channel, number, *given))
 
-        worker.mail.send = send_or_hang
+        worker.mailbox.send = send_or_hang
     return train(1, 10, [0.1] * 3, timeout_s=6.0, minimum=3, patience=100.0)(worker)
 
 
@@ -168,7 +168,7 @@ def test_a_wait_for_a_worker_that_hangs_ends_and_names_it(size: str):
 
 
 def keys_after(segments: int, **disturbances: Any) -> int:
-    """How many keys of meetings are in the store after some segments."""
+    """How many keys of full averages are in the store after some segments."""
     world = Simulation(3, 1, **disturbances)
     world.run(train(segments, 1, [0.1] * 3))
     return sum(key.startswith("t/meeting") for key in world.values.values)

@@ -17,7 +17,7 @@ from plait.schema.topology import (
     make_topology,
 )
 from plait.schema.topology_spec import TopologySpec, check_wish, find_topology, read_wish
-from plait.sync.allreduce.autotune import settle
+from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.chunking import cut_buffer
 from plait.sync.allreduce.reducer import whole_world
 from support.meeting import rendezvous_of
@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_users_graph_is_named(graph: object, words: str):
         from_graphs([graph], 3, "g.json")
 
 
-def test_two_trees_beside_each_other_are_two_roots():
+def test_two_trees_next_to_each_other_are_two_roots():
     with pytest.raises(TopologyError, match="two roots or more, ranks 1, 3"):
         from_graphs([{"reduce": [[0, 1], [2, 3]]}], 4, "g.json")
 
@@ -194,7 +194,7 @@ def test_a_long_chain_is_a_tree_and_a_long_cycle_is_named_in_few_words():
         ("graphs.json", "graphs.json: no such file"),
     ],
 )
-def test_whatever_goes_wrong_with_a_topology_of_ones_own_is_told_in_one_sentence(name: str, words: str):
+def test_whatever_goes_wrong_with_a_topology_of_ones_own_is_refused_in_one_sentence(name: str, words: str):
     with pytest.raises(TopologyError, match=words) as caught:
         find_topology(read_wish(name), ["a", "a"])
     assert len(str(caught.value)) < 500
@@ -261,5 +261,5 @@ def test_pieces_cover_a_buffer_once_and_even_out_the_routes(count: int, item: in
 )
 def test_by_default_cpu_workers_of_one_host_sum_in_a_tree_and_others_the_backends_way(hosts, device, name):
     members = whole_world(rendezvous_of(0, hosts, dist.HashStore()))
-    topology, chosen = settle(TopologySpec(), members, 1, torch.device(device))
+    topology, chosen = resolve_topology(TopologySpec(), members, 1, torch.device(device))
     assert (topology and topology.name, chosen) == (name, None)

@@ -1,4 +1,4 @@
-"""Topologies through the runtime: a job over any of them equals one process; wrong wishes are refused."""
+"""Topologies in training: a job over any of them equals one process; wrong topologies are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from plait.training.changes import StepTable, TopologyChange
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.loop import Loop
 from plait.training.run import Run
-from support.training import TestWorker, digits_job, largest_difference, train_here
+from support.training import PlainWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 
 JOB = digits_job(steps=6, accumulate=2, clip_norm=0.5, optimizer=OptimizerSettings("adamw", {"lr": 0.003}))
@@ -64,7 +64,7 @@ def test_three_workers_equal_one_process_over_every_topology(tmp_path: Path):
 def train_and_switch(rank: int, folder: Path) -> dict[str, Any]:
     """Take the job's steps, with another topology after each."""
     parts = components.build(JOB, components.choose_device("cpu", 0))
-    run = Run(TestWorker(rank, 3), JOB, parts, RunDir(folder))  # type: ignore[arg-type]
+    run = Run(PlainWorker(), JOB, parts, RunDir(folder))
     names = ["ring", "native", "clique", "star:2", "binary-tree", "native"]
     changes = StepTable({step: TopologyChange(name) for step, name in enumerate(names, 1)})
     Loop(run, DataParallelEngine(run), [changes]).train(resume=False)

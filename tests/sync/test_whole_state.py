@@ -1,4 +1,4 @@
-"""What workers average where they settle: the optimizer's whole state, also of one that took no step."""
+"""What workers average when they synchronize: the optimizer's whole state, also of one that took no step."""
 
 from __future__ import annotations
 

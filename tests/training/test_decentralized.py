@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from plait.core import run_events
 from plait.core.errors import JobError
@@ -32,8 +32,8 @@ from plait.training.engines.auto_sync import choose
 from plait.training.engines.train_step import TrainStep
 from plait.training.worker import make_loop
 from support.averaging import job_store, open_store
-from support.syncs import StoreWorker, run_sync, settings_of, train_at_own_pace
-from support.training import largest_difference
+from support.syncs import run_sync, settings_of
+from support.training import PlainWorker, largest_difference, train_rank
 from support.world import run_ranks
 
 TESTS = str(Path(__file__).parent.parent)
@@ -106,9 +106,9 @@ def test_a_run_learns_uses_every_sample_once_and_records_each_workers_pace(tmp_p
 
 
 def train_with_loaders(rank: int, port: int, settings: TrainSettings, folder: Path) -> Any:
-    """As `train_at_own_pace`, with loaders that start at once."""
+    """As `train_rank`, with loaders that start at once."""
     multiprocessing.set_start_method("fork", force=True)
-    return train_at_own_pace(rank, port, settings, folder)
+    return train_rank(rank, settings, folder, address=port)
 
 
 def test_loaders_read_ahead_and_every_sample_is_used_once(tmp_path: Path):
@@ -138,12 +138,18 @@ def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path)
     assert len(list_checkpoints(RunDir(Path(result.run)).checkpoints)) == 1
 
 
+def stop_after_twelve_updates(rank: int, address: str, settings: TrainSettings, folder: Path) -> Any:
+    """The second worker asks to stop after its twelfth update."""
+    return train_rank(rank, settings, folder, address=address, stop_after=11 if rank == 1 else math.inf)
+
+
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
     settings = settings_of("partial-reduce", slow=SlowSettings(jitter=(1.0, 0.01)))
-    first = run_sync(3, settings, tmp_path, stop_at=8)[0][0]
+    with job_store() as address:
+        first = run_ranks(3, stop_after_twelve_updates, address, settings, tmp_path)[0][0]
     assert first.reason == "stopped"
-    assert 8 <= first.step < 30
-    (tmp_path / "stop").unlink()
+    # A step has a share for each of three workers.
+    assert 12 // 3 <= first.step < 30
     second = run_sync(3, settings, tmp_path, resume=True)[0][0]
     assert (second.reason, second.step) == ("finished", 30)
     paces = [e for own in all_events(tmp_path).values() for e in own if isinstance(e, run_events.Pace)]
@@ -156,7 +162,7 @@ def test_the_store_holds_no_more_keys_after_a_long_run_than_after_a_short_one(sy
     for steps in (4, 12):
         settings = settings_of(sync, steps=steps, evaluate=EvaluateSettings(every_steps=2, batch_size=400))
         with job_store() as address:
-            run_ranks(2, train_at_own_pace, address, settings, tmp_path / str(steps))
+            run_ranks(2, train_rank, settings, tmp_path / str(steps), address=address)
             counts.append(open_store(address).num_keys())
     assert counts[0] == counts[1]
 
@@ -198,11 +204,9 @@ def choose_in_a_world(
         return step_s[rank]
 
     TrainStep.time_backward = time_backward  # type: ignore[method-assign]
-    size = dist.get_world_size()
-    worker = StoreWorker(rank, size, port, None)
     parts = components.build(settings, torch.device("cpu"))
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
-    loop: Any = make_loop(worker, settings, parts, RunDir(folder))  # type: ignore[arg-type]
+    loop: Any = make_loop(PlainWorker(address=port), settings, parts, RunDir(folder))
     assert largest_difference(before, parts.model.state_dict()) == 0
     return type(loop.engine).__name__
 

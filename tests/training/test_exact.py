@@ -118,7 +118,7 @@ def test_modules_kept_in_evaluation_mode_stay_there():
     assert [module.training for module in parts.model] == [True, False, True, True, True, True]
 
 
-def test_steps_that_no_event_told_of_are_written_down_at_the_end(tmp_path: Path):
+def test_steps_that_are_in_no_event_yet_are_recorded_at_the_end(tmp_path: Path):
     result, _ = train_here(digits_job(steps=7, log_every_steps=5), tmp_path)
     steps = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
     assert [e.step for e in steps if isinstance(e, run_events.Step)] == [5, 7]
@@ -136,7 +136,7 @@ class Triples:
         return torch.zeros(3), torch.zeros(3), torch.tensor(0)
 
 
-def test_a_data_set_that_gives_no_pairs_is_told_what_is_expected(tmp_path: Path):
+def test_a_data_set_that_gives_no_pairs_is_refused_with_what_is_expected(tmp_path: Path):
     job = digits_job(data=DataSettings("test_exact:Triples", 4))
     with pytest.raises(DataError, match=r"gave 3 items a sample, expected \(input, target\)"):
         train_here(job, tmp_path)

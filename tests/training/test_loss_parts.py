@@ -14,7 +14,7 @@ from plait.planner.schedules.kinds import Schedule
 from plait.training import components
 from plait.training.loss_parts import describe_parts
 from support.plans import planned
-from support.training import digits_job, pipeline_rank, train_here
+from support.training import digits_job, train_here, train_rank
 from support.world import run_ranks
 
 IGNORING = "test_loss_parts:without_small_digits"
@@ -44,7 +44,7 @@ def summed_without_small_digits(output: torch.Tensor, target: torch.Tensor) -> t
         ({"loss_args": {"weight": [2.0] * 10}}, False),
     ],
 )
-def test_a_loss_that_leaves_targets_out_or_weights_classes_is_told_of(
+def test_a_loss_that_leaves_targets_out_or_weights_classes_is_warned_of(
     changes: dict[str, Any], told: bool
 ) -> None:
     settings = digits_job(**changes)
@@ -68,7 +68,7 @@ def in_one_process(rank: int, settings: Any, folder: Path) -> None:
 
 def test_a_run_in_parts_warns_of_such_a_loss_and_one_on_whole_batches_does_not(tmp_path: Path) -> None:
     pipeline = planned((1,), Schedule.FLUSH, 4, steps=1, loss=IGNORING)
-    (told,) = run_ranks(1, warnings_of, pipeline_rank, pipeline, tmp_path / "pipeline")
+    (told,) = run_ranks(1, warnings_of, train_rank, pipeline, tmp_path / "pipeline")
     assert len(told) == 1
     jobs = {count: digits_job(steps=1, loss=IGNORING, accumulate=count) for count in (1, 2)}
     for count, job in jobs.items():

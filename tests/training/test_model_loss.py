@@ -170,7 +170,7 @@ def test_the_loss_is_found_wherever_a_model_puts_it(form: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", ["logits", "empty"])
-def test_a_model_that_gives_no_loss_is_told_what_is_expected(form: str, tmp_path: Path) -> None:
+def test_a_model_that_gives_no_loss_is_refused_with_what_is_expected(form: str, tmp_path: Path) -> None:
     with pytest.raises(JobError, match="found 'model', but the model returned a .* which holds no loss"):
         train_here(own_job(form), tmp_path)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,13 +23,10 @@ from plait.planner.schedules.operations import Layout, Update
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.schema.topology_spec import TopologySpec
-from plait.training import checkpoint, components
-from plait.training.engines.pipeline import PipelineEngine, check_pipeline
-from plait.training.loop import Loop
-from plait.training.run import Run
+from plait.training import checkpoint
+from plait.training.engines.pipeline import check_pipeline
 from support.plans import placed, planned
-from support.training import TestWorker, digits_job, largest_difference, train_here
-from support.training import train_rank as train_plainly
+from support.training import digits_job, largest_difference, train_here, train_rank
 from support.world import run_ranks
 
 
@@ -47,22 +42,6 @@ def test_steps_whose_loss_is_read_later_have_the_times_they_took(tmp_path: Path)
     assert min(seconds[4::5]) > 0.1 * sorted(seconds)[len(seconds) // 2]
 
 
-def train_rank(
-    rank: int,
-    settings: TrainSettings,
-    folder: Path,
-    resume: bool = False,
-    stop_file: Path | None = None,
-    hosts: list[str] | None = None,
-) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    size = dist.get_world_size()
-    parts = components.build(settings, torch.device("cpu"))
-    worker: Any = TestWorker(rank, size, stop_file)
-    run = Run(worker, settings, parts, RunDir(folder))
-    return Loop(run, PipelineEngine(run, hosts or ["here"] * size)).train(resume)
-
-
 def final_weights(folder: Path) -> dict[str, Any]:
     return checkpoint.load(checkpoint.list_checkpoints(folder / "checkpoints")[0]).model
 
@@ -74,7 +53,7 @@ def final_weights(folder: Path) -> dict[str, Any]:
 def test_a_pipelined_run_gives_the_weights_and_metrics_of_a_plain_one(
     tmp_path: Path, replicas: tuple[int, ...], schedule: Schedule
 ) -> None:
-    result = run_ranks(sum(replicas), train_rank, planned(replicas, schedule), tmp_path / "pipeline")[0]
+    result = run_ranks(sum(replicas), train_rank, planned(replicas, schedule), tmp_path / "pipeline")[0][0]
     plain, weights = train_here(digits_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
     assert result.test["accuracy"] == plain.test["accuracy"]
@@ -90,12 +69,12 @@ def test_a_run_goes_on_under_another_plan_and_without_one(tmp_path: Path) -> Non
     first = planned((1, 1), Schedule.FLUSH, **early)
     stop = tmp_path / "stop"
     stop.touch()
-    stopped = run_ranks(2, train_rank, first, folder, stop_file=stop)[0]
+    stopped = run_ranks(2, train_rank, first, folder, stop_file=stop)[0][0]
     assert stopped.reason == "stopped"
     assert stopped.step < 20
     stop.unlink()
     second = planned((2, 1), Schedule.GPIPE, microbatches=5)
-    assert run_ranks(3, train_rank, second, folder, True)[0].reason == "finished"
+    assert run_ranks(3, train_rank, second, folder, True)[0][0].reason == "finished"
     assert largest_difference(final_weights(folder), expected) < 1e-10
     # And back into one process, from where the first plan had stopped.
     for path in checkpoint.list_checkpoints(folder / "checkpoints")[:1]:
@@ -109,25 +88,25 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     tmp_path: Path, schedule: Schedule
 ) -> None:
     settings = planned((2, 1), schedule, checkpoint=CheckpointSettings(every_steps=16))
-    result = run_ranks(3, train_rank, settings, tmp_path / "whole")[0]
+    result = run_ranks(3, train_rank, settings, tmp_path / "whole")[0][0]
     assert result.reason == "finished"
     assert result.test["accuracy"] > 0.5
     for rank in range(3):
         found = [r.event for r in read(RunDir(tmp_path / "whole").events(rank))]
-        stretches = [event for event in found if isinstance(event, Operations)]
-        assert [event.step for event in stretches] == [16, 20]
-        assert all(s <= e for event in stretches for s, e in zip(event.starts, event.ends))
-        assert stretches[0].letters.count("F") == stretches[0].letters.count("B") == (64 if rank == 2 else 32)
+        intervals = [event for event in found if isinstance(event, Operations)]
+        assert [event.step for event in intervals] == [16, 20]
+        assert all(s <= e for event in intervals for s, e in zip(event.starts, event.ends))
+        assert intervals[0].letters.count("F") == intervals[0].letters.count("B") == (64 if rank == 2 else 32)
     steps = [r.event for r in read(RunDir(tmp_path / "whole").events(0)) if isinstance(r.event, StepEvent)]
     assert [event.step for event in steps] == list(range(1, 21))
     stop = tmp_path / "stop"
     stop.touch()
-    # Replicas on two hosts, of the last stage: they sum beside backward, and know how a round ends before.
+    # Replicas on two hosts, of the last stage: they sum during backward, and know how a round ends before.
     apart = planned((1, 2), schedule, checkpoint=CheckpointSettings(every_steps=16))
-    stopped = run_ranks(3, train_rank, apart, tmp_path / "run", stop_file=stop, hosts=["a", "a", "b"])[0]
+    stopped = run_ranks(3, train_rank, apart, tmp_path / "run", stop_file=stop, hosts=["a", "a", "b"])[0][0]
     assert (stopped.reason, 0 < stopped.step < 16) == ("stopped", True)
     stop.unlink()
-    resumed = run_ranks(3, train_rank, settings, tmp_path / "run", True)[0]
+    resumed = run_ranks(3, train_rank, settings, tmp_path / "run", True)[0][0]
     assert (resumed.reason, resumed.step) == ("finished", 20)
 
 
@@ -137,10 +116,10 @@ def test_an_asynchronous_run_whose_workers_hold_several_stages_stops_when_asked_
     settings = placed(Layout(((0,), (1,), (0,))), Schedule.STASH)
     stop = tmp_path / "stop"
     stop.touch()
-    stopped = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
+    stopped = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0][0]
     assert (stopped.reason, 0 < stopped.step < 20) == ("stopped", True)
     stop.unlink()
-    resumed = run_ranks(2, train_rank, settings, tmp_path / "run", True)[0]
+    resumed = run_ranks(2, train_rank, settings, tmp_path / "run", True)[0][0]
     assert (resumed.reason, resumed.step) == ("finished", 20)
     assert resumed.test["accuracy"] > 0.5
 
@@ -180,30 +159,30 @@ def with_choices(settings: TrainSettings, **choices: Any) -> TrainSettings:
 
 
 @pytest.mark.parametrize("schedule", [Schedule.FLUSH, Schedule.STASH])
-def test_a_stop_is_heard_however_short_the_stretches_are(tmp_path: Path, schedule: Schedule) -> None:
+def test_a_stop_is_obeyed_however_short_the_intervals_are(tmp_path: Path, schedule: Schedule) -> None:
     settings = planned((1, 1), schedule, checkpoint=CheckpointSettings(every_steps=1))
     stop = tmp_path / "stop"
     stop.touch()
-    result = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0]
+    result = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0][0]
     assert (result.reason, result.step) == ("stopped", 1)
 
 
 def test_workers_of_other_hosts_that_meet_in_an_evaluation_only_end_cleanly(tmp_path: Path) -> None:
     """Resuming a finished run evaluates and ends: no gradient ever comes back."""
     settings = planned((1, 1), Schedule.FLUSH)
-    first = run_ranks(2, train_rank, settings, tmp_path / "run", hosts=["a", "b"])[0]
-    again = run_ranks(2, train_rank, settings, tmp_path / "run", True, hosts=["a", "b"])[0]
+    first = run_ranks(2, train_rank, settings, tmp_path / "run", hosts=["a", "b"])[0][0]
+    again = run_ranks(2, train_rank, settings, tmp_path / "run", True, hosts=["a", "b"])[0][0]
     assert again.test == pytest.approx(first.test)
 
 
 def train_in_own_folder(rank: int, settings: TrainSettings, folder: Path, resume: bool) -> dict[str, Any]:
-    return train_rank(rank, settings, folder / f"host{rank}", resume, hosts=["a", "b"])
+    return train_rank(rank, settings, folder / f"host{rank}", resume, hosts=["a", "b"])[0]
 
 
 def test_a_pipeline_on_hosts_without_a_shared_disk_goes_on_from_the_first_hosts_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """Only the first host has the checkpoint; the others hear its state."""
+    """Only the first host has the checkpoint; the others receive its state."""
     first = planned((1, 1), Schedule.FLUSH, steps=9)
     run_ranks(2, train_in_own_folder, first, tmp_path, False)
     result = run_ranks(2, train_in_own_folder, replace(first, steps=20), tmp_path, True)[0]
@@ -234,7 +213,7 @@ def test_the_last_batch_of_an_epoch_leaves_no_microbatch_of_one_sample_to_batch_
     model = ModelSettings("support.traced_models:NormedRows")
     data = DataSettings("digits", 62)
     settings = planned((1,), Schedule.FLUSH, 31, model=model, data=data, steps=None, epochs=1)
-    result = run_ranks(1, train_rank, settings, tmp_path)[0]
+    result = run_ranks(1, train_rank, settings, tmp_path)[0][0]
     assert (result.reason, result.step) == ("finished", 24)
 
 
@@ -242,7 +221,7 @@ def train_both(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[
     """The results of jobs that stop after some steps and go on from their checkpoints."""
     for name, settings in jobs.items():
         train_rank(rank, replace(settings, steps=5), folder / name)
-    return {name: train_rank(rank, settings, folder / name, resume=True) for name, settings in jobs.items()}
+    return {name: train_rank(rank, own, folder / name, resume=True)[0] for name, own in jobs.items()}
 
 
 def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: Path) -> None:
@@ -250,7 +229,7 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
     model = ModelSettings("plait.workloads.mlp:mlp", {"inputs": 64, "hidden": [32, 32]})
     half = {"precision": "fp16", "model": model, "loss": "support.training:large_loss", "steps": 12}
     # In a process like theirs: what fp16 rounds to may depend on what a process has done before.
-    plain, _ = run_ranks(1, train_plainly, digits_job(**half, accumulate=4), tmp_path / "plain")[0]
+    plain, _ = run_ranks(1, train_rank, digits_job(**half, accumulate=4), tmp_path / "plain")[0]
     jobs = {
         "flush": planned((1, 1), Schedule.FLUSH, **half),
         "gpipe": planned((1, 1), Schedule.GPIPE, **half, clip_norm=1e3),
@@ -267,14 +246,14 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
 
 
 def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple[int, int, float]]]:
-    """Version, step and factor of each update of a stage's replicas in a stretch that ends early."""
-    arrangement = check_pipeline(settings, 3)
+    """Version, step and factor of each update of a stage's replicas in an interval that ends early."""
+    pipeline_layout = check_pipeline(settings, 3)
     pieces = [Microbatch(step, place, 0, (0, 1)) for step in range(12) for place in range(3)]
     found = []
-    for rank in arrangement.holders(stage):
+    for rank in pipeline_layout.holders(stage):
         steps: list[int] = []
         work = MicrobatchSource(
-            arrangement,
+            pipeline_layout,
             rank,
             pieces,
             seed=0,
@@ -282,7 +261,7 @@ def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple
             set_lr=steps.append,
             stop_before=lambda step: step >= stop_at,
         )
-        updates = [op for op in stream(arrangement, rank, work) if isinstance(op, Update)]
+        updates = [op for op in stream(pipeline_layout, rank, work) if isinstance(op, Update)]
         factors = [work.factor(update) for update in updates]
         for update in updates:
             work.set_rate(update)
@@ -290,7 +269,7 @@ def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple
     return found
 
 
-def test_replicas_agree_on_the_last_update_of_a_stretch_that_ends_early() -> None:
+def test_replicas_agree_on_the_last_update_of_an_interval_that_ends_early() -> None:
     settings = planned((1, 2), Schedule.STASH, microbatches=3)
     first, second = replay(settings, stage=1, stop_at=5)
     assert [(version, step) for version, step, _ in first] == [(v, s) for v, s, _ in second]
@@ -299,13 +278,13 @@ def test_replicas_agree_on_the_last_update_of_a_stretch_that_ends_early() -> Non
 
 @pytest.mark.parametrize("stages", [((0,), (1,), (0,)), ((0, 1), (2,), (1, 0)), ((0, 1), (0, 1, 2))])
 @pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.TWO_BUFFERED])
-def test_workers_that_hold_several_stages_agree_on_a_stretch_that_ends_early(
+def test_workers_that_hold_several_stages_agree_on_an_interval_that_ends_early(
     stages: tuple[tuple[int, ...], ...], schedule: Schedule
 ) -> None:
     layout = Layout(stages)
-    arrangement = check_pipeline(placed(layout, schedule, microbatches=3), len(layout.workers))
+    pipeline_layout = check_pipeline(placed(layout, schedule, microbatches=3), len(layout.workers))
     pieces = [Microbatch(step, place, 0, (0, 1)) for step in range(12) for place in range(3)]
-    ends = replace(arrangement, microbatches=1)
+    ends = replace(pipeline_layout, microbatches=1)
     expected = operations(schedule, ends.layout, 15)
     for rank in layout.workers:
         work = MicrobatchSource(

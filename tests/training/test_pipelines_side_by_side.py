@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from plait.core import run_events
 from plait.core.codec import decode, encode
@@ -26,15 +24,13 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
-from plait.training import checkpoint, components
+from plait.training import checkpoint
 from plait.training.engines.pipeline import check_pipeline
 from plait.training.engines.pipeline_replica import PipelineReplica
-from plait.training.engines.replica_layout import columns_of
-from plait.training.worker import make_loop
+from plait.training.engines.replica_layout import replica_layouts
 from support.averaging import job_store
 from support.plans import planned
-from support.syncs import StoreWorker
-from support.training import digits_job, largest_difference, train_here
+from support.training import digits_job, largest_difference, train_here, train_rank
 from support.world import run_ranks
 
 PLAIN = OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9})
@@ -46,17 +42,9 @@ def side_by_side(sync: str = "partial-reduce", options: dict[str, Any] | None = 
     return replace(planned((2, 2), **values), sync=SyncSettings(sync, options or {}))
 
 
-def train_rank(rank: int, port: int, settings: TrainSettings, folder: Path, hosts: str = "aaaa") -> Any:
-    torch.set_num_threads(1)
-    worker: Any = StoreWorker(rank, dist.get_world_size(), port, None)
-    worker.host = hosts[rank]
-    parts = components.build(settings, torch.device("cpu"))
-    return make_loop(worker, settings, parts, RunDir(folder)).train(resume=False)
-
-
 def train(settings: TrainSettings, folder: Path) -> list[Any]:
     with job_store() as port:
-        return run_ranks(4, train_rank, port, settings, folder)
+        return [result for result, _ in run_ranks(4, train_rank, settings, folder, address=port)]
 
 
 def final_weights(folder: Path) -> dict[str, Any]:
@@ -79,7 +67,7 @@ def test_where_all_average_after_every_update_two_pipelines_equal_one_process(tm
     assert largest_difference(resumed, weights) < 1e-10
     started, _ = recorded(tmp_path / "pipelines", 0, run_events.RunStarted)
     assert started.parameters == sum(value.numel() for value in weights.values())
-    # Each stage settled by itself, with the workers that hold it.
+    # Each stage synchronized by itself, with the workers that hold it.
     assert [e.members for e in recorded(tmp_path / "pipelines", 0, run_events.Settled)] == [(0, 1), (0, 1)]
     assert [e.members for e in recorded(tmp_path / "pipelines", 3, run_events.Settled)] == [(2, 3), (2, 3)]
 
@@ -106,14 +94,14 @@ def lose_a_worker(
     if rank == victim:
         update, count = PipelineReplica.update, iter(range(5))
 
-        def update_or_end(column: PipelineReplica, *given: Any) -> float:
+        def update_or_end(replica: PipelineReplica, *given: Any) -> float:
             if next(count) == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return update(column, *given)
+            return update(replica, *given)
 
         PipelineReplica.update = update_or_end  # type: ignore[method-assign]
     try:
-        return train_rank(rank, port, settings, folder, hosts)
+        return train_rank(rank, settings, folder, address=port, hosts=hosts)[0]
     except PeerError as failure:
         return str(failure)
 
@@ -149,12 +137,12 @@ def test_what_pipelines_side_by_side_cannot_do_is_refused_in_words():
         check_pipeline(uneven, 3)
 
 
-def test_the_workers_of_a_plan_with_pipelines_are_its_columns():
+def test_the_workers_of_a_plan_with_pipelines_are_its_replicas():
     settings = planned((4, 4), Schedule.FLUSH, microbatches=8)
     assert settings.pipeline is not None
     plan = replace(decode(Plan, settings.pipeline.plan, "plan"), pipelines=2)
     dealt = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
     for each in (settings, dealt):
-        columns = columns_of(check_pipeline(each, 8))
-        assert [column.workers for column in columns] == [(0, 4), (1, 5), (2, 6), (3, 7)]
-        assert {column.microbatches for column in columns} == {2}
+        replicas = replica_layouts(check_pipeline(each, 8))
+        assert [replica.workers for replica in replicas] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+        assert {replica.microbatches for replica in replicas} == {2}

@@ -27,8 +27,7 @@ from plait.training import components
 from plait.training.metrics import MetricsLogger
 from support.averaging import job_store
 from support.plans import cut_in_two
-from support.syncs import train_at_own_pace
-from support.training import TestWorker, digits_job, pipeline_rank, saved_weights, train_here, train_rank
+from support.training import PlainWorker, digits_job, saved_weights, train_here, train_rank
 from support.world import run_ranks
 
 JOB = digits_job(steps=6, checkpoint=CheckpointSettings(every_steps=3, keep_last=3))
@@ -131,15 +130,12 @@ def diverge(settings: TrainSettings, folder: Path, kind: str) -> dict[str, Any]:
     if kind == "one":
         train_here(settings, folder)
         return train_here(wild, folder, resume=True)[0]
-    if kind == "two":
+    if kind in ("two", "pipeline"):
         run_ranks(2, train_rank, settings, folder)
         return run_ranks(2, train_rank, wild, folder, True)[0][0]
-    if kind == "pipeline":
-        run_ranks(2, pipeline_rank, settings, folder)
-        return run_ranks(2, pipeline_rank, wild, folder, True)[0]
     for job, resume in ((settings, False), (wild, True)):
         with job_store() as address:
-            found = run_ranks(2, train_at_own_pace, address, job, folder, resume)
+            found = run_ranks(2, train_rank, job, folder, resume, address=address)
     return found[0][0]
 
 
@@ -170,7 +166,7 @@ def test_equal_runs_report_the_loss_of_their_last_step_however_they_log(tmp_path
 
 
 @pytest.mark.parametrize("flags", ["fp asimd bf16", "fpu avx512f avx512_bf16", "fp asimd"])
-def test_a_processor_that_emulates_bf16_is_told_of(
+def test_a_processor_that_emulates_bf16_is_warned_of(
     flags: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ):
     monkeypatch.setattr(Path, "read_text", lambda self: f"Features : {flags}\n")
@@ -180,12 +176,12 @@ def test_a_processor_that_emulates_bf16_is_told_of(
     assert components.emulated("bf16", torch.device("cuda")) is None
 
 
-def test_an_evaluation_is_no_time_of_the_steps_that_an_event_is_yet_to_tell_of(tmp_path: Path) -> None:
+def test_an_evaluation_is_no_time_of_the_steps_that_are_yet_to_be_recorded(tmp_path: Path) -> None:
     """The steps of a pipeline are told of later, with the moment at which they ended."""
     settings = digits_job(steps=10)
     settings = replace(settings, log_every_steps=None)
-    folder, worker = RunDir(tmp_path), TestWorker()
-    recorder = MetricsLogger(worker, settings, components.build(settings, torch.device("cpu")), folder)  # type: ignore[arg-type]
+    folder, worker = RunDir(tmp_path), PlainWorker()
+    recorder = MetricsLogger(worker, settings, components.build(settings, torch.device("cpu")), folder)
     recorder.start(0, 10)
     began = recorder._mark
     recorder.step(1, 0, torch.tensor(1.0), 0.1, 64, began + 0.5)

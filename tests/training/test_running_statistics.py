@@ -16,7 +16,7 @@ from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.training import components
 from support.plans import planned
-from support.training import digits_job, largest_difference, pipeline_rank, saved_weights, train_each
+from support.training import digits_job, largest_difference, saved_weights, train_each, train_rank
 from support.world import run_ranks
 
 NORM = ModelSettings("support.training:norm_net")
@@ -69,7 +69,7 @@ def test_replicas_of_a_stage_weight_their_running_statistics_by_the_samples_they
         "shares": digits_job(model=NORM, data=data, steps=1),
         "alone": digits_job(model=NORM, data=data, steps=1),
     }
-    run_ranks(3, pipeline_rank, jobs["stage"], tmp_path / "stage")
+    run_ranks(3, train_rank, jobs["stage"], tmp_path / "stage")
     run_ranks(2, train_each, {"shares": jobs["shares"]}, tmp_path)
     run_ranks(1, train_each, {"alone": jobs["alone"]}, tmp_path)
     found = saved_weights(tmp_path / "stage")
@@ -83,9 +83,9 @@ def test_replicas_of_a_stage_weight_their_running_statistics_by_the_samples_they
 
 def in_two_runs(rank: int, settings: TrainSettings, folder: Path) -> None:
     """The same steps at once, and with an end and a resume between them."""
-    pipeline_rank(rank, settings, folder / "at once")
-    pipeline_rank(rank, replace(settings, steps=2), folder / "in two")
-    pipeline_rank(rank, settings, folder / "in two", resume=True)
+    train_rank(rank, settings, folder / "at once")
+    train_rank(rank, replace(settings, steps=2), folder / "in two")
+    train_rank(rank, settings, folder / "in two", resume=True)
 
 
 def test_cumulative_statistics_of_replicas_go_on_exactly(tmp_path: Path) -> None:

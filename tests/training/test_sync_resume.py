@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.launch.run_dir import RunDir
 from plait.pipeline import named_state
 from plait.schema.settings import (
     CheckpointSettings,
@@ -22,12 +21,10 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
-from plait.training import checkpoint, components
-from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
-from plait.training.loop import Loop
-from plait.training.run import Run
+from plait.training import checkpoint
 from support.averaging import job_store
-from support.syncs import StoreWorker, settings_of
+from support.syncs import settings_of
+from support.training import PlainWorker, train_with
 from support.world import run_ranks
 
 MOMENTUM = OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9})
@@ -57,11 +54,7 @@ def job(sync: str, optimizer: OptimizerSettings, **changes: Any) -> TrainSetting
 
 def train(rank: int, port: int, settings: TrainSettings, folder: Path, resume: bool) -> dict[str, Tensor]:
     """The whole state of a worker at the end of a run."""
-    size = dist.get_world_size()
-    parts = components.build(settings, torch.device("cpu"))
-    worker: Any = StoreWorker(rank, size, port, None)
-    run = Run(worker, settings, parts, RunDir(folder))
-    Loop(run, DecentralizedEngine(run, WholeModel(run, ["a"] * size))).train(resume)
+    _, parts = train_with(PlainWorker(address=port), settings, folder, resume)
     model = {f"model/{name}": value for name, value in parts.model.state_dict().items()}
     return model | named_state.optimizer_state(parts.optimizer, parts.names)
 

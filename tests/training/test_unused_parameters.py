@@ -13,10 +13,10 @@ from support.plans import planned
 from support.training import (
     digits_job,
     largest_difference,
-    pipeline_rank,
     saved_weights,
     train_each,
     train_here,
+    train_rank,
 )
 from support.world import run_ranks
 
@@ -45,6 +45,6 @@ def test_workers_move_only_what_one_process_moves(tmp_path: Path) -> None:
     _, expected = train_here(digits_job(**changes, accumulate=3), tmp_path / "plain")
     run_ranks(3, train_each, {"shares": digits_job(**changes)}, tmp_path)
     assert largest_difference(saved_weights(tmp_path / "shares"), expected) < 1e-10
-    run_ranks(3, pipeline_rank, planned((2, 1), Schedule.FLUSH, 3, **changes), tmp_path / "stage")
+    run_ranks(3, train_rank, planned((2, 1), Schedule.FLUSH, 3, **changes), tmp_path / "stage")
     found = saved_weights(tmp_path / "stage")
     assert largest_difference(found, expected) < 1e-10

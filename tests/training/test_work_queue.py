@@ -1,4 +1,4 @@
-"""Claims: every share once, whoever takes it, stops or is lost; equal workers leave nothing to each other."""
+"""Claims: every share once, also when workers stop or are lost; equal workers leave each other nothing."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_shares_that_a_slow_worker_left_are_taken_after_a_stop_before_they_count
     store = DictStore()
     fast, slow = make(store, "c", 10, 2)
     taken = [next(fast.take()).number, next(slow.take()).number, next(fast.take()).number]
-    # Share 3 belongs to the batch that was begun. Both go to settle: the one is slow, the other ended.
+    # Share 3 belongs to the batch that was begun. Both go to synchronize: the one is slow, the other ended.
     fast.stop()
     assert [fast.is_work_left(), slow.is_work_left()] == [True, True]
     taken += [claim.number for claim in fast.take()]
@@ -224,7 +224,7 @@ def test_a_slow_worker_with_loaders_holds_up_nobody():
     assert world.now < 4.5
 
 
-def test_keys_that_a_segment_leaves_are_told_to_be_deleted():
+def test_keys_that_a_segment_leaves_are_listed_for_deletion():
     store = DictStore()
     for more in ({}, {"ahead": True}, {"fixed": True}):
         claims = make(store, "c", 3, 2, **more)

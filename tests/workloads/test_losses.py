@@ -105,7 +105,7 @@ def test_class_weights_for_another_number_of_classes_are_refused():
         (torch.tensor([True, False]), "a bool tensor .* expected class numbers"),
     ],
 )
-def test_targets_that_are_no_class_numbers_are_told_what_is_expected(target, words):
+def test_targets_that_are_no_class_numbers_are_refused_with_what_is_expected(target, words):
     with pytest.raises(JobError, match=words):
         build_loss("cross-entropy")(torch.randn(2, 3), target)
 

@@ -58,7 +58,7 @@ def main() -> None:
             print(story.rstrip(), file=sys.stderr)
         _end(str(failure), failure.exit_status)
     except BrokenPipeError:
-        # Whoever read our output has enough of it; nothing more can be told.
+        # The reader of our output has closed it; nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     finally:

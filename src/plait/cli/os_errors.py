@@ -16,7 +16,7 @@ def os_errors_as_messages() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever read our output has gone; the command line's own library knows what to do
+        raise  # the reader of our output has gone; the command line's own library knows what to do
     except OSError as failure:
         raise _told(failure) from failure
 
@@ -24,9 +24,9 @@ def os_errors_as_messages() -> Iterator[None]:
 def _told(failure: OSError) -> PlaitError:
     paths = [shortened(str(path), 200) for path in (failure.filename, failure.filename2) if path is not None]
     reason = failure.strerror or f"{type(failure).__name__}: {shortened(str(failure), 300)}"
-    told = f"{' to '.join(paths)}: {reason}" if paths else reason
+    message = f"{' to '.join(paths)}: {reason}" if paths else reason
     if failure.errno in NAMED_WRONGLY:
-        return InputError(f"{told}; name another place")
+        return InputError(f"{message}; name another place")
     if failure.errno in (errno.ENOSPC, errno.EDQUOT):
-        told += "; make room, then go on with --resume"
-    return PlaitError(told)
+        message += "; make room, then go on with --resume"
+    return PlaitError(message)

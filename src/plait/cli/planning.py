@@ -338,7 +338,7 @@ def _schedule(name: str) -> Schedule:
 def _extras(
     made: Plan, measured: Profile | None, timeline: Path | None, to_code: Path | None, job: Path | None
 ) -> list[str]:
-    """Draw and write what was asked for beside the plan; their paths."""
+    """Draw and write what was asked for in addition to the plan; their paths."""
     wrote = []
     if timeline is not None:
         from plait.planner import draw_plan

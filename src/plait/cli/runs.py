@@ -30,7 +30,7 @@ LONGEST_S = 1e6
 
 
 def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag = False) -> None:
-    """Tell who is alive, the step, samples/s and time left of a run.
+    """Show which workers are alive, the step, samples/s and time left of a run.
 
     Example: plait status runs/digits-001
     """
@@ -109,7 +109,7 @@ def _ask_to_stop(folder: RunDir) -> None:
 
 
 def _state(folder: RunDir) -> str:
-    """How a run that does not go on ended, as far as can be told."""
+    """How a run that does not go on ended, as far as is known."""
     if not folder.status.exists():
         return "never started"
     try:

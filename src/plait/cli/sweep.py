@@ -51,16 +51,14 @@ def sweep(
     plan: Annotated[
         str | None, typer.Option(help="Arrays in stages, one a worker: a plan file, model-parallel, auto.")
     ] = None,
-    eta: Annotated[
-        int, typer.Option(help="One in so many trials goes on (halving, asha).")
-    ] = SearchSettings.eta,
+    eta: Annotated[int, typer.Option(help="One in ETA trials goes on (halving, asha).")] = SearchSettings.eta,
     least_steps: Annotated[
         int | None, typer.Option(help="Steps before trials are first compared (halving, asha, pbt).")
     ] = None,
     metric: Annotated[str, typer.Option(help="What trials are compared by.")] = SearchSettings.metric,
     seed: Annotated[int, typer.Option(help="Of what the search draws.")] = SearchSettings.seed,
     devices: Annotated[
-        str | None, typer.Option(help="cpu:4 or cuda:2: so many workers; cuda: one for each GPU.")
+        str | None, typer.Option(help="cpu:4 or cuda:2: that many workers; cuda: one for each GPU.")
     ] = None,
     workers: Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")] = None,
     hosts: Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")] = None,
@@ -232,7 +230,7 @@ def trials_table(rows: Sequence[TrialResult]) -> Table:
 
 
 def _short(keys: list[str]) -> list[str]:
-    """The last part of each key where that tells them apart, else the whole."""
+    """The last part of each key where these differ, else the whole."""
     ends = [key.rpartition(".")[2] for key in keys]
     return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends)]
 

@@ -23,12 +23,12 @@ from plait.comm.links.gloo import RemoteLink
 from plait.comm.links.nccl import NcclLink, NcclPeers, make_nccl_links
 from plait.comm.links.packing import Message
 from plait.comm.links.shm import SharedLink, wait_for_notices
-from plait.comm.rendezvous import Rendezvous, shares_memory
+from plait.comm.rendezvous import Rendezvous, sharing_memory
 from plait.core.codec import decode, encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 
-FarLink = RemoteLink | NcclLink
-Link = SharedLink | FarLink
+CrossHostLink = RemoteLink | NcclLink
+Link = SharedLink | CrossHostLink
 
 
 class Channels:
@@ -57,7 +57,7 @@ class Channels:
         """Start a message on its way; `what` it is, in words, for errors. The tensors may change at once."""
         link = self._links[peer]
         end = time.monotonic() + self._deadline_s
-        if isinstance(link, FarLink):
+        if isinstance(link, CrossHostLink):
             try:
                 link.send(channel, number, tensors, note, self._deadline_s)
             except torch.OutOfMemoryError:
@@ -73,7 +73,7 @@ class Channels:
         """Message `number` of the channel; `what` it is, in words, for errors."""
         link = self._links[peer]
         end = time.monotonic() + self._deadline_s
-        if isinstance(link, FarLink):
+        if isinstance(link, CrossHostLink):
             try:
                 message = link.receive(channel, self._deadline_s)
             except torch.OutOfMemoryError:
@@ -92,7 +92,7 @@ class Channels:
     def expect(self, peer: int, channel: int) -> None:
         """Post a receive ahead, where the transport has use for it."""
         link = self._links[peer]
-        if isinstance(link, FarLink):
+        if isinstance(link, CrossHostLink):
             link.expect(channel)
 
     @property
@@ -106,7 +106,7 @@ class Channels:
             if isinstance(link, SharedLink):
                 link.close()
         for peer, link in self._links.items():
-            if isinstance(link, FarLink):
+            if isinstance(link, CrossHostLink):
                 end = time.monotonic() + self._deadline_s
                 try:
                     link.close(self._deadline_s)
@@ -122,7 +122,7 @@ class Channels:
         return message
 
     def _wait(self, peer: int, end: float, what: str) -> None:
-        """Wait for a word from any peer; a peer that died is named even where another is waited for."""
+        """Wait for a notice from any peer; a peer that died is named even where another is waited for."""
         gone = [p for p, link in self._links.items() if isinstance(link, SharedLink) and link.lost]
         link = self._links[peer]
         assert isinstance(link, SharedLink)
@@ -168,7 +168,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class _Reach:
-    """What a worker with a GPU tells the others: who it can reach by NCCL, and the GPUs it can read."""
+    """What a worker with a GPU sends to the others: whom it can reach by NCCL, and the GPUs it can read."""
 
     by_nccl: NcclPeers
     readable: tuple[str, ...]
@@ -190,15 +190,15 @@ def connect(
     rank, hosts = rendezvous.rank, rendezvous.hosts
     deadline_s = rendezvous.timeout_s if deadline_s is None else deadline_s
     peers = sorted(set(peers) - {rank})
-    near = meet_near(rendezvous, "channels", peers)
+    local = meet_near(rendezvous, "channels", peers)
     gpu = device if device is not None and device.type == "cuda" else None
     own = _Reach(NcclPeers.of(gpu, peers), reachable_from(gpu)) if gpu else None
-    told = all_gather_values(encode(own))
-    reach = [decode(_Reach, each) if each is not None else None for each in told]
-    links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in near}
+    gathered = all_gather_values(encode(own))
+    reach = [decode(_Reach, each) if each is not None else None for each in gathered]
+    links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in local}
     by_nccl = {each: known.by_nccl for each, known in enumerate(reach) if known is not None}
     links |= make_nccl_links(rank, hosts, by_nccl, window, deadline_s, gpu)
-    for peer, connection in near.items():
+    for peer, connection in local.items():
         other = reach[peer]
         can_read = gpu is not None and other is not None and name_of(gpu) in other.readable
         links[peer] = SharedLink(connection, gpu if can_read else None)
@@ -210,6 +210,4 @@ def meet_near(rendezvous: Rendezvous, name: str, peers: Iterable[int]) -> dict[i
 
     All of them call it with the same name. On systems without anonymous shared memory nobody is near.
     """
-    own = rendezvous.hosts[rendezvous.rank]
-    near = [peer for peer in peers if shares_memory() and rendezvous.hosts[peer] == own]
-    return rendezvous.meet(name, near)
+    return rendezvous.meet(name, sharing_memory(peers, rendezvous.rank, rendezvous.hosts))

@@ -17,11 +17,11 @@ def clock_offset(rank: int, hosts: Sequence[str]) -> float:
     `hosts` names the host of each rank; workers of the first one's host share its clock. Of several
     questions the one answered fastest counts, and its answer is taken to be from half way.
     """
-    far = [peer for peer, host in enumerate(hosts) if host != hosts[0]]
+    remote = [peer for peer, host in enumerate(hosts) if host != hosts[0]]
     if rank == 0:
-        for peer in far:
+        for peer in remote:
             _answer(peer)
-    return _ask() if rank in far else 0.0
+    return _ask() if rank in remote else 0.0
 
 
 def _answer(peer: int) -> None:

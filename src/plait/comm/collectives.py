@@ -61,24 +61,8 @@ def gather_named(tensors: Mapping[str, Tensor], target: int, group: dist.Process
 
     Of tensors that several ranks give under one name, the highest rank's stays.
     """
-    specs = all_gather_values(_specs(tensors), group)
-    rank = dist.get_rank()
-    if rank != target:
-        for tensor in tensors.values():
-            if tensor.numel():
-                dist.send(_flat(tensor), target, group=group)
-        return {}
-    found: Named = {}
-    for member, theirs in zip(dist.get_process_group_ranks(group), specs):
-        for name, spec in theirs.items():
-            if member == rank:
-                found[name] = tensors[name].detach().cpu()
-                continue
-            flat = _empty(*spec)
-            if flat.numel():
-                dist.recv(flat, member, group=group)
-            found[name] = _shaped(flat, *spec)
-    return found
+    _, found = gather_in_turn(tensors, target, group)
+    return {name: tensor.cpu() for name, tensor in found}
 
 
 def gather_in_turn(
@@ -86,7 +70,7 @@ def gather_in_turn(
 ) -> tuple[dict[str, tuple[str, list[int]]], Iterator[tuple[str, Tensor]]]:
     """On rank `target` the types and shapes of all ranks' named tensors, and the tensors one after the other.
 
-    Whoever takes them must take all. Elsewhere nothing, once all are sent. Names are given by one rank each.
+    The caller must take all of them. Elsewhere nothing, once all are sent. Names are given by one rank each.
     """
     specs = all_gather_values(_specs(tensors), group)
     if dist.get_rank() != target:

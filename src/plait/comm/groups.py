@@ -1,9 +1,9 @@
 """Process groups of torch's that no stranger can enter.
 
-gloo listens on TCP ports, and whoever connects there first is taken for a peer. So the members of a new group
-prove to each other, over the group itself, that they know the job's secret, and a group that a stranger has
-entered is made again. After that the kernel drops whatever else comes to the group's port: gloo would keep
-every such connection open for ever.
+gloo listens on TCP ports, and the first process that connects there is taken for a peer. So the members of a
+new group prove to each other, over the group itself, that they know the job's secret, and a group that a
+stranger has entered is made again. After that the kernel drops whatever else comes to the group's port: gloo
+would keep every such connection open for ever.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[i
 
 
 def _is_proven(rendezvous: Rendezvous, name: str, ranks: Sequence[int], group: Any, fine: bool) -> bool:
-    """Whether every member of the group has heard from each other one what only the job's workers can say."""
+    """Whether every member of the group has proven to every other one that it is a worker of the job."""
     store, own = rendezvous.store, rendezvous.rank
     proofs = _Proofs(rendezvous, name, ranks, group) if fine and own in ranks and len(ranks) > 1 else None
     if own in ranks:

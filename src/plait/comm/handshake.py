@@ -30,7 +30,7 @@ _GREETING = struct.Struct("<8sI16s")
 # Listener to connector: its nonce and its proof. Then the connector's own proof.
 _ANSWER = struct.Struct("<16s32s")
 _PROOF_BYTES = 32
-# A connection has this long to prove itself, and so many may be about to.
+# A connection has this long to prove itself, and this many may be about to.
 PROVE_S = 5.0
 MOST_PENDING = 128
 _RETRY_S = 0.02
@@ -239,7 +239,7 @@ def connect(address: Address, secret: bytes, purpose: str, rank: int, seconds: f
         except OSError as failure:
             if time.monotonic() + _RETRY_S >= end:
                 raise TimeoutError(f"no connection within {seconds:.3g} s: {failure}") from failure
-        # The listener may be busy with others; nothing tells when it is free.
+        # The listener may be busy with others, and sends no notice when it is free.
         select.select([], [], [], _RETRY_S)
 
 

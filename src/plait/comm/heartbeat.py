@@ -1,6 +1,6 @@
 """Who is there: every worker renews a lease in the job's store, and a lease that ran out is noticed by all.
 
-A lease tells a slow worker from one that is stopped or cut off: it is renewed beside the work, by a thread,
+A lease distinguishes a slow worker from one that is stopped or cut off: a thread of its own renews it,
 so that a long step keeps it and a stopped process loses it. No clocks are compared between workers.
 """
 

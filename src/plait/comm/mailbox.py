@@ -1,7 +1,7 @@
-"""Mail between workers that may end at any time: nothing waits for a peer that is gone.
+"""Messages between workers that may end at any time: nothing waits for a peer that is gone.
 
-Where `Channels` fail as a whole when a peer dies, mail goes on among the rest: a peer that is gone takes no
-more messages and sends none. Workers of one host use shared memory, others a TCP connection each.
+Where `Channels` fail as a whole when a peer dies, a mailbox goes on with the rest: a peer that is gone takes
+no more messages and sends none. Workers of one host use shared memory, others a TCP connection each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -19,18 +19,21 @@ from plait.comm.links.tcp import WireLink
 from plait.comm.rendezvous import Rendezvous
 
 Link = SharedLink | WireLink
+OnSend = Callable[[int, int], None]
 WINDOW = 8
 
 
 class Mailbox:
-    """This worker's mail with its peers; one thread at a time uses it.
+    """This worker's messages to and from its peers; one thread at a time uses it.
 
-    A channel is a number that both ends use for one stream of messages.
+    A channel is a number that both ends use for one stream of messages. Before each message `on_send` is
+    called with its peer and channel: whatever is to happen to a worker that sends it can happen there.
     """
 
-    def __init__(self, rank: int, links: dict[int, Link]) -> None:
+    def __init__(self, rank: int, links: dict[int, Link], on_send: OnSend | None = None) -> None:
         self.rank = rank
         self._links = links
+        self._on_send = on_send
         self.bytes_sent = 0
 
     def send(
@@ -38,7 +41,7 @@ class Mailbox:
     ) -> bool:
         """Start a message on its way, without waiting; False where the peer is gone or takes none.
 
-        A peer that has not taken `WINDOW` earlier messages of the channel is stopped or far behind.
+        A peer that has not taken `WINDOW` earlier messages of the channel is stopped or much behind.
         """
         link = self._links[peer]
         if self.is_gone(peer):
@@ -47,6 +50,8 @@ class Mailbox:
             link.take_notices()
             if link.under_way(channel) >= WINDOW:
                 return False
+        if self._on_send is not None:
+            self._on_send(peer, channel)
         link.send(channel, number, tensors, note)
         self.bytes_sent += sum(t.numel() * t.element_size() for t in tensors if t is not None)
         return True
@@ -64,7 +69,7 @@ class Mailbox:
         return link.lost or link.ended
 
     def wait(self, seconds: float) -> None:
-        """Return when some peer has told something, or is gone, or after `seconds`; have all of it read."""
+        """Read all that has come; returns once a peer has sent something or is gone, or after `seconds`."""
         poll = select.poll()
         open_links = {link.fileno(): link for link in self._links.values() if not (link.lost or link.ended)}
         for descriptor, link in open_links.items():
@@ -91,18 +96,22 @@ class Mailbox:
             link.close()
 
 
-def open_mail(
-    rendezvous: Rendezvous, name: str, own: int | None = None, hosts: Sequence[str] | None = None
+def open_mailbox(
+    rendezvous: Rendezvous,
+    name: str,
+    own: int | None = None,
+    hosts: Sequence[str] | None = None,
+    on_send: OnSend | None = None,
 ) -> Mailbox:
-    """Mail with all other ranks; all of them call it with the same `name`.
+    """A mailbox linked with all other ranks; all of them call it with the same `name`.
 
     Where members have other numbers than their ranks, `own` is this worker's and `hosts` names the host of
-    each.
+    each. `on_send` is called before each message.
     """
     own = rendezvous.rank if own is None else own
     hosts = rendezvous.hosts if hosts is None else hosts
     met = rendezvous.meet(name, range(len(hosts)), own, hosts)
-    return Mailbox(own, {peer: _link(connection) for peer, connection in met.items()})
+    return Mailbox(own, {peer: _link(connection) for peer, connection in met.items()}, on_send)
 
 
 def _link(connection: socket.socket) -> Link:

@@ -23,6 +23,11 @@ def shares_memory() -> bool:
     return hasattr(os, "memfd_create")
 
 
+def sharing_memory(peers: Iterable[int], own: int, hosts: Sequence[str] | Mapping[int, str]) -> set[int]:
+    """Those of `peers` that can share memory with worker `own`: they are on its host."""
+    return {peer for peer in peers if shares_memory() and hosts[peer] == hosts[own]}
+
+
 class Rendezvous:
     """Links this worker with others of its job.
 
@@ -71,8 +76,7 @@ class Rendezvous:
         self._meetings[name] += 1
         where = f"plait/meet/{name}/{self._meetings[name]}"
         peers = sorted(set(peers) - {own})
-        near = {peer for peer in peers if shares_memory() and hosts[peer] == hosts[own]}
-        return _Meeting(self, where, own, near).link(peers)
+        return _Meeting(self, where, own, sharing_memory(peers, own, hosts)).link(peers)
 
     def listen(self, purpose: str, near: bool) -> Listener:
         return Listener(self.secret, purpose, None if near else self._address, packets=near)
@@ -115,7 +119,7 @@ class _Meeting:
         return f"{self._where}/{listener}"
 
     def _key(self, listener: int, near: bool) -> str:
-        return f"{self._where}/{listener}/{'near' if near else 'far'}"
+        return f"{self._where}/{listener}/{'local' if near else 'remote'}"
 
     def _connect(self, peer: int) -> socket.socket:
         key = self._key(peer, peer in self._near)

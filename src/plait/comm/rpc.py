@@ -27,11 +27,11 @@ Answerer = Callable[[Question], Answer]
 
 _CLOSE: Question = {"ask": "close"}
 # Between two questions a worker may train for any time.
-PATIENCE = timedelta(days=365)
+FOREVER = timedelta(days=365)
 
 
 class Commands:
-    """What a leader tells its followers, and what they reply; `leader` is a rank, as the followers are."""
+    """Commands of a leader to its followers, and their replies; `leader` is a rank, as the followers are."""
 
     def __init__(self, channels: Channels, leader: int, followers: Sequence[int]) -> None:
         self.leader = leader
@@ -45,7 +45,7 @@ class Commands:
         return self._followers
 
     def send(self, kind: str, **values: Any) -> None:
-        """Tell all followers to do something; the leader calls it."""
+        """Send a command to all followers; the leader calls it."""
         self._sent += 1
         note = json.dumps({"kind": kind, **values})
         for follower in self._followers:
@@ -129,14 +129,14 @@ class AnswerThread:
             number += 1
 
     def _next(self, key: str) -> Question:
-        self._store.wait([key], PATIENCE)
+        self._store.wait([key], FOREVER)
         question: Question = json.loads(self._store.get(key))
         return question
 
     def _reply(self, question: Mapping[str, Any]) -> Answer:
         try:
             return self._client.ask(**question)
-        except Exception as failure:  # whoever asked must not wait for ever
+        except Exception as failure:  # the caller must not wait for ever
             words = str(failure) if isinstance(failure, PlaitError) else traceback.format_exc()
             return {"failed": words, "wrong_input": isinstance(failure, InputError)}
 

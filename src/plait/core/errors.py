@@ -86,7 +86,7 @@ class LostPeer(enum.Enum):
 class PeerError(PlaitError, RuntimeError):
     """Another worker is missed: how, and its rank where that is known.
 
-    Whoever raises it has not failed itself: the cause lies with the other worker.
+    The worker that raises it has not failed itself: the cause lies with the other one.
     """
 
     everywhere = False

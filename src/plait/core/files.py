@@ -37,7 +37,7 @@ def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Whatever keeps what is done inside from being written to `path` is told in one sentence."""
+    """Turn an error of writing to `path` within into a message of one sentence."""
     try:
         yield
     except OSError as failure:

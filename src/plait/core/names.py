@@ -90,11 +90,11 @@ def check_arguments(
     key: str,
     error: type[InputError] = InputError,
     positional: int = 0,
-    beside: Iterable[str] = (),
+    reserved: Iterable[str] = (),
 ) -> None:
     """Refuse arguments that `function` does not take, or that it needs and did not get.
 
-    `positional` says how many leading parameters the caller fills by itself; `beside` are keys that stand
+    `positional` says how many leading parameters the caller fills by itself; `reserved` are keys that stand
     at the same place and may have been meant.
     """
     try:
@@ -106,7 +106,7 @@ def check_arguments(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for given in arguments:
         if given not in keyword and not takes_any:
-            hint = did_you_mean(given, [*keyword, *beside])
+            hint = did_you_mean(given, [*keyword, *reserved])
             raise error(f"{key}.{shortened(str(given))}: {name} takes no {shown(given)}{hint}")
     needed = [n for n, p in keyword.items() if p.default is p.empty and n not in arguments]
     if needed:

@@ -32,7 +32,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class Verified(Event):
-    """The stages compute what the plain model computes; `notes` tells what was changed so that they do."""
+    """The stages compute what the plain model computes; `notes` lists what was changed so that they do."""
 
     seconds: float
     notes: tuple[str, ...]
@@ -245,7 +245,7 @@ class Settled(Event):
 
 @dataclass(frozen=True)
 class WorkerLost(Event):
-    """A worker was gone or silent when the others settled."""
+    """A worker was gone or silent when the others synchronized."""
 
     worker: int
     step: int

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.core.errors import DataError
+from plait.core.splits import split
 from plait.data.batches import DataSource, seed_all
 from plait.data.loader_processes import Key, load_batches
 from plait.data.sampler import GlobalBatch, Position, share
@@ -24,7 +25,7 @@ class Batch:
     """One step's work for this worker: `content` is (inputs, target), or None where no sample fell to it.
 
     `total` counts the samples of all workers, `count` this one's. Of a stream, `last` says that no batch
-    follows, and `checksum` tells the first batch of one stream from that of another.
+    follows, and `checksum` distinguishes the first batch of one stream from that of another.
     """
 
     content: Any
@@ -83,8 +84,8 @@ def cut(content: Any, count: int, pieces: int) -> Iterator[tuple[Any, int]]:
     Tensors are cut along their first axis. A list with one item for each sample is cut as a list.
     """
     pieces = min(pieces, count)
-    for i in range(pieces):
-        begin, end = count * i // pieces, count * (i + 1) // pieces
+    for own in split(count, pieces):
+        begin, end = own.start, own.stop
         if pieces == 1:
             part = content
         elif isinstance(content, range):  # where others load, there are only numbers

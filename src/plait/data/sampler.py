@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from plait.core.splits import part
+
 # More samples than any stream without an end gives.
 ENDLESS = 1 << 62
 
@@ -86,8 +88,8 @@ def has_next(sample: int, samples: int, batch_size: int, keep_last: bool) -> boo
 
 def share(samples: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
     """The part of a global batch that `rank` works on: consecutive, sizes differing by one at most."""
-    n = len(samples)
-    return samples[n * rank // world_size : n * (rank + 1) // world_size]
+    own = part(len(samples), rank, world_size)
+    return samples[own.start : own.stop]
 
 
 def steps_per_epoch(samples: int, batch_size: int, keep_last: bool) -> int:

@@ -75,7 +75,7 @@ def receive(from_: socket.socket, pin: bool = False) -> Any:
 
 
 def _taken_apart(value: Any) -> tuple[bytes, list[Tensor]]:
-    """The value as text, with the tensors in it beside."""
+    """The value as text, and the tensors in it apart."""
     tensors: list[Tensor] = []
     return json.dumps(trees.take_apart(value, tensors)).encode(), tensors
 

@@ -14,7 +14,7 @@ from plait.fusion.describe import describe
 from plait.fusion.dispatch.install import shared_names
 from plait.fusion.errors import FusionError
 
-# What the structure is compared by, and what torch keeps beside it.
+# What the structure is compared by, and what torch keeps in addition.
 _SKIPPED = frozenset(
     (
         "training", "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "forward",

@@ -34,7 +34,7 @@ _DEEPEST = 12
 def describe(value: Any) -> Hashable:
     """Equal for values that act alike: containers by their parts, functions by code and what they close over.
 
-    Objects are told by their class and attributes. Of what cannot be looked into only the class counts.
+    Objects are described by their class and attributes. Of what cannot be looked into only the class counts.
     """
     return _describe(value, {}, 0)
 

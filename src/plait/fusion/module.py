@@ -1,12 +1,11 @@
-"""`fuse`: K models of one shape as one module, whose parameters have the trials axis first."""
+"""K models of one shape as one module, whose parameters have the trials axis first."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.core.names import did_you_mean
-from plait.fusion.check import check_models, hyperparameters, tensor_attributes
+from plait.fusion.check import hyperparameters, tensor_attributes
 from plait.fusion.dispatch.install import (
     Wrappers,
     installed,
@@ -30,92 +29,11 @@ from plait.fusion.dispatch.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError
 from plait.fusion.patches import Patch, patch_norms
 from plait.fusion.rules.hooks import each_trial
+from plait.fusion.shared import Shared
+from plait.fusion.speed.compiled import CompiledForward
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import OwnModules, apply_alone, gradient_hooks, held_values, own_copy
-
-if TYPE_CHECKING:
-    from plait.fusion.speed.compiled import CompiledForward
-
-
-@dataclass(frozen=True)
-class Shared:
-    """An input that is the same for all trials, without the trials axis."""
-
-    tensor: Tensor
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.tensor, Tensor):
-            raise FusionError(
-                f"Shared: found a {type(self.tensor).__name__}, expected a tensor; wrap each tensor by "
-                f"itself, as in {{name: Shared(x) for name, x in batch.items()}}"
-            )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "a function")
-        raise FusionError(
-            f"{name}: found a Shared, which only a fused module can take; expected "
-            f"fused.map({name}, output, Shared(target))"
-        )
-
-
-def fuse(
-    models: Sequence[nn.Module],
-    seeds: Sequence[int] | None = None,
-    ages: Sequence[int] | None = None,
-    unfused: Iterable[str] | Mapping[str, str] = (),
-    verify: Sequence[Any] | None = None,
-) -> FusedModule:
-    """One module that computes, and trains, all of `models` at once; the models stay as they are.
-
-    The models have the same shapes; float attributes that differ (a dropout's `p`) become hyperparameters of
-    the trials. `seeds` are the trials' random streams (0, 1, 2... where none are given), `ages` how many
-    training forwards each has behind it. Submodules named in `unfused` run trial by trial; "" names them all.
-
-    With `verify`, one batch or two that the plain models take (a tensor, a tuple of positional or a dict of
-    named arguments), the trials are first compared with the models alone: outputs, gradients and buffers in
-    training and evaluation. Modules that cannot be fused rightly then run trial by trial, which
-    `FusedModule.unfused` tells; models for which even that is not right are refused.
-    """
-    is_list = isinstance(models, Iterable) and not (
-        isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
-    )
-    if not is_list:
-        raise FusionError(
-            f"fuse: found a {type(models).__name__}, expected a list of models of the same shape, such as "
-            f"[make_model() for _ in range(4)]"
-        )
-    models = list(models)
-    check_models(models)
-    count = len(models)
-    seeds = list(range(count)) if seeds is None else list(seeds)
-    ages = [0] * count if ages is None else list(ages)
-    for what, given in (("seeds", seeds), ("ages", ages)):
-        if len(given) != count:
-            raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
-    reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
-    if verify is not None:
-        reasons = _verified(models, seeds, ages, reasons, verify)
-    return FusedModule(models, seeds, ages, reasons)
-
-
-def _verified(
-    models: Sequence[nn.Module],
-    seeds: Sequence[int],
-    ages: Sequence[int],
-    unfused: Mapping[str, str],
-    batches: Sequence[Any],
-) -> dict[str, str]:
-    """The submodules that must run trial by trial, and why."""
-    from plait.fusion.verify import BatchRehearsal, tell, verify_fused  # it fuses models itself
-
-    listed = [batches] if isinstance(batches, (Tensor, Mapping)) else batches
-    verdict = verify_fused(BatchRehearsal(models, seeds, ages, listed), unfused)
-    if verdict.refused is not None:
-        raise FusionError(f"fuse: these models cannot be fused: {verdict.refused}; train each alone")
-    tell(verdict, unfused)
-    return dict(verdict.unfused)
 
 
 class FusedModule(nn.Module):
@@ -292,7 +210,7 @@ class FusedModule(nn.Module):
 
     @contextmanager
     def padded(self, counts: Sequence[int]) -> Iterator[None]:
-        """Within, each trial's batch has so many rows of its own, and padding after them.
+        """Within, each trial's batch has `counts` rows of its own, and padding after them.
 
         Batch norms and the losses of torch.nn leave padding out. The batch is the first axis of what a model
         gets; code of its own that mixes rows of a batch sees padding too.
@@ -325,8 +243,6 @@ class FusedModule(nn.Module):
                 f"fused module: {', '.join(name or 'the whole model' for name in self._own)} runs trial by "
                 f"trial, on Python state of each trial's own, which torch.compile cannot see; do not compile"
             )
-        from plait.fusion.speed.compiled import CompiledForward  # loads torch's compiler
-
         self._compiled = CompiledForward(self, dict(kwargs))
 
     def set_count(self, count: int) -> None:

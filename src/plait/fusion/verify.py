@@ -21,10 +21,12 @@ from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import PlaitError
+from plait.fusion.check import check_models
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
-from plait.fusion.module import FusedModule, Shared, fuse
+from plait.fusion.module import FusedModule
+from plait.fusion.shared import Shared
 from plait.fusion.trials.alone import LoneMode, seeded_for
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import own_copy, trials_without_gradient
@@ -44,9 +46,9 @@ log = logging.getLogger(__name__)
 
 # Whether in training, and on which batch: each twice in a row, so that what a model keeps is seen.
 SCENES = ((True, 0), (True, 1), (False, 0), (False, 1))
-# So many modules are tried one by one before the whole model runs trial by trial.
+# Modules that are tried one by one before the whole model runs trial by trial.
 _ATTEMPTS = 12
-# What products of float32 may be rounded to on a GPU: convolutions are, unless torch is told otherwise.
+# What products of float32 may be rounded to on a GPU: convolutions are, unless torch is configured otherwise.
 TF32_EPS = 2.0**-10
 # How far, relative to their size, the weights of trials are set apart.
 APART = 0.01
@@ -113,7 +115,7 @@ class Rehearsal(Protocol):
 class Verdict:
     """What verification found: the modules that must run trial by trial, by name, and why.
 
-    `refused` says why not even that helps; then each trial has to be trained alone. `has_python_state` tells
+    `refused` says why not even that helps; then each trial has to be trained alone. `has_python_state` says
     that modules keep numbers in Python that change from step to step, which no CUDA graph can hold. With
     `loss_alone` only the loss is computed trial by trial.
     """
@@ -146,7 +148,7 @@ def verify_fused(rehearsal: Rehearsal, unfused: Mapping[str, str] | None = None)
     start = time.perf_counter()
     check = _Check(rehearsal, dict(unfused or {}))
     try:
-        refused = check.settle()
+        refused = check.resolve()
     except (_NotRepeatable, _NoCopy) as failure:
         refused = str(failure)
     except torch.OutOfMemoryError:
@@ -157,7 +159,7 @@ def verify_fused(rehearsal: Rehearsal, unfused: Mapping[str, str] | None = None)
 
 
 def tell(verdict: Verdict, known: Mapping[str, str]) -> None:
-    """Say which modules run trial by trial, beside those `known` before."""
+    """Log which modules run trial by trial, besides those `known` before."""
     for name, why in verdict.unfused.items():
         if name not in known:
             log.warning("%s runs trial by trial, which is slower: %s", name or _WHOLE, why)
@@ -178,7 +180,7 @@ class _Check:
         # The modules that the fused form calls, by name: in stages some of the plain model's are opened.
         self._called: dict[str, nn.Module] = {}
 
-    def settle(self) -> str | None:
+    def resolve(self) -> str | None:
         """Run modules trial by trial until all agree; or why they do not."""
         for attempt in range(_ATTEMPTS + 2):
             problem = self._problem()
@@ -666,7 +668,8 @@ class BatchRehearsal:
 
     def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
         """The trials in one module."""
-        return [fuse(models, self.seeds, self.ages, unfused=unfused)]
+        check_models(models)
+        return [FusedModule(list(models), list(self.seeds), list(self.ages), unfused)]
 
     def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
         """What the models return, and its weighting."""

@@ -147,11 +147,11 @@ def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
     """`settings` with the job's plan, under a schedule that drains between two steps."""
     from plait.measure.auto_plan import planned
 
-    wish = job.parallel
-    is_made = wish.plan in ("auto", "model-parallel")
-    schedule = wish.schedule or (Schedule.FLUSH if is_made else None)
-    made, plan = planned(settings, job.placement(), replace(wish, schedule=schedule))
-    if wish.plan == "model-parallel":
+    parallel = job.parallel
+    is_made = parallel.plan in ("auto", "model-parallel")
+    schedule = parallel.schedule or (Schedule.FLUSH if is_made else None)
+    made, plan = planned(settings, job.placement(), replace(parallel, schedule=schedule))
+    if parallel.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
         assert schedule is not None
         plan = replace(plan, schedule=schedule, depths=())

@@ -56,25 +56,25 @@ def _planned(
     from plait.planner import describe_plan
     from plait.training.engines.pipeline import check_pipeline
 
-    wish = job.parallel
+    parallel = job.parallel
     settings, plan = planned(
         settings,
         placement,
-        wish,
+        parallel,
         settings_before(before.settings) if before is not None else None,
     )
-    if wish.workers is None and not job.cluster.hosts:
+    if parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
     workers = sum(host.slots for host in placement.hosts)
-    is_made = wish.plan in ("auto", "model-parallel")
-    words = [describe_plan(plan)] if wish.plan == "auto" else []
+    is_made = parallel.plan in ("auto", "model-parallel")
+    words = [describe_plan(plan)] if parallel.plan == "auto" else []
     if is_made and plan.devices_used < workers:
         words.append(f"{plan.devices_used} of {workers} workers run it: the plan has no use for the others")
         plan, placement = on_fewer_workers(plan, placement)
         workers = plan.devices_used
         assert settings.pipeline is not None
         settings = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
-    check_slow(wish.slow, workers)
+    check_slow(parallel.slow, workers)
     check_pipeline(settings, workers)
     words += [describe_updates(plan, settings), describe_clipping(plan, settings)]
     words += [describe_memory(plan), "" if is_made else other_microbatch(plan, settings)]

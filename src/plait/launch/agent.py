@@ -152,7 +152,7 @@ class SupervisorLink:
                         self._unsent.popleft()
             except BlockingIOError:
                 return
-            except OSError:  # it is gone, which reading tells
+            except OSError:  # it is gone, which reading finds
                 self._unsent.clear()
 
 
@@ -196,7 +196,7 @@ class _WorkerProcess:
         prefix = f"[{host} {rank}] "
         paths = [logs / f"rank{rank}.{kind}" if logs else None for kind in ("out", "err")]
         self.outputs = [_Output(prefix, path) for path in paths]
-        self.heard = time.monotonic()
+        self.last_heard_s = time.monotonic()
         self.ended = False
         self.reported_silent = False
         self._lines = LineBuffer()
@@ -211,7 +211,7 @@ class _WorkerProcess:
         self.theirs.close()
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """What the worker has told since, and whether it may tell more."""
+        """The messages of the worker since the last call, and whether more may come."""
         found: list[dict[str, Any]] = []
         while True:
             try:
@@ -222,7 +222,7 @@ class _WorkerProcess:
                 data = b""
             if not data:
                 return found, False
-            self.heard = time.monotonic()
+            self.last_heard_s = time.monotonic()
             found += [json.loads(line) for line in self._lines.take(data)]
 
     def stop(self) -> None:
@@ -290,7 +290,7 @@ class Agent:
             self._beat = now
             self._supervisor.send(beat=True)
         for worker in self._workers:
-            silent_s = now - worker.heard
+            silent_s = now - worker.last_heard_s
             if worker.pid is None or worker.ended or worker.reported_silent:
                 continue
             if silent_s > self._order["timeout_s"]:
@@ -377,7 +377,7 @@ class Agent:
 
     def _note_start(self, worker: _WorkerProcess, pid: int) -> None:
         worker.pid = pid
-        worker.heard = time.monotonic()
+        worker.last_heard_s = time.monotonic()
         if worker.rank >= 0 and not self._starting:
             self._supervisor.send(workers={w.rank: w.pid for w in self._workers if w.rank >= 0})
 
@@ -401,7 +401,7 @@ class Agent:
             self._supervisor.send(**message)
 
     def _note_end(self, worker: _WorkerProcess, status: int) -> None:
-        # What it told before it ended comes first.
+        # Its messages from before its end come first.
         self._hear_worker(worker)
         worker.ended = True
         if worker.rank >= 0:

@@ -45,7 +45,7 @@ class ServerGoneError(Exception):
 
 
 class ForkServer:
-    """The agent's side: starts the server, forks workers from it and hears how they end."""
+    """The agent's side: starts the server, forks workers from it and receives how they end."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -70,7 +70,7 @@ class ForkServer:
         _send(self._socket, {"function": function, "argument": argument}, descriptors)
 
     def receive(self) -> list[dict[str, Any]]:
-        """What the server told: `{"started": pid}` in the order of requests, `{"ended": pid, "status": s}`.
+        """What the server sent: `{"started": pid}` in the order of requests, `{"ended": pid, "status": s}`.
 
         ServerGoneError where the server has ended. Called when the socket is readable.
         """
@@ -162,7 +162,7 @@ class _Server:
             os.close(tied)
             self._become(server, tie, json.loads(bytes(content)), descriptors)
         os.close(tie)
-        # Told of only once it ends with this process, whatever is done to it from then on.
+        # Announced only once it ends with this process, whatever is done to it from then on.
         os.read(tied, 1)
         for descriptor in (tied, *descriptors):
             os.close(descriptor)

@@ -19,7 +19,7 @@ def watch_hosts(order: Mapping[str, Any], store: str, secret: bytes, on_lost: Ca
     """From now on call `on_lost` with a host's index once it has not been reachable for `link_timeout_s`.
 
     The first host watches the others, and each of the others its link to the first: either side may be the
-    one that the supervisor can still hear. A host that is out of reach is told of once.
+    one that can still reach the supervisor. A host that is out of reach is reported once.
     """
     if order["hosts"] == 1:
         return
@@ -37,17 +37,17 @@ def watch_hosts(order: Mapping[str, Any], store: str, secret: bytes, on_lost: Ca
 def _watch_others(
     client: StoreClient, others: range, timeout_s: float, on_lost: Callable[[int], None]
 ) -> None:
-    heard = {index: (b"", time.monotonic()) for index in others}
-    while heard:
+    last_beats = {index: (b"", time.monotonic()) for index in others}
+    while last_beats:
         time.sleep(LOOK_S)
-        for index, (word, since) in list(heard.items()):
+        for index, (word, since) in list(last_beats.items()):
             key = _key(index)
             latest = client.get(key) if client.check([key]) else b""
             if latest != word or not latest:  # before its first word a host may still be starting
-                heard[index] = (latest, time.monotonic())
+                last_beats[index] = (latest, time.monotonic())
             elif time.monotonic() - since > timeout_s:
                 on_lost(index)
-                del heard[index]
+                del last_beats[index]
 
 
 def _watch_first(client: StoreClient, index: int, timeout_s: float, on_lost: Callable[[int], None]) -> None:

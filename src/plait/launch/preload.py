@@ -13,7 +13,7 @@ from collections.abc import Iterable
 def import_all(modules: Iterable[str]) -> None:
     """Import `modules`; later collections pass over all that is there by then.
 
-    A module that cannot be imported is left to whoever needs it, who can say why.
+    A module that cannot be imported is left to the code that needs it, whose error says why.
     """
     collects = gc.isenabled()
     # A seventh of the time that torch takes went into collections, and each later one through all of it

@@ -40,7 +40,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold this folder for one supervisor; the system lets go when the process ends, however it ends."""
+        """Lock this folder for one supervisor; the system unlocks it however the process ends."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+")

@@ -14,7 +14,7 @@ class RankState:
     """What is known of one worker. `order` counts signs of trouble in the job, in which they came.
 
     `failure` is the worker's own report; `status` is set once its process has ended; `silent_s` is set where
-    its host's agent has not heard of the process for that long.
+    its host's agent has had no sign of life from the process for that long.
     """
 
     rank: int
@@ -72,7 +72,7 @@ def is_settled(states: Iterable[RankState]) -> bool:
 
 
 def find_cause(states: Iterable[RankState]) -> Cause:
-    """The worker to name: one that failed by itself, else one that hangs, else the first that told of a loss.
+    """The worker to name: one that failed by itself, else one that hangs, else the first to report a loss.
 
     A process that aborts may have been aborted by torch because of another one, so it comes after the rest.
     """
@@ -101,7 +101,7 @@ def _own_failure(state: RankState) -> Cause:
 
 
 def _hanging(states: Iterable[RankState], troubled: list[RankState]) -> Cause | None:
-    """A worker that others wait for, or that its host has not heard of, and that reports nothing."""
+    """A worker that others wait for, or that shows its host no sign of life, and that reports nothing."""
     mute = {s.rank: s for s in states if not s.is_answering and s.status is None}
     for state in troubled:
         if state.rank in mute and state.silent_s is not None:

@@ -1,4 +1,4 @@
-"""One worker process: who it is, how it is told to stop, and what it reports when it fails."""
+"""One worker process: its place in the job, requests to stop, and its report when it fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -95,11 +95,53 @@ class JobStore(dist.Store):
     setTimeout = set_timeout
 
 
-class Worker:
+class Worker(Protocol):
     """This process in its job: rank, world size, the job's store, and the request to stop.
 
-    `hosts` names the host of each rank.
+    `hosts` names the host of each rank, and `host` this worker's.
     """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def hosts(self) -> tuple[str, ...]: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def store(self) -> dist.Store: ...
+    @property
+    def rendezvous(self) -> Rendezvous: ...
+
+    def stop_requested(self) -> bool:
+        """Whether this worker's host was asked to end the job cleanly; costs next to nothing."""
+
+    def ask_to_stop(self) -> None:
+        """Have this worker ask to end the job cleanly, as a request from outside does."""
+
+    def report(self, progress: dict[str, Any]) -> None:
+        """Send the job's progress to the supervisor; one worker calls it a few times a second at most."""
+
+    def tolerate_losses(self) -> None:
+        """From now on the end of a worker need not be the job's: the rest goes on without it.
+
+        It holds once all workers have said so.
+        """
+
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """These workers, and no others, are gone or silent: at the job's end nobody waits for them."""
+
+    def join(self, backend: str) -> None:
+        """Make the process group of all workers; every rank calls it."""
+
+
+class LaunchedWorker:
+    """A worker that an agent has started; `agent` links it with that agent."""
 
     def __init__(self, place: Mapping[str, Any], agent: AgentLink) -> None:
         self.rank: int = place["rank"]
@@ -116,30 +158,21 @@ class Worker:
         )
 
     def stop_requested(self) -> bool:
-        """Whether this worker's host was asked to end the job cleanly; costs next to nothing."""
         return self._agent.stop_requested
 
     def ask_to_stop(self) -> None:
-        """Have this worker wish to end the job cleanly, as a request from outside does."""
         self._agent.stop_requested = True
 
     def report(self, progress: dict[str, Any]) -> None:
-        """Tell the supervisor how far the job is; one worker calls it a few times a second at most."""
         self._agent.send(progress=progress)
 
     def tolerate_losses(self) -> None:
-        """From now on the end of a worker need not be the job's: the rest goes on without it.
-
-        It holds once all workers have said so.
-        """
         self._agent.send(tolerant=self.rank)
 
     def leave_out(self, ranks: Sequence[int]) -> None:
-        """These workers, and no others, are gone or silent: at the job's end nobody waits for them."""
         self._agent.send(left_out={"rank": self.rank, "ranks": list(ranks)})
 
     def join(self, backend: str) -> None:
-        """Make the process group of all workers; every rank calls it."""
         join_world(backend, self.rendezvous)
 
 
@@ -183,7 +216,7 @@ class AgentLink:
 
 
 def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Have the order's check look at its settings; the agent hears what is wrong with them, if anything."""
+    """Run the order's check on its settings; sends the agent what is wrong with them, if anything."""
     message = None
     try:
         resolve(argument["check"], "check")(argument["settings"])
@@ -202,7 +235,7 @@ def enter(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         _set_environment(place)
         torch.set_num_threads(place["threads"])
         # Torch keeps no hold of a store that is made in Python.
-        worker = Worker(place, agent)
+        worker: Worker = LaunchedWorker(place, agent)
         value = resolve(place["entry"], "entry")(worker, place["settings"])
         agent.send(result={"rank": rank, "value": value})
     except BaseException as failure:

@@ -15,7 +15,7 @@ from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.profiler.links import Sum, sum_of_times
 from plait.schema.topology_spec import TopologySpec
-from plait.sync.allreduce.autotune import settle
+from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import Members
 
@@ -108,7 +108,7 @@ def _time_one(
 ) -> float:
     sync = AllReduce(list(probe), members.group, members)
     if topology is not None:
-        sync.switch(settle(topology, members, sync.gradient_bytes, device)[0])
+        sync.switch(resolve_topology(topology, members, sync.gradient_bytes, device)[0])
     samples = []
     elsewhere = torch.zeros(BEYOND_CACHES_BYTES // 4)
     for _ in range(repeats + 1):

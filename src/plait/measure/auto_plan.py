@@ -57,19 +57,19 @@ _MEASURE_S = 3.0
 
 
 def planned(
-    settings: TrainSettings, placement: Placement, wish: PlanRequest, before: TrainSettings | None = None
+    settings: TrainSettings, placement: Placement, request: PlanRequest, before: TrainSettings | None = None
 ) -> tuple[TrainSettings, Plan]:
-    """`settings` with the plan that `wish` asks for, and the plan; measures the job where it must.
+    """`settings` with the plan that `request` asks for, and the plan; measures the job where it must.
 
     A run that goes on, whose settings were `before`, keeps its plan: another measurement might give another,
     and with it other updates.
     """
-    if wish.plan in ("auto", "model-parallel"):
-        plan = _kept(settings, placement, wish, before) or _make(settings, placement, wish)
+    if request.plan in ("auto", "model-parallel"):
+        plan = _kept(settings, placement, request, before) or _make(settings, placement, request)
     else:
-        plan = _read(Path(wish.plan), settings, wish)
-    plan = with_memory_as_run(plan, wish)
-    chosen = PipelineSettings(encode(plan), **values_of(PipelineOptions, wish))
+        plan = _read(Path(request.plan), settings, request)
+    plan = with_memory_as_run(plan, request)
+    chosen = PipelineSettings(encode(plan), **values_of(PipelineOptions, request))
     return replace(settings, pipeline=chosen), plan
 
 
@@ -82,7 +82,7 @@ def settings_before(path: Path) -> TrainSettings | None:
 
 
 def _kept(
-    settings: TrainSettings, placement: Placement, wish: PlanRequest, before: TrainSettings | None
+    settings: TrainSettings, placement: Placement, request: PlanRequest, before: TrainSettings | None
 ) -> Plan | None:
     """The plan that the run had, if the job asks for the same now on as many workers."""
     if before is None or before.pipeline is None:
@@ -92,8 +92,8 @@ def _kept(
     same = (
         plan.machines.count == workers
         and before.data.batch_size == settings.data.batch_size
-        and wish.schedule in (None, plan.schedule)
-        and wish.microbatches in (None, plan.microbatches)
+        and request.schedule in (None, plan.schedule)
+        and request.microbatches in (None, plan.microbatches)
     )
     log.info(
         "the run %s", "goes on under the plan it has" if same else "is planned anew: the job has changed"
@@ -130,8 +130,8 @@ def describe_updates(plan: Plan, settings: TrainSettings) -> str:
     if plan.schedule.synchronous:
         return ""
     batch, pieces = settings.data.batch_size, plan.microbatches
-    arrangement = arrange(plan)
-    counts = [microbatches_per_update(arrangement, s) * plan.pipelines for s in range(len(plan.stages))]
+    pipeline_layout = arrange(plan)
+    counts = [microbatches_per_update(pipeline_layout, s) * plan.pipelines for s in range(len(plan.stages))]
     if set(counts) == {pieces}:
         return f"schedule {plan.schedule.value}: an update takes the batch of {batch} samples"
     if plan.schedule is Schedule.STASH:
@@ -187,14 +187,14 @@ def with_whole_batches(plan: Plan) -> Plan:
     return replace(plan, microbatches=min(counts) if plan.schedule is Schedule.STASH else max(counts))
 
 
-def _read(path: Path, settings: TrainSettings, wish: PlanRequest) -> Plan:
+def _read(path: Path, settings: TrainSettings, request: PlanRequest) -> Plan:
     plan = load_plan(path)
-    if wish.schedule is not None and wish.schedule != plan.schedule:
-        plan = replace(plan, schedule=Schedule(wish.schedule), depths=())
+    if request.schedule is not None and request.schedule != plan.schedule:
+        plan = replace(plan, schedule=Schedule(request.schedule), depths=())
         if plan.schedule in _WHOLE_BATCHES:
             # How the plan's own schedule cuts a batch says nothing of updates of one that never drains.
             plan = with_whole_batches(plan)
-    plan = replace(plan, microbatches=wish.microbatches or plan.microbatches)
+    plan = replace(plan, microbatches=request.microbatches or plan.microbatches)
     if plan.microbatches > settings.data.batch_size:
         raise JobError(
             f"data.batch_size: found {settings.data.batch_size}, but the plan cuts a batch into "
@@ -203,15 +203,15 @@ def _read(path: Path, settings: TrainSettings, wish: PlanRequest) -> Plan:
     return plan
 
 
-def _make(settings: TrainSettings, placement: Placement, wish: PlanRequest) -> Plan:
+def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -> Plan:
     workers = sum(host.slots for host in placement.hosts)
     batch = settings.data.batch_size
-    schedule = _schedule(settings, wish)
+    schedule = _schedule(settings, request)
     usual = 1 if schedule in _WHOLE_BATCHES else min(batch, _PER_WORKER * workers)
-    microbatches = wish.microbatches or usual
+    microbatches = request.microbatches or usual
     small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
     components.check(settings)
-    sizes = {small, whole} if wish.leaves_pieces_open else {small}
+    sizes = {small, whole} if request.leaves_pieces_open else {small}
     with tempfile.TemporaryDirectory() as logs:
         found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=_MEASURE_S)
     profiles = dict(zip(sorted(sizes), found))
@@ -219,16 +219,16 @@ def _make(settings: TrainSettings, placement: Placement, wish: PlanRequest) -> P
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
     asked = Settings(schedule, microbatches, memory=memory)
     graph = profiles[small].loaded_graph()
-    if wish.plan == "model-parallel":
+    if request.plan == "model-parallel":
         plan = model_parallel_plan(graph, cluster, asked)
         return replace(plan, schedule=schedule, microbatch_samples=small)
     if settings.sync.kind != "all-reduce":
         return replace(_side_by_side(graph, cluster, asked, settings.sync.kind), microbatch_samples=small)
     best = replace(fastest_plan(graph, cluster, asked), microbatch_samples=small)
-    if schedule is Schedule.STASH and wish.microbatches is None:
+    if schedule is Schedule.STASH and request.microbatches is None:
         best = with_whole_batches(best)
         best = replace(best, microbatches=min(best.microbatches, batch))
-    if wish.leaves_pieces_open and batch >= workers:
+    if request.leaves_pieces_open and batch >= workers:
         one_each = Settings(Schedule.FLUSH, workers, memory=memory)
         shared = data_parallel_plan(profiles[whole].loaded_graph(), cluster, one_each)
         best = faster_plan(best, replace(shared, microbatch_samples=whole))
@@ -253,15 +253,15 @@ def _side_by_side(graph: Graph, cluster: Cluster, asked: Settings, kind: str) ->
     return min(found, key=lambda plan: plan.step_s / plan.microbatches)
 
 
-def _schedule(settings: TrainSettings, wish: PlanRequest) -> Schedule:
+def _schedule(settings: TrainSettings, request: PlanRequest) -> Schedule:
     """The schedule of a pipeline: the job's, or stash where nothing in the job needs whole batches."""
-    if wish.schedule is not None:
-        return Schedule(wish.schedule)
-    if wish.plan == "model-parallel":
+    if request.schedule is not None:
+        return Schedule(request.schedule)
+    if request.plan == "model-parallel":
         return Schedule.NONE
     needs_batches = settings.clip_norm is not None or settings.sync.kind != "all-reduce"
     needs_batches = needs_batches or settings.precision == "fp16"
-    open_ = wish.plan == "auto" and not wish.vertical_sync
+    open_ = request.plan == "auto" and not request.vertical_sync
     return Schedule.FLUSH if needs_batches and open_ else Schedule.STASH
 
 

@@ -176,7 +176,7 @@ def _update_times(
             optimizer.zero_grad(set_to_none=True)
             _settle(parameters[0])
             times.append(time.perf_counter() - started)
-    versions.settle()
+    versions.restore_masters()
     # The first makes the optimizer's state, the second the last buffer.
     return UpdateTimes(statistics.median(samples[False][2:]), statistics.median(samples[True][2:]))
 
@@ -309,7 +309,7 @@ def profile_together(
 
     Each of `batch_sizes`, sizes of microbatches, has its own profile. With `verify` rank 0 first compares the
     layers with the model, see `verify_layers`. Neighbours share memory and caches, so
-    layers take longer beside busy workers than alone; and what is measured where the job will run has its
+    layers take longer next to busy workers than alone; and what is measured where the job will run has its
     threads, its libraries and its processors.
     """
     sizes = list(batch_sizes)

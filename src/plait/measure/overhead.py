@@ -1,4 +1,4 @@
-"""What a pipeline costs a worker beside its layers (messages, seeds, versions), measured by running one."""
+"""What a pipeline costs a worker besides its layers (messages, seeds, versions), measured by running one."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ DEADLINE_S = 120.0
 
 
 def measure_overhead(rendezvous: Rendezvous) -> float:
-    """Seconds of a worker's time that each microbatch takes beside the layers of its stage.
+    """Seconds of a worker's time that each microbatch takes besides the layers of its stage.
 
     All ranks of the world call it together, at least two; the first two run a pipeline of two small layers
     and count the processor's seconds, since they mostly wait for each other. All get the same answer.
     """
     seconds = torch.zeros((), dtype=torch.float64)
-    arrangement, work, traced = _small_pipeline()
+    pipeline_layout, work, traced = _small_pipeline()
     rank = rendezvous.rank
-    peers = arrangement.workers if rank in arrangement.workers else ()
+    peers = pipeline_layout.workers if rank in pipeline_layout.workers else ()
     channels = connect(rendezvous, peers, deadline_s=DEADLINE_S)
     if peers:
         parts = PipelineParts(F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext, rendezvous)
-        pipeline = Pipeline(rank, arrangement, traced, channels, parts)
+        pipeline = Pipeline(rank, pipeline_layout, traced, channels, parts)
 
         def run(count: int) -> None:
             own = work(rank, count)
-            pipeline.run(stream(arrangement, rank, own), own)
+            pipeline.run(stream(pipeline_layout, rank, own), own)
             pipeline.losses.clear()
             pipeline.spans.clear()
 
@@ -50,7 +50,7 @@ def measure_overhead(rendezvous: Rendezvous) -> float:
         pipeline.close()
     dist.all_reduce(seconds)
     channels.close()
-    return float(seconds) / len(arrangement.workers)
+    return float(seconds) / len(pipeline_layout.workers)
 
 
 def _busy_s(run: Callable[[int], None]) -> float:
@@ -65,14 +65,14 @@ def _small_pipeline() -> tuple[PipelineLayout, Callable[[int, int], MicrobatchSo
     x, y = torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)
     traced = trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), (x,))
     stages = tuple((layer.id,) for layer in traced.layers)
-    arrangement = PipelineLayout(stages, (Layout(((0,), (1,))),), Schedule.STASH, 8)
+    pipeline_layout = PipelineLayout(stages, (Layout(((0,), (1,))),), Schedule.STASH, 8)
 
     def fetch(microbatches: list[Microbatch]) -> Iterator[Any]:
         return (((x,), y) for _ in microbatches)
 
     def work(rank: int, count: int) -> MicrobatchSource:
         return MicrobatchSource(
-            arrangement,
+            pipeline_layout,
             rank,
             [Microbatch(i // 8, i % 8, 0, range(4)) for i in range(count)],
             seed=0,
@@ -81,7 +81,7 @@ def _small_pipeline() -> tuple[PipelineLayout, Callable[[int, int], MicrobatchSo
             stop_before=lambda step: False,
         )
 
-    return arrangement, work, traced
+    return pipeline_layout, work, traced
 
 
 def _layer_alone() -> Callable[[int], None]:

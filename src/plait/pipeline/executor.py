@@ -32,7 +32,7 @@ from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.named_state import optimizer_state
 from plait.pipeline.op_timings import OpTiming
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
-from plait.pipeline.stage_optimizer import StageOptimizer, summed_beside_backward
+from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
@@ -112,7 +112,7 @@ class _LocalStage:
 
 
 class Pipeline:
-    """This worker's part of an arrangement; all workers of the process group make one together.
+    """This worker's part of a pipeline; all workers of the process group make one together.
 
     The traced model may be forgotten afterwards, and with it the stages of others.
     """
@@ -120,19 +120,19 @@ class Pipeline:
     def __init__(
         self,
         rank: int,
-        arrangement: PipelineLayout,
+        pipeline_layout: PipelineLayout,
         traced: TracedModel,
         channels: Channels,
         parts: PipelineParts,
     ) -> None:
-        check_stages(traced, arrangement.stages)
-        check_buffers(traced, arrangement.stages)
+        check_stages(traced, pipeline_layout.stages)
+        check_buffers(traced, pipeline_layout.stages)
         self.rank = rank
-        self.arrangement = arrangement
-        self.layout = arrangement.layouts[arrangement.pipeline_of(rank)]
+        self.pipeline_layout = pipeline_layout
+        self.layout = pipeline_layout.layouts[pipeline_layout.pipeline_of(rank)]
         self.losses: dict[int, Tensor] = {}
         self.spans: list[OpTiming] = []
-        # Who takes the spans away while a long run goes on, and the first worker's clock less this one's.
+        # Called to take the spans away in a long run.
         self.on_spans: Callable[[], None] | None = None
         # What comes before each update, and what follows it before anything else uses the new weights.
         self.before_update: Callable[[], None] | None = None
@@ -144,18 +144,20 @@ class Pipeline:
         self._local: dict[tuple[int, int], Any] = {}
         # Samples that each stage has seen in training since replicas last agreed on running statistics.
         self._seen: Counter[int] = Counter()
-        stages = {s: parts.make_stage(traced, arrangement.stages[s]) for s in arrangement.stages_of(rank)}
+        stages = {
+            s: parts.make_stage(traced, pipeline_layout.stages[s]) for s in pipeline_layout.stages_of(rank)
+        }
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
-        stages_of, rendezvous = find_stages(traced, arrangement), parts.rendezvous
+        stages_of, rendezvous = find_stages(traced, pipeline_layout), parts.rendezvous
         self._quickened: list[nn.Module] = []
         # Stages that someone else made, of many trials, have layers of their own kind.
         if parts.device.type == "cpu" and parts.make_stage is cut:
             tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
             for number, module in self.modules.items():
-                add = arrangement.schedule is not Schedule.ZERO_BUBBLE
+                add = pipeline_layout.schedule is not Schedule.ZERO_BUBBLE
                 # Weights that workers sum stay as the others have them.
-                turn = len(arrangement.holders(number)) == 1
+                turn = len(pipeline_layout.holders(number)) == 1
                 self._quickened += quicken(module, add, turn, tied_ones)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self._frozen = FrozenAtStart(self.parameters.items())
@@ -165,9 +167,9 @@ class Pipeline:
         # That of fused trials has no groups, and rates of its own.
         groups = getattr(self.optimizer, "param_groups", ())
         self.base_lrs = tuple(float(group["lr"]) for group in groups)
-        agreements = make_agreements(rendezvous, arrangement, stages_of, self.parameters, parts.topology)
+        agreements = make_agreements(rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology)
         tied = make_tied(
-            arrangement,
+            pipeline_layout,
             stages_of,
             self.modules,
             self.parameters,
@@ -176,14 +178,14 @@ class Pipeline:
             parts.clip_norm,
         )
         cores = parts.cores // torch.get_num_threads()
-        beside = summed_beside_backward(rank, arrangement, parts.device, rendezvous.hosts, cores)
+        overlapped = summed_during_backward(rank, pipeline_layout, parts.device, rendezvous.hosts, cores)
         self._updates = StageOptimizer(
-            rank, arrangement, self.modules, self.optimizer, agreements, tied, beside
+            rank, pipeline_layout, self.modules, self.optimizer, agreements, tied, overlapped
         )
-        self._first_held = first_held(rank, arrangement, stages_of)
-        self._replicas = replica_groups(arrangement, rendezvous)
-        hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, arrangement.stages))]
-        evaluated, evaluated_stages = evaluation_stages(traced, arrangement.stages)
+        self._first_held = first_held(rank, pipeline_layout, stages_of)
+        self._replicas = replica_groups(pipeline_layout, rendezvous)
+        hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, pipeline_layout.stages))]
+        evaluated, evaluated_stages = evaluation_stages(traced, pipeline_layout.stages)
         further = [
             _Hop(2 * (len(hops) + i), route)
             for i, route in enumerate(find_routes(evaluated, evaluated_stages))
@@ -196,10 +198,10 @@ class Pipeline:
             runner = StageRunner(
                 stage,
                 self._updates.versions(number),
-                LossOf(output, parts.loss) if number == arrangement.last else None,
+                LossOf(output, parts.loss) if number == pipeline_layout.last else None,
                 parts.autocast,
-                recompute=number in arrangement.recompute,
-                split=arrangement.schedule is Schedule.ZERO_BUBBLE,
+                recompute=number in pipeline_layout.recompute,
+                split=pipeline_layout.schedule is Schedule.ZERO_BUBBLE,
                 scale=parts.loss_scale,
             )
             self._held[number] = _LocalStage(
@@ -212,7 +214,7 @@ class Pipeline:
 
     def run(self, ops: Iterable[Op], work: Work) -> None:
         """Carry out `ops`; afterwards nothing is in flight and the modules hold the newest weights."""
-        if self.arrangement.schedule.synchronous:
+        if self.pipeline_layout.schedule.synchronous:
             self._run_batch(ops, work)
         else:
             for op in ops:
@@ -240,7 +242,7 @@ class Pipeline:
         self._update(updates, work)
 
     def close(self) -> None:
-        """End what runs beside this worker's operations; all workers call it after their last one."""
+        """End the threads that sum gradients; all workers call it after their last operation."""
         self._updates.close()
         plain_forwards(self._quickened)
         self._quickened = []
@@ -268,7 +270,7 @@ class Pipeline:
         """The model's and optimizer's state, by name, of which this worker is the first holder."""
         model: dict[str, Tensor] = {}
         for stage, module in self.modules.items():
-            if self.arrangement.holders(stage)[0] == self.rank:
+            if self.pipeline_layout.holders(stage)[0] == self.rank:
                 model |= {name: value.detach().cpu() for name, value in module.state_dict().items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         found = optimizer_state(self.optimizer, names)
@@ -477,7 +479,7 @@ class Pipeline:
                     op = Forward(stage, microbatch)
                     flight = self._begin(op, work, evaluating=True)
                     held.runner.evaluate(flight)
-                    if stage == self.arrangement.last:
+                    if stage == self.pipeline_layout.last:
                         values = {**flight.inputs, **flight.outputs}
                         measure(self._rebuild(values), flight.target, microbatch)
                     self._send_forward(op, flight, evaluating=True)

@@ -16,48 +16,50 @@ from plait.planner.errors import PlanError
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.traced import TracedModel
 from plait.schema.topology_spec import TopologySpec
-from plait.sync.allreduce.autotune import settle
+from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import Members
 
 Holders = dict[str, tuple[int, ...]]
 
 
-def find_holders(traced: TracedModel, arrangement: PipelineLayout) -> Holders:
+def find_holders(traced: TracedModel, pipeline_layout: PipelineLayout) -> Holders:
     """The workers that hold each parameter, by the first name that the model has for it."""
-    return {name: arrangement.holders(*own) for name, own in find_stages(traced, arrangement).items()}
+    return {name: pipeline_layout.holders(*own) for name, own in find_stages(traced, pipeline_layout).items()}
 
 
-def first_held(rank: int, arrangement: PipelineLayout, stages_of: Mapping[str, Sequence[int]]) -> set[str]:
+def first_held(
+    rank: int, pipeline_layout: PipelineLayout, stages_of: Mapping[str, Sequence[int]]
+) -> set[str]:
     """The parameters of which this worker is the first holder, by name."""
-    return {name for name, stages in stages_of.items() if arrangement.holders(*stages)[0] == rank}
+    return {name for name, stages in stages_of.items() if pipeline_layout.holders(*stages)[0] == rank}
 
 
-def replica_groups(arrangement: PipelineLayout, rendezvous: Rendezvous) -> dict[int, dist.ProcessGroup]:
+def replica_groups(pipeline_layout: PipelineLayout, rendezvous: Rendezvous) -> dict[int, dist.ProcessGroup]:
     """A group for each stage that several workers hold; all workers call it together."""
     return {
-        stage: new_group(rendezvous, arrangement.holders(stage))
-        for stage in range(len(arrangement.stages))
-        if len(arrangement.holders(stage)) > 1
+        stage: new_group(rendezvous, pipeline_layout.holders(stage))
+        for stage in range(len(pipeline_layout.stages))
+        if len(pipeline_layout.holders(stage)) > 1
     }
 
 
-def find_stages(traced: TracedModel, arrangement: PipelineLayout) -> dict[str, tuple[int, ...]]:
+def find_stages(traced: TracedModel, pipeline_layout: PipelineLayout) -> dict[str, tuple[int, ...]]:
     """The stages that use each parameter, in the order of the model; several where it is tied."""
     found: dict[str, tuple[int, ...]] = {}
-    for stage, ids in enumerate(arrangement.stages):
+    for stage, ids in enumerate(pipeline_layout.stages):
         for name in dict.fromkeys(name for layer in traced.select(ids) for name in layer.parameters):
             found[name] = (*found.get(name, ()), stage)
-    _check_ties(arrangement, found)
+    _check_ties(pipeline_layout, found)
     return found
 
 
-def _check_ties(arrangement: PipelineLayout, stages_of: Mapping[str, tuple[int, ...]]) -> None:
+def _check_ties(pipeline_layout: PipelineLayout, stages_of: Mapping[str, tuple[int, ...]]) -> None:
     """Under `stash`, stages with other numbers of replicas update after other microbatches."""
-    if arrangement.schedule is not Schedule.STASH:
+    if pipeline_layout.schedule is not Schedule.STASH:
         return
     for name, stages in stages_of.items():
-        counts = {arrangement.layout.replicas(stage) for stage in stages}
+        counts = {pipeline_layout.layout.replicas(stage) for stage in stages}
         if len(counts) > 1:
             raise PlanError(
                 f"parameter {name!r} is tied between stages {list(stages)} with {sorted(counts)} replicas; "
@@ -93,7 +95,7 @@ class GradientReducer:
                 sum_ = AllReduce(parameters, group, members)
                 if topology is not None:
                     device = parameters[0].device
-                    sum_.switch(settle(topology, members, sum_.gradient_bytes, device)[0])
+                    sum_.switch(resolve_topology(topology, members, sum_.gradient_bytes, device)[0])
                 self._sums.append(sum_)
         self._unshared = [own[name] for name in own if len(holders[name]) == 1]
         self._counted = [own[name] for name in own if holders[name][0] == rank]
@@ -101,7 +103,7 @@ class GradientReducer:
             reduce.begin()
 
     def close(self) -> None:
-        """End what sums beside this thread; all holders call it after their last update."""
+        """End the thread that sums; all holders call it after their last update."""
         for reduce in self._sums:
             reduce.close()
 
@@ -160,7 +162,7 @@ def _scale_down(parameters: Iterable[Parameter], most: float, norm: float) -> No
 
 def make_agreements(
     rendezvous: Rendezvous,
-    arrangement: PipelineLayout,
+    pipeline_layout: PipelineLayout,
     stages_of: Mapping[str, Sequence[int]],
     own: Mapping[str, Parameter],
     topology: TopologySpec | None = None,
@@ -168,11 +170,11 @@ def make_agreements(
     """The agreement that an update of each stage needs; all workers call it together.
 
     Under a synchronous schedule all stages agree at once. Under the others each does when it has come so
-    far, without what it shares with other stages (see tied.py).
+    far, without what it shares with other stages (see tied_weights.py).
     """
-    holders = {name: arrangement.holders(*used_by) for name, used_by in stages_of.items()}
-    stages = range(len(arrangement.stages))
-    if arrangement.schedule.synchronous:
+    holders = {name: pipeline_layout.holders(*used_by) for name, used_by in stages_of.items()}
+    stages = range(len(pipeline_layout.stages))
+    if pipeline_layout.schedule.synchronous:
         whole = GradientReducer(rendezvous, own, holders, topology)
         return dict.fromkeys(stages, whole)
     found = {}

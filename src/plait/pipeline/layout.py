@@ -97,10 +97,10 @@ class PipelineLayout:
         return 2 * self.most_in_flight() + 2
 
     def slack(self) -> int:
-        """So many microbatches of all pipelines after a step, every worker has done its part of the step.
+        """Upper bound on how many microbatches, of all pipelines, apart workers can be.
 
-        Under an asynchronous schedule, counted from the last microbatch that a worker has asked for: who
-        holds several stages asks for those of all workers.
+        Under an asynchronous schedule, counted from the last microbatch that a worker has asked for: a
+        worker that holds several stages asks for those of all workers.
         """
         apart = 2 * self.most_in_flight()
         if self.shared:
@@ -109,7 +109,7 @@ class PipelineLayout:
 
 
 def arrange(plan: Plan) -> PipelineLayout:
-    """The arrangement that `plan` describes, under its own schedule."""
+    """The layout that `plan` describes, under its own schedule."""
     stages = tuple(stage.layers for stage in plan.stages)
     return PipelineLayout(
         stages,
@@ -121,23 +121,23 @@ def arrange(plan: Plan) -> PipelineLayout:
     )
 
 
-def with_choices(arrangement: PipelineLayout, choices: PipelineOptions) -> PipelineLayout:
-    """The arrangement with what the job chooses beside its plan."""
+def with_choices(pipeline_layout: PipelineLayout, choices: PipelineOptions) -> PipelineLayout:
+    """The layout with what the job chooses in addition to its plan."""
     return replace(
-        arrangement,
-        depths={**arrangement.depths, **choices.depths},
+        pipeline_layout,
+        depths={**pipeline_layout.depths, **choices.depths},
         vertical_sync=choices.vertical_sync,
-        recompute=arrangement.recompute | frozenset(choices.recompute),
+        recompute=pipeline_layout.recompute | frozenset(choices.recompute),
     )
 
 
-def one_batch(arrangement: PipelineLayout, worker: int, microbatches: int) -> tuple[Op, ...]:
+def one_batch(pipeline_layout: PipelineLayout, worker: int, microbatches: int) -> tuple[Op, ...]:
     """A worker's operations for one batch under a synchronous schedule; all end with an update."""
-    layout = arrangement.layouts[arrangement.pipeline_of(worker)]
+    layout = pipeline_layout.layouts[pipeline_layout.pipeline_of(worker)]
     if microbatches == 0:
-        return tuple(Update(stage, 1) for stage in arrangement.stages_of(worker))
-    depths = tuple(sorted(arrangement.depths.items()))
-    return _operations(arrangement.schedule, layout, microbatches, depths)[worker]
+        return tuple(Update(stage, 1) for stage in pipeline_layout.stages_of(worker))
+    depths = tuple(sorted(pipeline_layout.depths.items()))
+    return _operations(pipeline_layout.schedule, layout, microbatches, depths)[worker]
 
 
 @lru_cache(maxsize=16)
@@ -148,14 +148,14 @@ def _operations(
     return operations(schedule, layout, microbatches, dict(depths))
 
 
-def microbatches_per_update(arrangement: PipelineLayout, stage: int) -> int:
+def microbatches_per_update(pipeline_layout: PipelineLayout, stage: int) -> int:
     """How many microbatches of one pipeline make one update of `stage` under an asynchronous schedule."""
-    if arrangement.schedule is Schedule.STASH:
-        return arrangement.layout.replicas(stage)
-    return arrangement.batch_of_two_buffers
+    if pipeline_layout.schedule is Schedule.STASH:
+        return pipeline_layout.layout.replicas(stage)
+    return pipeline_layout.batch_of_two_buffers
 
 
-class Stretch(Protocol):
+class MicrobatchInterval(Protocol):
     """The microbatches that an asynchronous pipeline takes before it drains.
 
     `total` counts them over all pipelines. It may shrink while they run, to no less than what was begun.
@@ -168,83 +168,83 @@ class Stretch(Protocol):
         """Whether a microbatch of a pipeline, whose own forwards up to it are done, is still among them."""
 
 
-def stream(arrangement: PipelineLayout, worker: int, stretch: Stretch) -> Iterator[Op]:
+def stream(pipeline_layout: PipelineLayout, worker: int, interval: MicrobatchInterval) -> Iterator[Op]:
     """A worker's operations under an asynchronous schedule, made as they are needed.
 
     Where workers hold several stages, each plays through what all do, and all come to the same order.
     """
-    if not arrangement.shared:
-        (stage,) = arrangement.stages_of(worker)
-        return _lane(arrangement, arrangement.pipeline_of(worker), stage, worker, stretch)
+    if not pipeline_layout.shared:
+        (stage,) = pipeline_layout.stages_of(worker)
+        return _lane(pipeline_layout, pipeline_layout.pipeline_of(worker), stage, worker, interval)
     lanes = [
-        Lane(holder, _lane(arrangement, pipeline, stage, holder, stretch), pipeline)
-        for pipeline, layout in enumerate(arrangement.layouts)
+        Lane(holder, _lane(pipeline_layout, pipeline, stage, holder, interval), pipeline)
+        for pipeline, layout in enumerate(pipeline_layout.layouts)
         for stage, holders in enumerate(layout.stages)
         for holder in holders
     ]
-    every = play(lanes, arrangement.last, lambda stage: len(arrangement.holders(stage)))
+    every = play(lanes, pipeline_layout.last, lambda stage: len(pipeline_layout.holders(stage)))
     return (op for who, op in every if who == worker)
 
 
 def _lane(
-    arrangement: PipelineLayout, pipeline: int, stage: int, worker: int, stretch: Stretch
+    pipeline_layout: PipelineLayout, pipeline: int, stage: int, worker: int, interval: MicrobatchInterval
 ) -> Iterator[Op]:
     """What a worker does for one of its stages."""
-    layout = arrangement.layouts[pipeline]
+    layout = pipeline_layout.layouts[pipeline]
     replicas, replica = layout.replicas(stage), layout.stages[stage].index(worker)
-    depth = _depth(arrangement, stage)
-    every = microbatches_per_update(arrangement, stage) // replicas
+    depth = _depth(pipeline_layout, stage)
+    every = microbatches_per_update(pipeline_layout, stage) // replicas
     versions: dict[int, int] = {}
     updates = backwards = 0
     for step in itertools.count():
         microbatch = replica + step * replicas
-        if stretch.admits(pipeline, microbatch):
-            versions[step] = version_of(arrangement, stage, microbatch)
+        if interval.admits(pipeline, microbatch):
+            versions[step] = version_of(pipeline_layout, stage, microbatch)
             yield Forward(stage, microbatch, versions[step])
         if step >= depth - 1:
-            own = len(range(replica, arrangement.local(stretch.total, pipeline), replicas))
+            own = len(range(replica, pipeline_layout.local(interval.total, pipeline), replicas))
             if backwards >= own:
                 break
             backward = Backward(stage, replica + backwards * replicas, versions.pop(backwards))
             yield backward
             backwards += 1
-            update = update_behind(arrangement, backward)
+            update = update_behind(pipeline_layout, backward)
             if update is not None:
                 updates = update.version
                 yield update
     # Replicas and pipelines with fewer microbatches take part in the last updates all the same.
-    rounds = math.ceil(arrangement.local(stretch.total, 0) / replicas)
+    rounds = math.ceil(pipeline_layout.local(interval.total, 0) / replicas)
     while updates * every < rounds:
         updates += 1
         yield Update(stage, updates)
 
 
-def update_behind(arrangement: PipelineLayout, backward: Backward) -> Update | None:
+def update_behind(pipeline_layout: PipelineLayout, backward: Backward) -> Update | None:
     """The update that a stage makes after `backward` and before anything else; None if it goes on.
 
-    Under an asynchronous schedule. The last update of a stretch may come behind another backward.
+    Under an asynchronous schedule. The last update of an interval may come behind another backward.
     """
-    replicas = arrangement.layout.replicas(backward.stage)
-    every = microbatches_per_update(arrangement, backward.stage) // replicas
+    replicas = pipeline_layout.layout.replicas(backward.stage)
+    every = microbatches_per_update(pipeline_layout, backward.stage) // replicas
     updates, rest = divmod(backward.microbatch // replicas + 1, every)
     return None if rest else Update(backward.stage, updates)
 
 
-def _depth(arrangement: PipelineLayout, stage: int) -> int:
-    return in_flight(arrangement.schedule, arrangement.layout, stage, 1 << 60, arrangement.depths)
+def _depth(pipeline_layout: PipelineLayout, stage: int) -> int:
+    return in_flight(pipeline_layout.schedule, pipeline_layout.layout, stage, 1 << 60, pipeline_layout.depths)
 
 
-def version_of(arrangement: PipelineLayout, stage: int, microbatch: int) -> int:
+def version_of(pipeline_layout: PipelineLayout, stage: int, microbatch: int) -> int:
     """The version that a microbatch meets in `stage` under an asynchronous schedule."""
-    layout = arrangement.layout
-    if arrangement.schedule is Schedule.TWO_BUFFERED:
+    layout = pipeline_layout.layout
+    if pipeline_layout.schedule is Schedule.TWO_BUFFERED:
         # One batch behind, in every stage alike: the batch before may still be on its way.
-        return max(0, microbatch // microbatches_per_update(arrangement, stage) - 1)
-    updates = max(0, microbatch // layout.replicas(stage) - _depth(arrangement, stage) + 1)
-    if not arrangement.vertical_sync:
+        return max(0, microbatch // microbatches_per_update(pipeline_layout, stage) - 1)
+    updates = max(0, microbatch // layout.replicas(stage) - _depth(pipeline_layout, stage) + 1)
+    if not pipeline_layout.vertical_sync:
         return updates
     first = layout.replicas(0)
-    entered = max(0, microbatch // first - _depth(arrangement, 0) + 1)
+    entered = max(0, microbatch // first - _depth(pipeline_layout, 0) + 1)
     version = entered * first // layout.replicas(stage)
     if version > updates:
         raise PlanError(
@@ -254,11 +254,11 @@ def version_of(arrangement: PipelineLayout, stage: int, microbatch: int) -> int:
     return version
 
 
-def oldest_needed(arrangement: PipelineLayout, worker: int, update: Update) -> int:
+def oldest_needed(pipeline_layout: PipelineLayout, worker: int, update: Update) -> int:
     """The version that a worker's next forward in the stage of `update` meets, once that is done."""
     stage = update.stage
-    layout = arrangement.layouts[arrangement.pipeline_of(worker)]
+    layout = pipeline_layout.layouts[pipeline_layout.pipeline_of(worker)]
     replicas, replica = layout.replicas(stage), layout.stages[stage].index(worker)
-    backwards = update.version * (microbatches_per_update(arrangement, stage) // replicas)
-    forwards = backwards + _depth(arrangement, stage) - 1
-    return version_of(arrangement, stage, replica + forwards * replicas)
+    backwards = update.version * (microbatches_per_update(pipeline_layout, stage) // replicas)
+    forwards = backwards + _depth(pipeline_layout, stage) - 1
+    return version_of(pipeline_layout, stage, replica + forwards * replicas)

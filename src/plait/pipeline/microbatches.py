@@ -1,4 +1,4 @@
-"""A stretch of steps: which samples each microbatch holds, what it weighs, and when the stretch ends."""
+"""The microbatches of an interval of steps: samples, weights, and where the interval ends."""
 
 from __future__ import annotations
 
@@ -43,25 +43,27 @@ def cut_step(step: int, batch: GlobalBatch, pieces: int, usual: int) -> list[Mic
     return [Microbatch(step, i, batch.epoch, share(batch.samples, i, pieces)) for i in range(pieces)]
 
 
-def loaded_by(arrangement: PipelineLayout, rank: int, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+def loaded_by(
+    pipeline_layout: PipelineLayout, rank: int, microbatches: Sequence[Microbatch]
+) -> list[Microbatch]:
     """Those that enter the pipeline through this worker, in order; none but in the first stage."""
-    pipeline = arrangement.pipeline_of(rank)
-    layout = arrangement.layouts[pipeline]
-    own = enumerate(microbatches[pipeline :: arrangement.pipelines])
+    pipeline = pipeline_layout.pipeline_of(rank)
+    layout = pipeline_layout.layouts[pipeline]
+    own = enumerate(microbatches[pipeline :: pipeline_layout.pipelines])
     return [microbatch for i, microbatch in own if layout.worker(0, i) == rank]
 
 
 class MicrobatchSource:
     """The microbatches of some steps, taken without draining, as the pipeline of `rank` sees them.
 
-    `fetch` gives the contents of this worker's microbatches, in order; only the first stage asks.
-    `set_lr` is told the step that an update belongs to. `stop_before` is asked before a step begins whether
-    the stretch is to end there; all workers must answer alike.
+    `fetch` gives the contents of this worker's microbatches, in order; only the first stage asks. `set_lr` is
+    called with the step that an update belongs to, and `stop_before` before a step begins: whether the
+    interval ends there, the same on all workers.
     """
 
     def __init__(
         self,
-        arrangement: PipelineLayout,
+        pipeline_layout: PipelineLayout,
         rank: int,
         microbatches: Sequence[Microbatch],
         *,
@@ -70,10 +72,10 @@ class MicrobatchSource:
         set_lr: Callable[[int], None],
         stop_before: Callable[[int], bool],
     ) -> None:
-        self._arrangement = arrangement
+        self._pipeline_layout = pipeline_layout
         self._rank = rank
-        self._pipeline = arrangement.pipeline_of(rank)
-        self._layout = arrangement.layouts[self._pipeline]
+        self._pipeline = pipeline_layout.pipeline_of(rank)
+        self._layout = pipeline_layout.layouts[self._pipeline]
         self._microbatches = microbatches
         self._seed = seed
         self._set_lr = set_lr
@@ -83,12 +85,12 @@ class MicrobatchSource:
         for microbatch in microbatches:
             self._samples[microbatch.step] += len(microbatch.samples)
         self.total = len(microbatches)
-        self._contents = fetch(loaded_by(arrangement, rank, microbatches))
+        self._contents = fetch(loaded_by(pipeline_layout, rank, microbatches))
 
     def microbatch(self, index: int, pipeline: int | None = None) -> Microbatch:
         """Microbatch `index` of a pipeline, by default this worker's own."""
         first = self._pipeline if pipeline is None else pipeline
-        return self._microbatches[index * self._arrangement.pipelines + first]
+        return self._microbatches[index * self._pipeline_layout.pipelines + first]
 
     def samples_of(self, step: int) -> int:
         """How many samples all microbatches of a step hold."""
@@ -100,8 +102,8 @@ class MicrobatchSource:
         return self._microbatches[self.total - 1].step + 1
 
     def admits(self, pipeline: int, microbatch: int) -> bool:
-        """Whether the stretch still holds this microbatch; a stop ends it before a step begins."""
-        number = microbatch * self._arrangement.pipelines + pipeline
+        """Whether the interval still holds this microbatch; a stop ends it before a step begins."""
+        number = microbatch * self._pipeline_layout.pipelines + pipeline
         last = self._microbatches[min(number, self.total - 1)].step if self.total else self._begun
         while self._begun < last:
             self._begun += 1
@@ -115,12 +117,12 @@ class MicrobatchSource:
         return inputs, target
 
     def weight(self, microbatch: int) -> float:
-        schedule = self._arrangement.schedule
+        schedule = self._pipeline_layout.schedule
         if schedule is Schedule.STASH:
             return 1.0
         own = self.microbatch(microbatch)
         if schedule is Schedule.TWO_BUFFERED:
-            size = microbatches_per_update(self._arrangement, 0)
+            size = microbatches_per_update(self._pipeline_layout, 0)
             members = self._round(microbatch // size, size, len(self._microbatches))
             return len(own.samples) / sum(len(m.samples) for m in members)
         return len(own.samples) / self._samples[own.step]
@@ -134,35 +136,35 @@ class MicrobatchSource:
 
     def set_rate(self, update: Update) -> None:
         """Set the learning rate of the step that an update belongs to."""
-        synchronous = self._arrangement.schedule.synchronous
+        synchronous = self._pipeline_layout.schedule.synchronous
         members = self._microbatches if synchronous else self._members(update)
         self._set_lr(members[-1].step)
 
     def factor(self, update: Update) -> float:
         """What this worker's gradients are multiplied by before they are summed."""
-        if self._arrangement.schedule.synchronous:
+        if self._pipeline_layout.schedule.synchronous:
             return 1.0
-        size = microbatches_per_update(self._arrangement, update.stage)
+        size = microbatches_per_update(self._pipeline_layout, update.stage)
         whole = sum(len(m.samples) for m in self._members(update))
-        if self._arrangement.schedule is Schedule.TWO_BUFFERED:
-            # Where the stretch ended early, the losses were weighted for a larger round.
+        if self._pipeline_layout.schedule is Schedule.TWO_BUFFERED:
+            # Where the interval ended early, the losses were weighted for a larger round.
             planned = self._round(update.version - 1, size, len(self._microbatches))
             return sum(len(m.samples) for m in planned) / whole
         replica = self._layout.stages[update.stage].index(self._rank)
         index = (update.version - 1) * size + replica
-        if index * self._arrangement.pipelines + self._pipeline >= self.total:
+        if index * self._pipeline_layout.pipelines + self._pipeline >= self.total:
             return 1.0
         return len(self.microbatch(index).samples) / whole
 
     def _members(self, update: Update) -> Sequence[Microbatch]:
         """The microbatches of all pipelines whose gradients an update takes."""
-        size = microbatches_per_update(self._arrangement, update.stage)
-        # Replicas must agree on what the round holds, also one that has not come to where it may end.
-        last = min(update.version * size * self._arrangement.pipelines, self.total) - 1
-        self.admits(last % self._arrangement.pipelines, last // self._arrangement.pipelines)
+        size = microbatches_per_update(self._pipeline_layout, update.stage)
+        # All replicas must decide alike whether the round is cut short, also those that are not there yet.
+        last = min(update.version * size * self._pipeline_layout.pipelines, self.total) - 1
+        self.admits(last % self._pipeline_layout.pipelines, last // self._pipeline_layout.pipelines)
         return self._round(update.version - 1, size, self.total)
 
     def _round(self, number: int, size: int, total: int) -> Sequence[Microbatch]:
         """Those of the first `total` microbatches that all pipelines take between two updates."""
-        together = size * self._arrangement.pipelines
+        together = size * self._pipeline_layout.pipelines
         return self._microbatches[number * together : min((number + 1) * together, total)]

@@ -20,28 +20,28 @@ class StageOptimizer:
     """What one worker does at updates, and the versions of its weights under an asynchronous schedule.
 
     `modules` are its stages, `agreements` those that their updates need. The optimizer holds all of the
-    worker's parameters and steps those that have a gradient. `beside` are the stages whose gradients are
+    worker's parameters and steps those that have a gradient. `overlapped` are the stages whose gradients are
     summed while backward goes on, where pipelines do not drain at updates.
     """
 
     def __init__(
         self,
         rank: int,
-        arrangement: PipelineLayout,
+        pipeline_layout: PipelineLayout,
         modules: Mapping[int, nn.Module],
         optimizer: torch.optim.Optimizer,
         agreements: Mapping[int, GradientReducer],
         tied: Sequence[TiedWeights],
-        beside: Collection[int] = (),
+        overlapped: Collection[int] = (),
     ) -> None:
         self._rank = rank
-        self._arrangement = arrangement
+        self._pipeline_layout = pipeline_layout
         self._optimizer = optimizer
         self._agreements = agreements
-        self._beside = beside
+        self._overlapped = overlapped
         self._tied = {s: [t for t in tied if s in t.held_stages] for s in modules}
         self._versions: dict[int, WeightVersions] = {}
-        if arrangement.schedule.synchronous:
+        if pipeline_layout.schedule.synchronous:
             return
         shared = {id(master) for each in tied for master in each.masters}
         for stage, module in modules.items():
@@ -77,7 +77,7 @@ class StageOptimizer:
 
         Then they are on their way until the next update of the stage.
         """
-        update = update_behind(self._arrangement, op) if op.stage in self._beside else None
+        update = update_behind(self._pipeline_layout, op) if op.stage in self._overlapped else None
         if update is None:
             return False
         leaves = self._versions[op.stage].gather(op.version)
@@ -98,7 +98,7 @@ class StageOptimizer:
             agreement.agree(factor)
         except RuntimeError as failure:
             words = ", ".join(f"update {update.version} of stage {update.stage}" for update in updates)
-            holders = self._arrangement.holders(*(update.stage for update in updates))
+            holders = self._pipeline_layout.holders(*(update.stage for update in updates))
             others = [worker for worker in holders if worker != self._rank]
             lost = failure if isinstance(failure, PeerError) else PeerError("", LostPeer.GONE)
             raise PeerError(
@@ -124,7 +124,7 @@ class StageOptimizer:
         """Let the optimizer write the next version, and forget the gradients."""
         stage = updates[-1].stage
         if stage in self._versions:
-            needed_from = oldest_needed(self._arrangement, self._rank, updates[-1])
+            needed_from = oldest_needed(self._pipeline_layout, self._rank, updates[-1])
             self._versions[stage].update(self._optimizer.step, needed_from)
         else:
             self._optimizer.step()
@@ -143,23 +143,23 @@ class StageOptimizer:
             versions.restart()
 
     def close(self) -> None:
-        """End what sums beside this thread; all workers call it after their last update."""
+        """End the threads that sum gradients; all workers call it after their last update."""
         for agreement in set(self._agreements.values()):
             agreement.close()
 
 
-def summed_beside_backward(
-    rank: int, arrangement: PipelineLayout, device: torch.device, hosts: Sequence[str], cores: int
+def summed_during_backward(
+    rank: int, pipeline_layout: PipelineLayout, device: torch.device, hosts: Sequence[str], cores: int
 ) -> frozenset[int]:
-    """The stages of a worker whose gradients are better summed beside backward, if pipelines never drain.
+    """The stages of a worker whose gradients are better summed during backward, if pipelines never drain.
 
-    Where the holders are on one host whose workers compute on all of its `cores`, sums beside backward take
-    the time from it, and the caches. `hosts` names the host of each worker.
+    Where the holders are on one host whose workers compute on all of its `cores`, sums that overlap with
+    backward take time and caches from it. `hosts` names the host of each worker.
     """
-    if arrangement.schedule.synchronous:
+    if pipeline_layout.schedule.synchronous:
         return frozenset()
     spare = device.type != "cpu" or cores > hosts.count(hosts[rank])
-    holders = {stage: arrangement.holders(stage) for stage in arrangement.stages_of(rank)}
+    holders = {stage: pipeline_layout.holders(stage) for stage in pipeline_layout.stages_of(rank)}
     return frozenset(
         stage
         for stage, workers in holders.items()

@@ -3,7 +3,7 @@
 Were they updated with each stage's own weights, the last stage would wait at every update for the first,
 and the pipeline with it. So they have versions of their own: a microbatch meets one version of them in all
 stages, that which the first of these stages has made by then. A stage gives the gradients of a round as
-soon as it has them, and whoever needs the next version takes their sum.
+soon as it has them, and the stage that needs the next version takes their sum.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TiedWeights:
 
     def __init__(
         self,
-        arrangement: PipelineLayout,
+        pipeline_layout: PipelineLayout,
         stages: Sequence[int],
         modules: Mapping[int, nn.Module],
         masters: Sequence[Parameter],
@@ -56,7 +56,7 @@ class TiedWeights:
         self.masters = masters
         self.held_stages = frozenset(modules)
         self.versions = WeightVersions(nn.ModuleList(modules.values()), masters)
-        self._arrangement = arrangement
+        self._pipeline_layout = pipeline_layout
         self._stages = tuple(stages)
         self._own = min(modules)
         self._step = step
@@ -69,7 +69,7 @@ class TiedWeights:
 
     def bring(self, op: Forward, work: UpdateRounds) -> int:
         """The version that `op` uses, which is there now; it may have to wait for the others."""
-        version = version_of(self._arrangement, min(self._stages), op.microbatch)
+        version = version_of(self._pipeline_layout, min(self._stages), op.microbatch)
         self._oldest[op.stage] = version
         self._advance(version, work)
         return version
@@ -143,7 +143,7 @@ class _Round:
 
 
 def make_tied(
-    arrangement: PipelineLayout,
+    pipeline_layout: PipelineLayout,
     stages_of: Mapping[str, Sequence[int]],
     modules: Mapping[int, nn.Module],
     parameters: Mapping[str, Parameter],
@@ -153,16 +153,16 @@ def make_tied(
 ) -> list[TiedWeights]:
     """Those that this worker holds; all workers call it together. None where pipelines drain at updates."""
     found: list[TiedWeights] = []
-    if arrangement.schedule.synchronous:
+    if pipeline_layout.schedule.synchronous:
         return found
     for stages in sorted({tuple(stages) for stages in stages_of.values() if len(stages) > 1}):
-        holders = arrangement.holders(*stages)
+        holders = pipeline_layout.holders(*stages)
         group = new_group(rendezvous, holders) if len(holders) > 1 else None
         masters = [p for name, p in parameters.items() if tuple(stages_of[name]) == stages]
         masters = [master for master in masters if master.requires_grad]
         own = {stage: modules[stage] for stage in stages if stage in modules}
         if own and masters:
-            found.append(TiedWeights(arrangement, stages, own, masters, step, group, clip_norm))
+            found.append(TiedWeights(pipeline_layout, stages, own, masters, step, group, clip_norm))
     return found
 
 

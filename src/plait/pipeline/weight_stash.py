@@ -135,7 +135,7 @@ class WeightVersions:
         pairs = ((m, leaf) for v in self._versions.values() for m, leaf in zip(self.masters, v.leaves))
         return [master for master, leaf in pairs if master.requires_grad and not leaf.requires_grad]
 
-    def settle(self) -> None:
+    def restore_masters(self) -> None:
         """Put the masters themselves back into the module; nothing is in flight any more."""
         assert all(version.users == 0 for version in self._versions.values()), "microbatches in flight"
         self._forget(self.newest)
@@ -144,7 +144,7 @@ class WeightVersions:
 
     def restart(self) -> None:
         """Call what the masters hold now version 0: after a drained pipeline, or a checkpoint's weights."""
-        self.settle()
+        self.restore_masters()
         self._versions = {0: self._leaves_of_masters()}
         self.newest = 0
 

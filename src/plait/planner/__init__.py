@@ -9,7 +9,8 @@ from plait.planner.errors import PlanError
 from plait.planner.explain import describe_plan, render_plan
 from plait.planner.memory import MemorySettings
 from plait.planner.partition.front import Settings
-from plait.planner.plan import Plan, Stage, load_plan, save_plan, summary
+from plait.planner.plan import Plan, Stage, summary
+from plait.planner.plan_file import load_plan, save_plan
 from plait.planner.plans import (
     data_parallel_plan,
     faster_plan,

@@ -14,7 +14,7 @@ from plait.planner.errors import PlanError
 if TYPE_CHECKING:  # planning needs no torch
     from plait.profiler.links import Link, Sum
 
-# Plans for so many take a minute.
+# Plans for this many take a minute.
 MOST_DEVICES = 1 << 14
 # Of bytes a second and of speeds: less would make times that nobody can add up.
 LEAST = 1e-9
@@ -60,7 +60,7 @@ class Cluster:
 
     `devices` is empty where all are like the profiled one; else it names each, in the order of placement.
     `latency_s` is what each transfer costs before its first byte arrives, `overhead_s` what each microbatch
-    costs the worker of a stage beside its layers: half of it forward and half backward.
+    costs the worker of a stage besides its layers: half of it forward and half backward.
     """
 
     levels: tuple[Level, ...]
@@ -145,15 +145,17 @@ def measured_machines(
 
     Every level goes by its slowest link and sum, and one level alone by the slowest of all.
     """
-    near = _measured(counts[0], [x for x in links if x.same_host], [x for x in sums if x.same_host])
-    far = _measured(counts[-1], [x for x in links if not x.same_host], [x for x in sums if not x.same_host])
+    local = _measured(counts[0], [x for x in links if x.same_host], [x for x in sums if x.same_host])
+    remote = _measured(
+        counts[-1], [x for x in links if not x.same_host], [x for x in sums if not x.same_host]
+    )
     if len(counts) == 1:
         levels: tuple[Level | None, ...] = (_measured(counts[0], links, sums),)
     else:
-        levels = (near, far)
+        levels = (local, remote)
     found = tuple(level for level in levels if level is not None)
     if len(counts) > 2 or len(found) < len(counts):
-        kinds = sum(level is not None for level in (near, far))
+        kinds = sum(level is not None for level in (local, remote))
         raise PlanError(
             f"found {len(counts)} levels ({'x'.join(map(str, counts))}), but links of {kinds} were measured; "
             f"expected a bandwidth for each level, the innermost first"

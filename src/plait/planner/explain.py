@@ -117,9 +117,11 @@ def _pace(plan: Plan) -> str:
     held = [(number, stage) for number, stage in enumerate(plan.stages) if device in stage.devices]
     names = " and ".join(str(number) for number, _ in held)
     sets = "Stage {} sets" if len(held) == 1 else "Stages {} on one device set"
-    beside = busiest - sum(_compute_s(plan, stage) for _, stage in held)
-    doing = _beside_compute(plan, [stage for _, stage in held])
-    sync = f", {show_seconds(beside)} of it to {doing}" if beside > 0.01 * busiest else ""
+    besides_compute_s = busiest - sum(_compute_s(plan, stage) for _, stage in held)
+    doing = _besides_compute(plan, [stage for _, stage in held])
+    sync = (
+        f", {show_seconds(besides_compute_s)} of it to {doing}" if besides_compute_s > 0.01 * busiest else ""
+    )
     text = f"{sets.format(names)} the pace at {show_seconds(busiest)} a microbatch{sync}."
     if busiest > plan.bottleneck_s * 1.001:
         # PipeDream's count spreads a replicated host's synchronisation evenly over its devices.
@@ -134,7 +136,7 @@ def _compute_s(plan: Plan, stage: Stage) -> float:
     return stage.compute_s / slowest / stage.replicas
 
 
-def _beside_compute(plan: Plan, stages: Sequence[Stage]) -> str:
+def _besides_compute(plan: Plan, stages: Sequence[Stage]) -> str:
     """What the cost of these stages counts for every microbatch besides what they compute."""
     if plan.schedule is not Schedule.STASH:
         return "agree on gradients"

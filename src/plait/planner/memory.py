@@ -1,6 +1,6 @@
 """How much memory a stage needs under a schedule.
 
-What a worker holds for a stage while it trains, beside what any Python process with torch holds:
+What a worker holds for a stage while it trains, besides what any Python process with torch holds:
 
 - the weights, once for each version: as many under stash as there are microbatches in flight (with vertical
   sync as many as the first stage has in flight, planner/as_run.py), two under 2bw, else one; one gradient of
@@ -8,7 +8,7 @@ What a worker holds for a stage while it trains, beside what any Python process 
   which they are summed;
 - the same of weights that belong to another stage and are used here too (`Graph.ties`). All stages that
   share a weight sum its gradients: schedules that drain hold one copy more for that, 2bw the sum of the batch
-  before. Under stash each stage has given the gradients of so many microbatches, which wait until the first
+  before. Under stash each stage has given the gradients of some microbatches, which wait until the first
   of these stages has come so far, as that one has more in flight than itself (pipeline/tied_weights.py);
 - for each microbatch in flight, what autograd keeps, the input that was received, and the output that was
   sent, which stays in the memory that both workers see until the stage behind is done with it. Outputs
@@ -59,7 +59,7 @@ class MemorySettings:
 class Held(Generic[Amount]):
     """What a stage is made of, in bytes, or every stage of a family: weights, buffers, and by microbatch.
 
-    `kept` is what autograd keeps beside the inputs, `working` what a layer at work takes beyond it. `shared`
+    `kept` is what autograd keeps besides the inputs, `working` what a layer at work takes beyond it. `shared`
     are the weights that other stages use too, `waiting` their gradients that wait for the others under stash.
     """
 
@@ -85,7 +85,7 @@ class Held(Generic[Amount]):
         return messages if settings.recompute else messages + self.kept
 
     def _queued(self, schedule: Schedule) -> Amount:
-        """Messages on their way beside those of the microbatches in flight."""
+        """Messages on their way besides those of the microbatches in flight."""
         if schedule is Schedule.NONE:
             return self.received + self.sent
         return 3 * self.received + 2 * self.sent
@@ -107,7 +107,7 @@ class StageMemory:
         return float(self.fixed[start, end] + in_flight * self.each[start, end] + summed)
 
     def most_in_flight(self, pairs: tuple[Any, Any], limit_bytes: float, replicated: bool) -> Floats:
-        """How many microbatches fit beside the rest, for the stages that `pairs` index."""
+        """How many microbatches fit next to the rest, for the stages that `pairs` index."""
         with np.errstate(divide="ignore", invalid="ignore"):
             room = limit_bytes - self.fixed[pairs] - (self.summed[pairs] if replicated else 0.0)
             fits = np.where(self.each[pairs] > 0, np.floor(room / self.each[pairs] + 1e-9), np.inf)

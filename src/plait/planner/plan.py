@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from plait.core import artefact
 from plait.planner.cluster import Cluster
-from plait.planner.errors import PlanError
 from plait.planner.memory import Held
-from plait.planner.plan_checks import check_plan
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Operations
 from plait.planner.schedules.orders import operations
 
-KIND, VERSION = "plan", 1
+# Replaying a step of this many microbatches takes seconds.
+MOST_MICROBATCHES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Stage:
 
     Seconds and bytes are for one microbatch on one replica. `cost_s` is what the stage adds to the
     bottleneck: compute, updates and synchronisation, shared by its replicas; messages are counted apart.
-    `activation_bytes` is what autograd keeps beside the stage's inputs, `working_bytes` what a layer at work
+    `activation_bytes` is what autograd keeps besides the stage's inputs, `working_bytes` what a layer at work
     takes besides. `in_flight` microbatches are held at most, and `memory_bytes` is what a device needs for
     all that (planner/memory.py).
     """
@@ -164,21 +161,6 @@ class Plan:
     def stage_of_layer(self) -> dict[str, int]:
         """The stage of each layer, as PipeDream's `stage_id`."""
         return {layer: s for s, stage in enumerate(self.stages) for layer in stage.layers}
-
-
-def save_plan(plan: Plan, path: Path) -> None:
-    """Write `plan` as a versioned JSON file."""
-    artefact.save(plan, path, KIND, VERSION)
-
-
-def load_plan(path: Path) -> Plan:
-    """The plan saved at `path`; one that no workers could run is refused."""
-    try:
-        plan = artefact.load(Plan, path, KIND, VERSION)
-        check_plan(plan)
-    except PlanError as failure:
-        raise PlanError(f"{path}: {failure}") from None
-    return plan
 
 
 def summary(plan: Plan) -> Mapping[str, Any]:

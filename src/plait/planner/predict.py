@@ -1,4 +1,4 @@
-"""What a plan should do when it runs: the schedules replayed on its stages, and the plain ways beside it."""
+"""What a plan should do when it runs: schedules replayed on its stages, and plain ways for comparison."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _steady_window(layout: Layout, depths: tuple[int, ...], batch: int) -> tuple
     """Microbatches that fill the pipeline, and as many more as show its pace.
 
     The pace repeats after every stage has gone round its replicas, and a batch is over; where the former
-    takes too long, a long stretch stands for it.
+    takes too long, a long interval stands for it.
     """
     if batch > 1:
         return math.ceil(2 * layout.devices_from(0) / batch) * batch, batch

@@ -1,4 +1,4 @@
-"""Why a model could not be traced, told by the line of its own source and what to change there."""
+"""Why a model could not be traced, by the line of its own source and what to change there."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def refusal(what: str, change: str, line: SourceLine | None) -> TraceError:
 
 
 def explain(failure: Exception) -> TraceError:
-    """What to tell the user about an exception that left the model's forward while it was traced."""
+    """The message about an exception that left the model's forward while it was traced."""
     if isinstance(failure, TraceError):
         return failure
     line = failing_line(failure)

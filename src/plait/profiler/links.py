@@ -41,10 +41,10 @@ class Sum:
 
 
 def sum_of_times(workers: int, same_host: bool, few: tuple[int, float], many: tuple[int, float]) -> Sum:
-    """The sum that took so many seconds for a `few` bytes and for `many`, each as (bytes, seconds)."""
+    """The sum from what it took for a `few` bytes and for `many`, each as (bytes, seconds)."""
     share = 1 - 1 / workers
     more_bytes, more_s = many[0] - few[0], many[1] - few[1]
-    # Where the clock cannot tell the two apart, all of the time counts for the bytes.
+    # Where the clock cannot resolve the difference, all of the time counts for the bytes.
     rate = 4 * share * (more_bytes / more_s if more_bytes > 0 and more_s > 0 else many[0] / many[1])
     return Sum(workers, rate, max(0.0, few[1] / share - 4 * few[0] / rate), same_host)
 
@@ -103,7 +103,7 @@ def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _link(source: int, target: int, trip_s: float, empty_s: float, count: int, same_host: bool) -> Link:
     """The link on which a round trip with `count` bytes one way took `trip_s`, an empty one `empty_s`."""
-    # Where the clock cannot tell the two trips apart, all of the time counts for the bytes.
+    # Where the clock cannot resolve the two trips, all of the time counts for the bytes.
     transfer_s = trip_s - empty_s if trip_s > empty_s else trip_s
     return Link(source, target, count / transfer_s, empty_s / 2, same_host)
 

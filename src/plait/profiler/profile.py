@@ -52,8 +52,8 @@ class Profile:
 
     `sums` is how fast the workers sum gradients, where several were measured together. `loading_s` is what a
     microbatch takes to be fetched, where the worker that computes does that too, and `overhead_s` what it
-    costs a worker of a pipeline beside its layers. `verified_s` is how long the layers were compared with the
-    model, 0 if they were not, and `notes` say which modules a run has to keep in one stage each, and why.
+    costs a worker of a pipeline besides its layers. `verified_s` is how long the layers were compared with
+    the model, 0 if they were not, and `notes` say which modules a run has to keep in one stage each, and why.
     """
 
     model: str

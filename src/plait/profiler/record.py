@@ -54,7 +54,7 @@ _WRITING_OPERATORS = frozenset(
 class Place:
     """Where a layer's code stands, which is the same in every trace of the model.
 
-    `path` and `call` tell which call of which module it is, `index` how many modules that call had called
+    `path` and `call` say which call of which module it is, `index` how many modules that call had called
     before, and `within` are the calls around it, as pairs of path and call.
     """
 
@@ -143,10 +143,10 @@ class CallRecorder(TorchFunctionMode):
         self._thread = threading.get_ident()
         self._autocast = _autocast_state()
 
-    # What the trace tells the recorder.
+    # Called by the trace.
 
     def replace_tensors(self, model: nn.Module, mode: FakeTensorMode) -> None:
-        """Let `model` run on parameters and buffers without values; whoever calls puts its own back."""
+        """Let `model` run on parameters and buffers without values; the caller puts its own back."""
         for module in model.modules():
             holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for holder in holders:
@@ -190,7 +190,7 @@ class CallRecorder(TorchFunctionMode):
         node.meta |= {"requires_grad": tensor.requires_grad, "storage": _storage(tensor)}
         return node
 
-    # What torch tells the recorder.
+    # Called by torch.
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -420,7 +420,7 @@ class CallRecorder(TorchFunctionMode):
         if isinstance(result, Tensor):
             if id(result) in unchanged or id(result) in self._attributes:
                 # The same object came back (`x.contiguous()`): without a new one, later uses of the
-                # argument could not be told from uses of the result.
+                # argument could not be distinguished from uses of the result.
                 result = self._fresh(result)
             self._describe(node, result)
             return result
@@ -508,7 +508,7 @@ def _refuse_lost_gradient(node: fx.Node, tensor: Tensor) -> None:
 
 
 def _can_be_bound(result: Any) -> bool:
-    """Whether the parts of what a module returned can be told apart later: tensors, in known containers."""
+    """Whether the parts of a module's result can be distinguished later: tensors, in known containers."""
     if isinstance(result, (Tensor, type(None))):
         return True
     if isinstance(result, (tuple, list)):

@@ -44,7 +44,7 @@ class Timed:
 
 
 class Marks(Protocol):
-    """What puts marks between layers and tells something of the time between two of them."""
+    """Puts marks between layers and measures the time between two of them."""
 
     def mark(self) -> Any: ...
     def between(self, start: Any, end: Any) -> float: ...
@@ -65,7 +65,7 @@ class Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all work is done, so that marks can be compared."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
@@ -84,7 +84,7 @@ class Clock:
             start = self.mark()
             torch.cuda._sleep(cycles)
             end = self.mark()
-            self.settle()
+            self.synchronize()
         return cycles / self.between(start, end)
 
     def between(self, start: Any, end: Any) -> float:
@@ -163,7 +163,7 @@ def time_layers(
 
     `head_start_s` is what the host needs for the timing itself: for so long a GPU sleeps at first.
     """
-    clock.settle()
+    clock.synchronize()
     began = time.perf_counter()
     clock.sleep(head_start_s)
     stopwatch = Stopwatch(clock)
@@ -174,7 +174,7 @@ def time_layers(
     backward = BackwardTimer(clock, [*ends, [value.grad_fn]])
     backward.run(value)
     host_s = time.perf_counter() - began
-    clock.settle()
+    clock.synchronize()
     return StepTimes(_fold_loss(stopwatch.laps()), _fold_loss(backward.laps()), host_s)
 
 
@@ -212,7 +212,7 @@ class BackwardTimer:
         self._count = len(ends)
         self._current = self._count - 1
         self.switches: list[tuple[int, Any]] = []
-        # Holding the nodes keeps their Python identity, by which they are told apart.
+        # Holding the nodes keeps their Python identity, by which they are distinguished.
         self._nodes: set[Any] = set()
         for layer, nodes in enumerate(ends):
             self._claim(layer, nodes)
@@ -254,11 +254,11 @@ def time_whole(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss, clock: Clock
 ) -> tuple[float, float]:
     """Seconds of one step of the unmodified model (forward, loss, backward), and of the host to start it."""
-    clock.settle()
+    clock.synchronize()
     began = time.perf_counter()
     start = clock.mark()
     loss(model(*args, **kwargs)).backward()
     end = clock.mark()
     host_s = time.perf_counter() - began
-    clock.settle()
+    clock.synchronize()
     return clock.between(start, end), host_s

@@ -83,7 +83,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Examples:
-    """The inputs to trace with, and others that tell which sizes change."""
+    """The inputs to trace with, and others that show which sizes change."""
 
     inputs: Inputs
     others: Sequence[Inputs]
@@ -319,7 +319,7 @@ def _require_tensors(result: Any, leaves: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging a failure that TraceError tells better."""
+    """Keep torch from logging a failure that TraceError describes better."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -383,25 +383,25 @@ def _prune(graph: fx.Graph, outputs: set[str]) -> None:
 def _settle_sizes(graph: fx.Graph, sizes: Sizes) -> None:
     """Write all sizes in the symbols that are left when the trace has ended."""
 
-    def settled(size: Any) -> Any:
+    def resolved(size: Any) -> Any:
         if isinstance(size, int):
             return size
         expression = sizes.replace(size)
         return int(expression) if expression.is_Integer else expression
 
-    def settled_argument(item: Any) -> Any:
+    def resolved_argument(item: Any) -> Any:
         if not isinstance(item, SizeArgument):
             return item
-        size = settled(item.expression)
+        size = resolved(item.expression)
         return size if isinstance(size, int) else SizeArgument(size)
 
     for node in graph.nodes:
         if "shape" in node.meta:
-            node.meta["shape"] = tuple(settled(size) for size in node.meta["shape"])
+            node.meta["shape"] = tuple(resolved(size) for size in node.meta["shape"])
         if "symbols" in node.meta:
-            node.args = fx.node.map_aggregate(node.args, settled_argument)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, settled_argument)
-            free = {s for old in node.meta["symbols"] for s in getattr(settled(old), "free_symbols", ())}
+            node.args = fx.node.map_aggregate(node.args, resolved_argument)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, resolved_argument)
+            free = {s for old in node.meta["symbols"] for s in getattr(resolved(old), "free_symbols", ())}
             node.meta["symbols"] = tuple(sorted(free, key=str))
 
 

@@ -141,7 +141,7 @@ class TracedModel:
 
     @cached_property
     def homes(self) -> dict[str, str]:
-        """The layer beside which each layer of `evaluation` runs, which is mostly the same one."""
+        """The layer in whose stage each layer of `evaluation` runs, which is mostly the same one."""
         return {} if self.evaluation is None else find_homes(self, self.evaluation)
 
     def evaluated_with(self, ids: Iterable[str]) -> tuple[Layer, ...]:

@@ -1,4 +1,4 @@
-"""A sweep as files: trials.csv, curves.png, and sweep.html, which needs nothing beside itself."""
+"""A sweep as files: trials.csv, curves.png, and sweep.html, which needs no other file."""
 
 from __future__ import annotations
 

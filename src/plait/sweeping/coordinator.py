@@ -28,7 +28,7 @@ from plait.sweeping.scheduler import Trial, TrialScheduler
 from plait.sweeping.settings import SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.evaluate import find_metric
+from plait.workloads.metrics import find_metric
 
 REPORT_S = 0.2
 ROWS = 12

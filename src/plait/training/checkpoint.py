@@ -92,7 +92,7 @@ def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:
 
 
 def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
-    """Put `state` into `model`; a difference in names or shapes is told with the first one found."""
+    """Put `state` into `model`; a difference in names or shapes is an error, with the first one found."""
     own = model.state_dict()
     for name, value in own.items():
         if name not in state:
@@ -329,7 +329,7 @@ class _FileSeal:
 
 @dataclass(frozen=True)
 class _State:
-    """What `state.json` holds, beside what it is."""
+    """What `state.json` holds, besides its kind and version."""
 
     step: int
     progress: Mapping[str, Any]

@@ -25,10 +25,10 @@ from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
-from plait.training.evaluate import Metric, find_metric
 from plait.training.optimizers.build import build_optimizer, check_groups, check_lr_schedule
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
+from plait.workloads.metrics import Metric, find_metric
 
 # More than any run takes.
 UNKNOWN_STEPS = 1 << 62
@@ -78,7 +78,7 @@ def check(settings: TrainSettings) -> None:
     ):
         if name is not None and name not in known:
             raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
-    # On a parameter of no consequence, to hear what the optimizer thinks of its options.
+    # On a parameter that is not used, so that the optimizer checks its options.
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     choose_device(settings.device, 0)
     check_lr_schedule(settings.lr_schedule)
@@ -135,7 +135,7 @@ def find_collate_fn(settings: DataSettings) -> Collate | None:
 
 
 def makes_stream(settings: DataSettings) -> bool:
-    """Whether the job names a class of streams; of a function only what it returns can tell."""
+    """Whether the job names a class of streams; of a function this is known only from what it returns."""
     factory: Any = data.check(settings.kind, settings.options)[0]
     return isinstance(factory, type) and issubclass(factory, IterableDataset)
 
@@ -200,10 +200,10 @@ def choose_backend(device: torch.device) -> str:
 
 
 def agree_on_backend(worker: Worker, wanted: str) -> str:
-    """Every worker's wish, or gloo, which always works, where they differ from host to host."""
+    """The backend that every worker wants, or gloo, which always works, where they differ."""
     worker.store.set(f"plait/backend/{worker.rank}", wanted)
-    wishes = {worker.store.get(f"plait/backend/{rank}").decode() for rank in range(worker.world_size)}
-    return wanted if len(wishes) == 1 else "gloo"
+    backends = {worker.store.get(f"plait/backend/{rank}").decode() for rank in range(worker.world_size)}
+    return wanted if len(backends) == 1 else "gloo"
 
 
 def find_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors | None:
@@ -316,7 +316,7 @@ def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractCont
 
 
 def emulated(precision: str, device: torch.device) -> str | None:
-    """What to tell a user whose processor computes `precision` in software; None where it does not."""
+    """The warning for a user whose processor computes `precision` in software; None where it does not."""
     if precision != "bf16" or device.type != "cpu" or _has_bf16():
         return None
     # Torch says so too, at length and in terms of its own.

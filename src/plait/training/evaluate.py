@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.core.errors import JobError
-from plait.core.names import did_you_mean, resolve
 from plait.data.calling import evaluation_mode, forward
 from plait.data.loader import Batch, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.schema.settings import TrainSettings
-from plait.workloads.metrics import accuracy
-
-if TYPE_CHECKING:
-    from plait.training.components import Components
-
-Metric = Callable[[Tensor, Tensor], tuple[Any, int]]
-
-
-def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
-    """The metric's name and function; `auto` is accuracy where the loss is cross-entropy, else none."""
-    if name == "auto":
-        return ("accuracy", accuracy) if loss == "cross-entropy" else None
-    if name == "none":
-        return None
-    if name == "accuracy":
-        return "accuracy", accuracy
-    if ":" in name:
-        return name.rpartition(":")[2], resolve(name, "evaluate.metric", JobError)
-    hint = did_you_mean(name, ["auto", "accuracy", "none"])
-    raise JobError(
-        f"evaluate.metric: found {name!r}, expected auto, accuracy, none or 'package.module:name'{hint}"
-    )
+from plait.training.components import Components
 
 
 def evaluate_parts(

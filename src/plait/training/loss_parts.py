@@ -15,7 +15,7 @@ from plait.schema.settings import TrainSettings
 from plait.training.components import Components
 from plait.verification import same_random_numbers
 
-# So many samples are looked at, as a whole and so many at a time: small parts are unlike each other.
+# Samples that are tried, as a whole and in small parts: small parts are unlike each other.
 _SAMPLES, _AT_A_TIME = 16, 2
 # Beyond these, relative to the loss, it is no rounding.
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
@@ -37,7 +37,7 @@ def describe_parts(settings: TrainSettings, parts: Components) -> str:
         return ""
     try:
         found = _whole_and_in_parts(settings, parts, count)
-    except Exception:  # whatever is wrong with these samples, the first step tells it better
+    except Exception:  # whatever is wrong with these samples, the first step's error says it better
         return ""
     if found is None:
         return ""

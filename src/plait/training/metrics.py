@@ -1,4 +1,4 @@
-"""What rank 0 writes down while it trains: events, TensorBoard scalars, and progress for whoever watches."""
+"""What rank 0 records while it trains: events, TensorBoard scalars, and progress for the supervisor."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class MetricsLogger:
             self._log_steps(step, epoch, lr, now)
 
     def log_rest(self) -> None:
-        """Write down the steps that no event tells of yet."""
+        """Record the steps that are in no event yet."""
         if self._steps:
             step, epoch, lr, ended = self._last
             self._log_steps(step, epoch, lr, time.perf_counter() if ended is None else ended)
@@ -149,14 +149,14 @@ class MetricsLogger:
             self._warned_of_loss = True
             self.warn(f"the loss is {mean} at step {step}; try a smaller learning rate, or clip_norm")
         # A step whose gradients overflow fp16 is left out by the loss scale, and the next ones are fine.
-        patience = 1 if self._settings.precision == "fp16" else 0
-        if self._settings.stop_on_nan and self._bad_reads > patience and self.diverged_at is None:
+        overflows_allowed = 1 if self._settings.precision == "fp16" else 0
+        if self._settings.stop_on_nan and self._bad_reads > overflows_allowed and self.diverged_at is None:
             self.diverged_at = step
             self._worker.ask_to_stop()
 
     @property
     def is_loss_finite(self) -> bool:
-        """Whether the last step's loss is a number, as far as this worker records losses."""
+        """Whether the last loss that this worker recorded is a number."""
         return self._last_loss is None or math.isfinite(float(self._last_loss))
 
     def evaluated(self, step: int, metrics: dict[str, float], samples: int, seconds: float) -> None:
@@ -174,7 +174,7 @@ class MetricsLogger:
         self._leave_out(seconds)
 
     def _leave_out(self, seconds: float) -> None:
-        """Count `seconds` that have just passed as no time of the steps, told of or not."""
+        """Leave `seconds` that have just passed out of the time of the steps, recorded or not."""
         self._mark += seconds
         step, epoch, lr, ended = self._last
         if ended is not None:
@@ -185,7 +185,7 @@ class MetricsLogger:
         self.warn(f"checkpoint refused, trying the one before it: {reason}")
 
     def warn(self, words: str) -> None:
-        """Tell the user, once for all workers."""
+        """Warn the user, once for all workers."""
         if self._active:
             log.warning("%s", words)
 
@@ -220,7 +220,7 @@ class MetricsLogger:
         self._mark = time.perf_counter()
 
     def verified(self, event: run_events.Verified) -> None:
-        """Note that what was built computes what the plain model computes; the run's result tells of it."""
+        """Record that what was built computes what the plain model computes; the run's result says so."""
         self._verified_s = event.seconds
         self._record(event)
 

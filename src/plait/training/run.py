@@ -1,4 +1,4 @@
-"""One run as its loop and its engine see it: who this worker is, what is trained, how far, and the record."""
+"""One run as its loop and its engine see it: the worker, what is trained, the progress, and the record."""
 
 from __future__ import annotations
 

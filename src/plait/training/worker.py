@@ -90,12 +90,12 @@ def _with_stages(run: Run) -> Loop | Follower:
     # Slow to import, with all that tracing needs.
     from plait.training.engines.pipeline import PipelineEngine, check_pipeline
     from plait.training.engines.pipeline_replicas import FollowerEngine, LeadPipeline
-    from plait.training.engines.replica_layout import columns_of
+    from plait.training.engines.replica_layout import replica_layouts
 
     hosts = run.worker.hosts
     if run.settings.sync.kind == "all-reduce":
         return Loop(run, PipelineEngine(run, hosts))
     layout = check_pipeline(run.settings, run.worker.world_size)
-    if run.worker.rank in [column.layout.worker(0, 0) for column in columns_of(layout)]:
+    if run.worker.rank in [replica.layout.worker(0, 0) for replica in replica_layouts(layout)]:
         return Loop(run, DecentralizedEngine(run, LeadPipeline(run, hosts, layout)))
     return Follower(run, FollowerEngine(run, hosts, layout))

@@ -1,4 +1,4 @@
-"""How far two observations are apart, beside how far rounding takes the plain model from itself."""
+"""How far two observations are apart, against how far rounding takes the plain model from itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from plait.verification.observe import Observation
 
-# So many times as far as the plain model moves when its input is rounded otherwise.
+# This many times as far as the plain model moves when its input is rounded otherwise.
 FACTOR = 64.0
-# At least so many steps of rounding of the largest value: sums in another order.
+# At least this many steps of rounding of the largest value: sums in another order.
 STEPS = 64.0
 
 

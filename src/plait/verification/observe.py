@@ -33,7 +33,7 @@ class RandomState:
         return RandomState(random.getstate(), numpy.random.get_state(), torch.get_rng_state(), tuple(gpus))
 
     def restore(self) -> None:
-        """Let all random numbers go on from here."""
+        """Continue all random numbers from here."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)

@@ -3,7 +3,7 @@
 Both ends agree on a size and every message has it; one that needs more is preceded by a message of the old
 size that says so. Smaller ones cost nothing but their rest.
 
-gloo says of no send that it is done until somebody waits for it. So every message also tells how many its
+gloo says of no send that it is done until somebody waits for it. So every message also says how many its
 sender has received on one of the other direction's channels, each in turn: those have left their buffers.
 """
 
@@ -22,7 +22,7 @@ from plait.comm.links.packing import NONE_RECEIVED, Buffer, Message, Received, p
 from plait.comm.tags import Tag
 
 _FIRST_CAPACITY = 1 << 12
-# The tag on which two ends tell each other at their close what they have posted, and for how many channels.
+# The tag on which two ends exchange at their close what they have posted, and for how many channels.
 _MOST_CHANNELS = 1024
 
 
@@ -70,9 +70,9 @@ class RemoteLink:
         out = self._outgoing[channel]
         packing = packing_of(tensors, note)
         if packing.size > out.capacity:
-            wish = Buffer(torch.empty(out.capacity, dtype=torch.uint8))
-            wish.write_need(packing.size)
-            self._start(channel, out, wish)
+            request = Buffer(torch.empty(out.capacity, dtype=torch.uint8))
+            request.write_need(packing.size)
+            self._start(channel, out, request)
             out.capacity = packing.size
         while len(out.under_way) >= self._window:
             out.wait_for_first(seconds)
@@ -83,7 +83,7 @@ class RemoteLink:
         self._start(channel, out, buffer)
 
     def _received(self) -> Received:
-        """What to tell the peer next of its own messages."""
+        """What to report to the peer next about its own messages."""
         channel = next(iter(self._to_tell), None)
         if channel is None:
             return NONE_RECEIVED

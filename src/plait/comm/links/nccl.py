@@ -91,7 +91,7 @@ class NcclLink:
         self._heads.close(seconds)
 
     def _take_head(self, head: Message) -> None:
-        """Post the receive of the tensors that a head tells of."""
+        """Post the receive of the tensors that a head announces."""
         channel = int(head.content.note)
         if not head.content.tensors:
             head.release()
@@ -105,7 +105,7 @@ class NcclLink:
         self._arrived[channel].append((self._post(dist.irecv, buffer, self._back), buffer))
 
     def _buffer(self, head: Tensor, size: int) -> Buffer:
-        """New memory for a message; torch gives out again what was let go of in the order of the stream."""
+        """New memory for a message; torch reuses what was released, in the order of the stream."""
         memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         return Buffer(head, GpuMemory(memory, torch.cuda.Event()))
 
@@ -128,7 +128,7 @@ class NcclPeers:
 
     @staticmethod
     def of(gpu: torch.device, peers: Sequence[int]) -> NcclPeers:
-        # NCCL refuses two workers on one GPU, unless it is told that they are on different hosts.
+        # NCCL refuses two workers on one GPU, unless they claim to be on different hosts.
         name = f"{name_of(gpu)} {os.environ.get('NCCL_HOSTID', '')}"
         return NcclPeers(name, tuple(peers) if dist.is_nccl_available() else ())
 

@@ -81,7 +81,7 @@ class WireLink:
             self.lost = True
 
     def close(self) -> None:
-        """Tell the peer that this end was closed on purpose."""
+        """Close this end; the peer is notified that it was on purpose."""
         self._put(_END, 0)
         self._socket.close()
 
@@ -101,7 +101,7 @@ class WireLink:
         except BlockingIOError:
             return
         except OSError:
-            # What the peer sent before it ended can still be read; reading then tells of the end.
+            # What the peer sent before it ended can still be read; reading then finds the end.
             self._unsent.clear()
 
     def _take_piece(self) -> None:

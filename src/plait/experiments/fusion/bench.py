@@ -143,7 +143,7 @@ def _process_rows(
     repeats: int,
     serial: dict[str, Step],
 ) -> list[Row]:
-    """A row for each model, trained by so many processes at once; they start once for all models."""
+    """A row for each model, trained by several processes at once; they start once for all models."""
     heads: list[Row] = [{"model": name, "mode": mode, "trials": width} for name in names]
     try:
         found = times_of_processes(names, mode, width, device, repeats)
@@ -271,7 +271,7 @@ def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it; curves beside it.
+    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it; curves next to it.
 
     The learning curves, where there are any, go to `NAME-curves.png`.
     """

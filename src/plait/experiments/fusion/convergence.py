@@ -19,7 +19,7 @@ from plait.workloads import data
 from plait.workloads.resnet import resnet18_tiny
 
 MODEL = "resnet18-tiny"
-# Of each curve, one step in so many becomes a row.
+# One step of each curve in this many becomes a row.
 SHOWN = 5
 _POINTS = ("step", "serial_loss", "fused_loss")
 RATES = (0.01, 0.05, 0.2)

@@ -15,7 +15,7 @@ class GpuWatch:
     """Within, samples a GPU; afterwards `memory_bytes`, the most in use by all processes, and `sm_activity`.
 
     The activity is the share of time in which a multiprocessor had work, averaged over all of them. Both are
-    None on a CPU, without the package nvidia-ml-py (the extra `gpu`), and where the driver does not tell.
+    None on a CPU, without the package nvidia-ml-py (the extra `gpu`), and where the driver does not say.
     """
 
     def __init__(self, device: torch.device) -> None:

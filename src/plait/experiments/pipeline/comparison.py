@@ -53,7 +53,7 @@ from plait.planner import (
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
-from plait.sync.allreduce.autotune import settle
+from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.training import components
@@ -61,18 +61,18 @@ from plait.training.optimizers.build import build_optimizer
 from plait.workloads.losses import build_loss
 
 MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
-# Minibatches a worker has in each batch of gpipe, and model parallelism in each stretch that is timed.
+# Minibatches a worker has in each batch of gpipe, and model parallelism in each interval that is timed.
 PIECES, FEW = 4, 8
-# What a stretch of data parallelism should last, and the least and most steps that it has.
+# How long an interval of data parallelism should last, and the least and most steps that it has.
 STRETCH_S, LEAST, MOST = 0.6, 4, 32
-# Pipelines that never drain in training fill and drain once in each of these stretches.
+# Pipelines that never drain in training fill and drain once in each of these intervals.
 LONGER = 6
 DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
 class Side:
-    """A way to train: `steps` takes one stretch of so many `minibatches`, those of all workers together.
+    """A way to train: `steps` takes one interval of `minibatches`, counted over all workers.
 
     `predicted_s` is what the plan says a minibatch takes.
     """
@@ -91,7 +91,7 @@ def run(
     on_rows: Callable[[list[Row]], None] = lambda rows: None,
     minibatch: int | None = None,
 ) -> tuple[list[Row], list[BenchClaim]]:
-    """Throughput of every way to train each model on so many workers of this machine.
+    """Throughput of every way to train each model on `workers` workers of this machine.
 
     `on_rows` sees the rows of each model as they come. `minibatch` is a worker's, MINIBATCH where None.
     """
@@ -203,12 +203,14 @@ class _World:
         }
 
     def _data_parallel(self) -> Side:
-        """Our own all-reduce, in buckets beside backward, as a job has it by default."""
+        """Our own all-reduce, in buckets, overlapped with backward, as a job has it by default."""
         model = copy.deepcopy(self.model)
         optimizer = self._optimizer(list(model.parameters()))
         members = whole_world(self.worker.rendezvous)
         sync = AllReduce(list(model.parameters()), members=members)
-        sync.switch(settle(self.settings.topology, members, sync.gradient_bytes, torch.device("cpu"))[0])
+        sync.switch(
+            resolve_topology(self.settings.topology, members, sync.gradient_bytes, torch.device("cpu"))[0]
+        )
 
         def steps() -> None:
             for x, y in itertools.islice(itertools.cycle(self.content), self.steps):
@@ -234,17 +236,17 @@ class _World:
         return Side(f"{self.size} replicas", self.steps * self.size, steps)
 
     def _pipeline(self, plan: Plan, total: int) -> Side:
-        arrangement, rank = arrange(plan), self.worker.rank
+        pipeline_layout, rank = arrange(plan), self.worker.rank
         model = copy.deepcopy(self.model)
         x, _ = self.content[0]
         traced = trace(model, (x,))
-        window = arrangement.window()
-        peers = arrangement.workers if rank in arrangement.workers else ()
+        window = pipeline_layout.window()
+        peers = pipeline_layout.workers if rank in pipeline_layout.workers else ()
         rendezvous = self.worker.rendezvous
         channels = connect(rendezvous, peers, window=window)
         predicted_s = plan.step_s / plan.microbatches
         if not peers:
-            return Side(_words(plan), total, _stand_by(rendezvous, arrangement, traced), predicted_s)
+            return Side(_words(plan), total, _stand_by(rendezvous, pipeline_layout, traced), predicted_s)
         parts = PipelineParts(
             self.loss,
             self._optimizer,
@@ -253,7 +255,7 @@ class _World:
             rendezvous,
             topology=self.settings.topology,
         )
-        pipeline = Pipeline(rank, arrangement, traced, channels, parts)
+        pipeline = Pipeline(rank, pipeline_layout, traced, channels, parts)
         batches = total // plan.microbatches if plan.schedule.synchronous else 1
         each = total // batches
         share = 1.0 if plan.schedule is Schedule.STASH else 1 / each
@@ -261,7 +263,7 @@ class _World:
         def steps() -> None:
             for _ in range(batches):
                 work = FixedWork(*self._turned(), share, each)
-                pipeline.run(_operations(arrangement, rank, work), work)
+                pipeline.run(_operations(pipeline_layout, rank, work), work)
             pipeline.losses.clear()
             pipeline.spans.clear()
 
@@ -278,19 +280,21 @@ class _World:
         return build_optimizer(self.settings.optimizer, list(parameters))
 
 
-def _stand_by(rendezvous: Rendezvous, arrangement: PipelineLayout, traced: TracedModel) -> Callable[[], None]:
+def _stand_by(
+    rendezvous: Rendezvous, pipeline_layout: PipelineLayout, traced: TracedModel
+) -> Callable[[], None]:
     """What a worker does that the plan has no use for: take part in making the others' groups."""
-    stages_of = find_stages(traced, arrangement)
-    make_agreements(rendezvous, arrangement, stages_of, {})
-    make_tied(arrangement, stages_of, {}, {}, lambda: None, rendezvous)
-    replica_groups(arrangement, rendezvous)
+    stages_of = find_stages(traced, pipeline_layout)
+    make_agreements(rendezvous, pipeline_layout, stages_of, {})
+    make_tied(pipeline_layout, stages_of, {}, {}, lambda: None, rendezvous)
+    replica_groups(pipeline_layout, rendezvous)
     return lambda: None
 
 
-def _operations(arrangement: PipelineLayout, rank: int, work: FixedWork) -> Any:
-    if arrangement.schedule.synchronous:
-        return one_batch(arrangement, rank, work.total)
-    return stream(arrangement, rank, work)
+def _operations(pipeline_layout: PipelineLayout, rank: int, work: FixedWork) -> Any:
+    if pipeline_layout.schedule.synchronous:
+        return one_batch(pipeline_layout, rank, work.total)
+    return stream(pipeline_layout, rank, work)
 
 
 def _words(plan: Plan) -> str:

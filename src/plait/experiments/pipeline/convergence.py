@@ -35,7 +35,7 @@ from plait.schema.settings import (
 )
 
 MICROBATCHES = 2
-# Text takes so many times the steps of digits: before that, plain training has not settled, and 2bw, whose
+# Text takes this many times the steps of digits: before, plain training has not converged, and 2bw, whose
 # gradients are one update late, lies two to three points behind for no other reason than that.
 LONGER_ON_TEXT = 3
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED)
@@ -97,8 +97,8 @@ def _english() -> Path:
 
 def _of(settings: TrainSettings, seeds: Sequence[int]) -> list[Row]:
     two = Placement((Host(LOCAL, 2),), threads=1)
-    wish = PlanRequest("model-parallel", microbatches=MICROBATCHES)
-    _, plan = planned(settings, two, wish)
+    request = PlanRequest("model-parallel", microbatches=MICROBATCHES)
+    _, plan = planned(settings, two, request)
     rows: list[Row] = []
     for seed in seeds:
         seeded = replace(settings, seed=seed)

@@ -30,7 +30,7 @@ from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulat
 
 PIECES = 8
 SLEEP_S = 0.05
-# A worker of an interleaved pipeline holds so many stages.
+# Stages that a worker of an interleaved pipeline holds.
 CHUNKS = 2
 # Batches that an asynchronous pipeline takes; the first and last of them fill and drain it.
 STREAM = 5
@@ -38,7 +38,7 @@ SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.
 
 
 def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> tuple[list[Row], list[BenchClaim]]:
-    """The idle share of every schedule on so many workers, the median of `repeats`."""
+    """The idle share of every schedule on `workers` workers, the median of `repeats`."""
     rows: list[Row] = []
     for workers in depths:
         rows += in_world(workers, f"{__name__}:idle_worker", {"repeats": repeats})["rows"]

@@ -129,7 +129,7 @@ def cases(device: Device = "cpu") -> tuple[MemoryCase, ...]:
 def run(
     steps: int = 3, chosen: Sequence[MemoryCase] | None = None, device: Device = "cpu"
 ) -> tuple[list[Row], list[BenchClaim]]:
-    """Every worker of every case, predicted and measured over so many steps.
+    """Every worker of every case, predicted and measured over `steps` steps.
 
     On `cuda` the two workers share a GPU where there is only one.
     """
@@ -199,11 +199,11 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     data = components.build_train_data(settings)
     content = data.batch(0, range(order["microbatch"]), 0)
     x, y = to_device(content, device, None)
-    arrangement = arrange(plan)
+    pipeline_layout = arrange(plan)
     model = components.build_model(settings.model, 0).to(device)
     traced = trace(model, (x,))
-    window = arrangement.window()
-    channels = connect(worker.rendezvous, arrangement.workers, window=window, device=device)
+    window = pipeline_layout.window()
+    channels = connect(worker.rendezvous, pipeline_layout.workers, window=window, device=device)
     parts = PipelineParts(
         build_loss(settings.loss),
         lambda parameters: build_optimizer(settings.optimizer, list(parameters)),
@@ -212,7 +212,7 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         worker.rendezvous,
         topology=settings.topology,
     )
-    pipeline = Pipeline(worker.rank, arrangement, traced, channels, parts)
+    pipeline = Pipeline(worker.rank, pipeline_layout, traced, channels, parts)
     del model, traced
     meter = _OnGpu(pipeline, channels, device) if device.type == "cuda" else _Resident(pipeline)
     _train(pipeline, x, y, order["steps"])
@@ -225,14 +225,14 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
 
 def _train(pipeline: Pipeline, x: Tensor, y: Tensor, steps: int) -> None:
     """Steps of PIECES microbatches; asynchronous schedules do not drain in between."""
-    arrangement = pipeline.arrangement
-    together = arrangement.schedule.synchronous
+    pipeline_layout = pipeline.pipeline_layout
+    together = pipeline_layout.schedule.synchronous
     for total in [PIECES] * steps if together else [PIECES * steps]:
         work = FixedWork((x,), (y,), 1 / total, total)
         if together:
-            pipeline.run(one_batch(arrangement, pipeline.rank, total), work)
+            pipeline.run(one_batch(pipeline_layout, pipeline.rank, total), work)
         else:
-            pipeline.run(stream(arrangement, pipeline.rank, work), work)
+            pipeline.run(stream(pipeline_layout, pipeline.rank, work), work)
 
 
 def use_libraries(device: torch.device) -> None:

@@ -31,7 +31,7 @@ def vgg16_quarter(classes: int = 250) -> nn.Sequential:
 
 
 def job(name: str, batch_size: int) -> TrainSettings:
-    """A job on made-up data: `vgg16`, `lstm` or `transformer`, with batches of so many samples."""
+    """A job on made-up data: `vgg16`, `lstm` or `transformer`, with batches of `batch` samples."""
     tokens = {"shape": [32], "vocabulary": _TOKENS, "samples": 256}
     short = {**tokens, "shape": [8]}
     models = {

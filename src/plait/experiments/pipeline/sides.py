@@ -1,6 +1,6 @@
 """The sides of the pipeline experiment, as one worker runs them: ours, torch's own, and the plain ways.
 
-Each is a function that takes so many steps; all workers call it together.
+Each is a function that takes a number of steps; all workers call it together.
 """
 
 from __future__ import annotations
@@ -108,25 +108,25 @@ def ours(
     traced = trace(model, (x[:2],))
     ids = [layer.id for layer in traced.layers]
     places = [len(ids) * i // stages for i in range(stages + 1)]
-    arrangement = PipelineLayout(
+    pipeline_layout = PipelineLayout(
         tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(places)),
         (Layout(tuple((stage % size,) for stage in range(stages))),),
         schedule,
         pieces,
     )
-    channels = connect(rendezvous, arrangement.workers, deadline_s=60)
+    channels = connect(rendezvous, pipeline_layout.workers, deadline_s=60)
     parts = PipelineParts(F.mse_loss, sgd, torch.device("cpu"), contextlib.nullcontext, rendezvous)
-    pipeline = Pipeline(rank, arrangement, traced, channels, parts)
+    pipeline = Pipeline(rank, pipeline_layout, traced, channels, parts)
     share = 1.0 if schedule is Schedule.STASH else 1 / pieces
     xs, ys = x.chunk(pieces), y.chunk(pieces)
 
     def steps(count: int) -> None:
         if schedule.synchronous:
             for _ in range(count):
-                pipeline.run(one_batch(arrangement, rank, pieces), FixedWork(xs, ys, share, pieces))
+                pipeline.run(one_batch(pipeline_layout, rank, pieces), FixedWork(xs, ys, share, pieces))
         else:
             work = FixedWork(xs, ys, share, count * pieces)
-            pipeline.run(stream(arrangement, rank, work), work)
+            pipeline.run(stream(pipeline_layout, rank, work), work)
         pipeline.losses.clear()
 
     return steps, pipeline, channels

@@ -1,4 +1,4 @@
-"""All-reduce over topologies: bandwidth beside the backend's own, and how much of it backward hides.
+"""All-reduce over topologies: bandwidth against the backend's own, and how much of it backward hides.
 
 Buffers have the sizes of real models' gradients, cut into buckets as a run would. All ways to sum take
 turns in one world; ratios are of medians. Backward sleeps instead of computing in the overlap, so that two

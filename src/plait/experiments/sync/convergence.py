@@ -109,7 +109,7 @@ def convergence_rows(
 
 
 def convergence_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
-    """Be one of the workers of all runs; the first one tells what each came to."""
+    """Be one of the workers of all runs; the first one returns what each came to."""
     return {"found": [_time_to_target(worker, number, *run) for number, run in enumerate(asked["runs"])]}
 
 
@@ -121,16 +121,28 @@ class _Guest:
         self.host, self.hosts, self.timeout_s = worker.host, worker.hosts, worker.timeout_s
         self._target = target
         self._reached = False
-        self.store = dist.PrefixStore(f"bench/run/{number}", worker.store)
+        self.store: dist.Store = dist.PrefixStore(f"bench/run/{number}", worker.store)
         secret = worker.rendezvous.secret
         self.rendezvous = Rendezvous(self.store, secret, self.rank, self.hosts, timeout_s=self.timeout_s)
-        join_world("gloo", self.rendezvous)
+        self.join("gloo")
 
     def stop_requested(self) -> bool:
         return self._reached
 
+    def ask_to_stop(self) -> None:
+        self._reached = True
+
+    def tolerate_losses(self) -> None:
+        """The job is all runs, and needs all workers."""
+
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """Nobody is lost unless the whole job fails."""
+
+    def join(self, backend: str) -> None:
+        join_world(backend, self.rendezvous)
+
     def report(self, progress: dict[str, Any]) -> None:
-        """The run's progress; only the first worker hears of it, and its wish ends the run for all."""
+        """Take note of progress; only the first worker reports, and its stop ends the run for all."""
         loss = progress.get("test_loss")
         self._reached = self._reached or (loss is not None and loss <= self._target)
 
@@ -182,7 +194,7 @@ def _time_to_target(
 ) -> tuple[float | None, float]:
     """Seconds of training until the target was reached, None where it was not; and the last loss."""
     settings = _settings(model, case, sync, seed)
-    guest: Any = _Guest(worker, number, TARGETS[model])
+    guest = _Guest(worker, number, TARGETS[model])
     with tempfile.TemporaryDirectory() as path:
         folder = RunDir(Path(path))
         parts = components.build(settings, torch.device("cpu"))

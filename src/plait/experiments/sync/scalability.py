@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.experiments.bench import Bench, BenchClaim, Row
+from plait.experiments.bench import Bench, Row
+from plait.experiments.sync.claims import partial_reduce_claims
 from plait.experiments.sync.speed import speed_rows
 
 SYNCS = (
@@ -17,7 +18,6 @@ SYNCS = (
     "local-sgd H=8",
     "hetpipe D=4",
 )
-GOAL = 0.88
 
 
 def run(
@@ -30,18 +30,9 @@ def run(
     rows: list[Row] = []
     for count in workers:
         rows += speed_rows(["homogeneous"], syncs, count, seconds)
-    return Bench("scalability", command, tuple(rows), tuple(_claims(rows)))
-
-
-def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
-    """Partial reduce scales at least as well as all-reduce, and near the ideal."""
-    found = {(row["sync"], row["workers"]): float(row["fraction_of_ideal"] or 0) for row in rows}
-    claims = []
-    for (sync, workers), value in found.items():
-        if sync == "partial-reduce":
-            words = f"partial reduce's fraction of ideal throughput, {workers} workers"
-            claims.append(BenchClaim(words, value, f"at least {GOAL:g}", value >= GOAL))
-    return claims
+    what = "partial reduce's fraction of ideal throughput"
+    claims = partial_reduce_claims(rows, lambda row: f"{what}, {row['workers']} workers")
+    return Bench("scalability", command, tuple(rows), tuple(claims))
 
 
 def write_plot(bench: Bench, path: Path) -> None:

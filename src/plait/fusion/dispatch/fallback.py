@@ -295,7 +295,7 @@ def refuse_shared_target(function: Function, args: Arguments) -> None:
 
 def one_trial(values: Any, trial: int, rows: Rows | None = None) -> Any:
     """`values` as one trial sees them: its slice of each trial tensor, its value of each hyperparameter."""
-    # Beside tensors that are known to have rows, one that is not has none: class weights, say.
+    # If some tensors are known to have rows, one that is not has none: class weights, say.
     known = rows is not None and any(
         isinstance(x, TrialTensor) and x.rows_at is not None for x in leaves(values)
     )
@@ -382,7 +382,7 @@ for _spelling in spellings(_METADATA.split()):
 
 
 def strides(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """The steps between elements: those of a lone trial's memory; of several the usual ones are told."""
+    """The steps between elements: those of a lone trial's memory; for several trials the usual ones."""
     x = args[0]
     if x.trials.count > 1:
         return metadata(function, args, kwargs)

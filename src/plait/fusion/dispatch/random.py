@@ -1,7 +1,7 @@
 """Random numbers that belong to a trial: a hash of its seed, its age, the call and the element.
 
-No generator has a state, so a trial draws the same numbers wherever and beside whomever it is trained, on any
-device, inside a CUDA graph as well as outside.
+No generator has a state, so a trial draws the same numbers wherever and with whichever others it is trained,
+on any device, inside a CUDA graph as well as outside.
 """
 
 from __future__ import annotations

@@ -8,27 +8,24 @@ trial.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plait.fusion.dispatch import aliases
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import (
-    PER_TRIAL_RULES,
     READING_RULES,
     RULES,
     Arguments,
     Function,
     Options,
-    usual_form,
+    Rule,
 )
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.speed.lazy_norm import PendingNorm
-from plait.fusion.trials import padding
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
@@ -65,6 +62,8 @@ def _check_layout(inner: Tensor, trials: Trials) -> None:
 class TrialTensor(torch.Tensor):
     """One tensor for each trial, under the shape of one."""
 
+    # Computes a call that is no mere reading; `call.py`, which knows this class and all rules, sets it.
+    compute: ClassVar[Callable[[Rule | None, Function, Arguments, Options], Any]]
     trials: Trials
     pending: PendingNorm | None
     # Whether this is a view with its axes in another order, as a lone model's tensor then is too.
@@ -103,35 +102,10 @@ class TrialTensor(torch.Tensor):
         cls, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
         rule = RULES.get(func)
-        if rule is None:
-            from plait.fusion.dispatch.fallback import (
-                find_rule,  # the fallback wraps tensors, so it imports us
-            )
-
-            rule = RULES[func] = find_rule(func)
         kwargs = kwargs or {}
-        if rule in READING_RULES:
+        if rule is not None and rule in READING_RULES:
             return rule(func, args, kwargs)
-        if kwargs:
-            args, kwargs = usual_form(func, args, kwargs)
-        if PerTrial.made_any and rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
-            from plait.fusion.dispatch.fallback import loop
-
-            rule = loop
-        before = _version(args) if aliases.made else None
-        try:
-            outcome = rule(func, args, kwargs)
-        except Exception as failure:
-            from plait.fusion.dispatch.fallback import recover
-
-            outcome = recover(rule, func, args, kwargs, failure)
-        if before is not None and before != _version(args):
-            aliases.repeat_writes(args[0].stacked)
-        if padding.used:
-            from plait.fusion.trials.rows import follow
-
-            follow(func, args, kwargs, outcome)
-        return outcome
+        return cls.compute(rule, func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -139,9 +113,7 @@ class TrialTensor(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             # torch.arange(x) and its kind read the number in C++.
-            from plait.fusion.dispatch.fallback import refuse_values
-
-            return refuse_values(torch.Tensor.item, args, {})
+            return RULES[torch.Tensor.item](torch.Tensor.item, args, {})
         raise PastRulesError(
             f"{user_line()}\n  gives a tensor of the trials to {func}, past all rules",
             "name the module in fuse(..., unfused=[...]), or write the call another way",
@@ -159,19 +131,6 @@ class TrialTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TrialTensor(trials={self.trials.count}, shape={tuple(self.shape)})"
-
-
-def _version(args: Arguments) -> int | None:
-    """How often the first argument was written; each write in place counts one more."""
-    first = args[0] if args else None
-    if not isinstance(first, TrialTensor) or first.pending is not None:
-        return None
-    version: int = first.stacked._version
-    return version
-
-
-def _differs_by_trial(args: Arguments, kwargs: Options) -> bool:
-    return any(type(arg) is PerTrial for arg in args) or any(type(arg) is PerTrial for arg in kwargs.values())
 
 
 def trials_of(*values: Any) -> Trials:

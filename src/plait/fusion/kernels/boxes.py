@@ -27,7 +27,7 @@ except ImportError:
 
 Box = tuple[int, int, int]
 
-# Tensor descriptors take addresses and strides in multiples of so many bytes.
+# Tensor descriptors take addresses and strides in multiples of this many bytes.
 _ALIGNED_BYTES = 16
 # Programs of a weight gradient below which its rows are shared out among more.
 _PROGRAMS = 132 * 2
@@ -35,7 +35,7 @@ _PROGRAMS = 132 * 2
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes: so many rows and columns, `depth` of the sum at a time."""
+    """What one program computes: rows and columns, and `depth` of the sum at a time."""
 
     rows: int
     columns: int
@@ -173,7 +173,7 @@ def fits(source: Tensor, taps: Tensor, stride: int, size: Sequence[int]) -> bool
     outs, channels = taps.shape[1], taps.shape[-1]
     places = (outs * 2, channels * 2, source.data_ptr(), taps.data_ptr())
     aligned = all(place % _ALIGNED_BYTES == 0 for place in places)
-    # With a stride the descriptor has no axis left for the trials, and cannot tell one's end from the next.
+    # With a stride the descriptor has no axis left for the trials, and cannot separate one from the next.
     phased = stride == 1 or (channels % 64 == 0 and size[0] % stride == 0 and size[1] % stride == 0)
     return aligned and phased and torch.cuda.get_device_capability(source.device) >= (9, 0)
 
@@ -226,7 +226,7 @@ def _gradient_tile(outs: int, channels: int) -> Tile:
 
 
 def _block(size: int, most: int) -> int:
-    """A block for so many channels: what Tensor Cores take at least, and no more than is fast."""
+    """A block for this many channels: what Tensor Cores take at least, and no more than is fast."""
     return min(most, max(16, int(triton.next_power_of_2(size))))
 
 

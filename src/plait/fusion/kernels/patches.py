@@ -54,9 +54,9 @@ def _patches(
     line = (image * high + offs_m // out_w % out_h * STRIDE).to(tl.int64)
     # Written so that the compiler sees by how much an address can be divided, and reads in wide words.
     corner = (line * across + offs_m % out_w) * (STRIDE * FEW)
-    beside = (offs_k // RUN) * (across * (STRIDE * FEW)) + offs_k % RUN
+    offsets = (offs_k // RUN) * (across * (STRIDE * FEW)) + offs_k % RUN
     mask = (offs_m < rows)[:, None] & (offs_k < REDUCED)[None, :]
-    return tl.load(x_ptr + corner[:, None] + beside[None, :], mask=mask, other=0.0)
+    return tl.load(x_ptr + corner[:, None] + offsets[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def fits(taps: Tensor) -> bool:
 
 
 def _width(size: int) -> int:
-    """A block for so many columns: what Tensor Cores take at least, and no more than is fast."""
+    """A block for this many columns: what Tensor Cores take at least, and no more than is fast."""
     return min(64, max(16, int(triton.next_power_of_2(size))))
 
 

@@ -20,7 +20,7 @@ Common = Mapping[str, bool]
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """One optimizer: hyperparameters with torch's defaults, states beside a parameter, and the formulas.
+    """One optimizer: hyperparameters with torch's defaults, states of a parameter, and the formulas.
 
     `coefficients(h, steps)` gets the hyperparameters and how many steps each trial has behind it, or, of a
     kind that does not count them, how many with momentum;
@@ -235,8 +235,22 @@ def _adadelta(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common
     p.sub_(change * c["lr"])
 
 
-_ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-_ADAM_KEEPING = frozenset(("keep2", "shrink", "root", "eps"))
+def _adam_kind(
+    torch_class: type[torch.optim.Optimizer], weight_decay: float, fused: Any, decoupled: bool
+) -> OptimizerKind:
+    """Adam, with its weight decay in the gradient or, `decoupled`, applied to the weights."""
+    return OptimizerKind(
+        torch_class,
+        {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": weight_decay},
+        _adam_states,
+        _adam_coefficients,
+        _adamw if decoupled else _adam,
+        {"amsgrad": False, "maximize": False},
+        keeping=frozenset(("keep2", "shrink", "root", "eps")),
+        kernel=_adam_kernel(fused),
+        one_pass=_adam_pass(decoupled),
+    )
+
 
 KINDS: Mapping[str, OptimizerKind] = {
     "sgd": OptimizerKind(
@@ -250,28 +264,8 @@ KINDS: Mapping[str, OptimizerKind] = {
         keeping=frozenset(("keep",)),
         kernel=_sgd_kernel,
     ),
-    "adam": OptimizerKind(
-        torch.optim.Adam,
-        _ADAM,
-        _adam_states,
-        _adam_coefficients,
-        _adam,
-        {"amsgrad": False, "maximize": False},
-        keeping=_ADAM_KEEPING,
-        kernel=_adam_kernel(torch._fused_adam_),
-        one_pass=_adam_pass(decoupled=False),
-    ),
-    "adamw": OptimizerKind(
-        torch.optim.AdamW,
-        {**_ADAM, "weight_decay": 1e-2},
-        _adam_states,
-        _adam_coefficients,
-        _adamw,
-        {"amsgrad": False, "maximize": False},
-        keeping=_ADAM_KEEPING,
-        kernel=_adam_kernel(torch._fused_adamw_),
-        one_pass=_adam_pass(decoupled=True),
-    ),
+    "adam": _adam_kind(torch.optim.Adam, 0.0, torch._fused_adam_, decoupled=False),
+    "adamw": _adam_kind(torch.optim.AdamW, 1e-2, torch._fused_adamw_, decoupled=True),
     "rmsprop": OptimizerKind(
         torch.optim.RMSprop,
         {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0},

@@ -1,8 +1,9 @@
 """Rules: one function of ours for each function of torch that matters, computed for all trials at once.
 
-Importing this package fills the table in `plait.fusion.dispatch.registry`.
+Importing this package fills the table in `plait.fusion.dispatch.registry`, by which calls are computed.
 """
 
+import plait.fusion.dispatch.call  # noqa: F401  (computes calls by the table)
 from plait.fusion.rules import (
     attention,
     convolution,

@@ -90,7 +90,7 @@ def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _scalar_type(operands: list[Tensor]) -> torch.dtype | None:
-    """The type that lone scalar tensors take beside tensors with axes; None where they keep their own.
+    """The type that lone scalar tensors take next to tensors with axes; None where they keep their own.
 
     A scalar tensor widens a result only to another kind of number. With the trials axis it would always.
     """

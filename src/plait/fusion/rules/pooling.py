@@ -1,4 +1,4 @@
-"""What treats each image, or each channel, alike: trials fold into whichever axis memory has them beside."""
+"""What treats each image, or each channel, alike: trials fold into the axis next to them in memory."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def set_item(function: Function, args: Arguments, kwargs: Options) -> Any:
     ):
         if isinstance(value, Tensor) and value.numel() > 1 and value.dim() > x.dim() - mask.dim():
             _refuse_many_values()
-        # As many values as the mask has elements cannot be told apart by trial; one value for all can.
+        # As many values as the mask has elements cannot be assigned to trials; one value for all can.
         x.copy_(torch.where(_mask_like(mask, x), value, x))
         return None
     if not _is_simple(index):

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from plait.fusion.errors import FusionError
-from plait.fusion.module import Shared
+from plait.fusion.shared import Shared
 
 
 class CompiledForward:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from plait.core.units import show_bytes
 from plait.fusion.errors import FusionError
 
-# What libraries and the allocator take beside the tensors that a step on fake ones counts: 540 and 545 MB on
+# What libraries and the allocator take besides the tensors that a step on fake ones counts: 540 and 545 MB on
 # an H200 (transformer and ResNet-18, 8 trials, bf16); to be measured anew for another machine.
 OVERHEAD_BYTES = 600 * 10**6
 
@@ -81,7 +81,7 @@ def measure_need(
 ) -> MemoryNeed:
     """What a step needs for each trial, from steps of two widths on tensors without memory.
 
-    `make_step(width)` builds models, optimizer and data for so many trials and returns the step.
+    `make_step(width)` builds models, optimizer and data for `width` trials and returns the step.
     """
     low, high = widths
     first, second = step_bytes(make_step, low), step_bytes(make_step, high)

@@ -60,7 +60,7 @@ class Rows:
 
     def fill(self, x: Tensor, number: int) -> Tensor:
         """What became of a trial's own rows, with padding after it."""
-        return _stretched(x, x.shape[0] // self.counts[number] * self.length)
+        return _padded(x, x.shape[0] // self.counts[number] * self.length)
 
 
 def pad(pieces: Sequence[Tensor], length: int) -> Tensor:
@@ -68,10 +68,10 @@ def pad(pieces: Sequence[Tensor], length: int) -> Tensor:
 
     Rows that occur in the data give finite numbers wherever real ones do; zeros may not.
     """
-    return torch.stack([_stretched(piece, length) for piece in pieces])
+    return torch.stack([_padded(piece, length) for piece in pieces])
 
 
-def _stretched(piece: Tensor, length: int) -> Tensor:
+def _padded(piece: Tensor, length: int) -> Tensor:
     if len(piece) == length:
         return piece
     return piece[torch.arange(length, device=piece.device) % len(piece)]

@@ -16,7 +16,7 @@ from plait.fusion.dispatch.registry import Arguments, Function, Options
 from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError, user_line
 
-# Rows and something else share an axis, with the rows not outermost; or it cannot be told where they are.
+# Rows and something else share an axis, with the rows not outermost; or it is not known where they are.
 MIXED = -1
 
 _MOVES = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "unsqueeze", "__get__")
@@ -57,7 +57,7 @@ def _rows_after(
 
 
 def _moved(function: Function, args: Arguments, kwargs: Options, at: int) -> int:
-    """By the same move of a tensor without memory, whose sizes tell its axes apart."""
+    """By the same move of a tensor without memory, whose sizes identify its axes."""
     sizes = [axis + 2 for axis in range(args[0].dim())]
     moved = function(torch.empty(sizes, device="meta"), *args[1:], **kwargs)
     return list(moved.shape).index(at + 2)

@@ -376,7 +376,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _shape_of_objects(args: Any, kwargs: Any) -> Any:
-    """What arguments hold beside tensors, in a form that can be compared."""
+    """What arguments hold besides tensors, in a form that can be compared."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module))]
     return spec, describe(objects)

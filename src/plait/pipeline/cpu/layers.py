@@ -1,4 +1,4 @@
-"""Layers of a stage that compute sooner on a CPU than torch's own, with the same result."""
+"""Layers of a stage that are faster on a CPU than torch's own, with the same result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.pipeline.cpu.linear import add_weight_gradients, turn_weights
 def quicken(
     module: nn.Module, add: bool = True, turn: bool = True, shared: Collection[Parameter] = ()
 ) -> list[nn.Module]:
-    """Let layers of `module` compute sooner; the layers that have another forward now.
+    """Give layers of `module` faster forwards; the layers that have another forward now.
 
     `add`: linear layers add up the gradients of their weights. `turn`: on ARM, where that was measured to be
     better, their weights lie in memory another way, all but `shared`.

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU, computed sooner than by autograd, with the same result.
+"""Linear layers on a CPU, faster than by autograd, with the same result.
 
 The gradient of the weights is added in the product itself to what earlier microbatches left, where autograd
 would make it first and add it then, and that of the bias is a product with ones, which takes a third of the
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-# Up to so many rows the gradient of the input is made turned, too, and turned back.
+# Up to this many rows the gradient of the input is computed transposed, too, and transposed back.
 _FEW_ROWS = 64
 
 
@@ -54,7 +54,7 @@ def turn_weights(module: nn.Module, shared: Collection[Parameter] = ()) -> None:
 
 
 def laid_out_as(parameter: Tensor, value: Any) -> Any:
-    """`value`, a part of an optimizer's state, in memory as `parameter` is, which updates it sooner."""
+    """`value`, part of an optimizer's state, in the memory layout of `parameter`: updates are faster."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     same = value.stride() == parameter.stride()

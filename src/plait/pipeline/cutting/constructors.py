@@ -15,7 +15,7 @@ _PLAIN = (int, float, bool, str, type(None), tuple, list)
 
 
 class NoConstructor(Exception):
-    """A module whose constructor call cannot be told from the module; the message says what differs."""
+    """A module whose constructor call cannot be derived from the module; the message says what differs."""
 
 
 def constructor(module: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Routes: which values each stage hands to which later stage, straight, however far it is."""
+"""Routes: which values each stage sends to which later stage, directly, also past other stages."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def write_code(traced: TracedModel, stages: Sequence[Sequence[str]], directory: 
 
     Each holds a class `Stage` with the original model's names of parameters, so that it takes its part
     of the model's state_dict by `load_model`; INPUTS and OUTPUTS name the values that enter and leave.
-    Tensors that belong to no state_dict lie beside it in `stage_0.pt`.
+    Tensors that belong to no state_dict are next to it in `stage_0.pt`.
     """
     check_stages(traced, stages)
     check_buffers(traced, stages)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Up to so many numbers a buffer is copied whether or not it has ever been written.
+# Up to this many numbers a buffer is copied whether or not it has ever been written.
 _SMALL = 1 << 18
 # Attributes of modules that are torch's own.
 _TORCHS = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names"])

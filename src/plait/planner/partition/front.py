@@ -19,23 +19,23 @@ from plait.planner.partition.bounds import lower_bound
 from plait.planner.partition.heterogeneous import Placed, kinds_of, solve_mixed
 from plait.planner.partition.level_search import Problem, nearly_best
 from plait.planner.partition.solver import LevelBlock, Limits, Ranges, level_problem, ranges_of, solve
-from plait.planner.plan_checks import MOST_MICROBATCHES
+from plait.planner.plan import MOST_MICROBATCHES
 from plait.planner.schedules.kinds import Depth, Schedule
 
 # How many ideals are tried at once: all pairs of them for one level, all triples for inner levels.
 _MOST_IDEALS_FLAT = 2000
 _MOST_IDEALS_NESTED = 600
-# With the cheapest cuts of a graph that has too many come so many that follow its order.
+# Cuts that follow the order of a graph which has too many, in addition to its cheapest.
 _STEPS_FLAT = 200
 _STEPS_NESTED = 50
-# A bound is refined until it is so near the plan, or so many intervals are in use.
+# A bound is refined until it is this near the plan, or this many intervals are in use.
 _NEAR_ENOUGH = 1.03
 _INTERVALS = (250, 500, 1000)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a person may ask of the planner beside the machines.
+    """What a person may ask of the planner besides the machines.
 
     `microbatches` None lets the planner choose; `pipelines` is how many run side by side; `straight`
     forbids replicas within a pipeline; `chunks` is how many stages each worker of an interleaved pipeline

@@ -1,8 +1,8 @@
 """Partitions for devices that differ in speed and memory.
 
 Microbatches go round the replicas of a stage in turn, so the slowest sets the stage's pace and the one with
-the least memory its limit. Devices of a kind are alike, so a plan is settled by how many of each kind every
-stage takes; all such plans are tried, from the last stage to the first.
+the least memory its limit. Devices of a kind are alike, so a plan is determined by how many of each kind
+every stage takes; all such plans are tried, from the last stage to the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plait.graph.ideals import Bools
 from plait.planner.cluster import Cluster
 from plait.planner.partition.level_search import CLOSE, Ints, Problem
 
-# Beyond so many ways to hand out devices, kinds that are nearly alike are taken for one.
+# Beyond this many ways to hand out devices, kinds that are nearly alike are taken for one.
 _MOST_STATES = 150
 
 

@@ -234,7 +234,7 @@ def _most_in_flight(memory: StageMemory, pairs: tuple[Any, Any], limit: float) -
 def fitting_replicas(
     problem: Problem, few: Floats, several: Floats, most_in_flight: tuple[Floats, Floats], after: Floats
 ) -> Floats:
-    """The fewest replicas from `few`, or else from `several` on, that keep at most so many in flight."""
+    """The fewest replicas from `few`, or else from `several` on, that keep at most `depth` in flight."""
     assert problem.depth is not None
     alone, shared = (problem.depth.fewest_replicas(most, after) for most in most_in_flight)
     enough = np.ceil(np.maximum(several, shared) / problem.unit) * problem.unit

@@ -22,7 +22,7 @@ from plait.planner.schedules.kinds import Depth, Schedule
 
 @dataclass(frozen=True)
 class Limits:
-    """What a partition must respect beside the bottleneck."""
+    """What a partition must respect besides the bottleneck."""
 
     memory_bytes: float = math.inf
     pipelines: int = 1

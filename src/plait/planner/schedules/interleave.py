@@ -33,9 +33,9 @@ class EverybodyWaits(PlanError):
 class Lane:
     """The operations of one replica of a stage, in order, and the worker that carries them out.
 
-    They are asked for one by one, when those before are done. `pipeline` tells the microbatches of several
-    pipelines apart. Where backwards are split, the other half is done when there is time, at the latest
-    when `room` microbatches are held.
+    They are asked for one by one, when those before are done. `pipeline` distinguishes the microbatches of
+    several pipelines. Where backwards are split, the other half is done when there is time, at the
+    latest when `room` microbatches are held.
     """
 
     worker: int

@@ -57,7 +57,7 @@ class Depth:
         return int(min(math.ceil(devices / replicas), own))
 
     def fewest_replicas(self, most_in_flight: Floats, after: Floats) -> Floats:
-        """The fewest replicas that keep at most so many in flight when `after` devices follow."""
+        """The fewest replicas that keep at most `depth` in flight when `after` devices follow."""
         with np.errstate(divide="ignore", invalid="ignore"):
             own = np.inf if self.microbatches is None else self.microbatches / most_in_flight
             if self.schedule is Schedule.NONE:

@@ -1,4 +1,4 @@
-"""What a worker is told to do: one operation after the other, as plain values."""
+"""What a worker does: one operation after the other, as plain values."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Layout:
 
 
 def straight_layout(replicas: Sequence[int]) -> Layout:
-    """Stages with so many replicas each, workers numbered in order."""
+    """Stages with `replicas` replicas each, workers numbered in order."""
     stages, first = [], 0
     for count in replicas:
         stages.append(tuple(range(first, first + count)))

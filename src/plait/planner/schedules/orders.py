@@ -92,7 +92,7 @@ def batch_of_two_buffers(layout: Layout, least: int = 1) -> int:
 
 
 def _one_stage(schedule: Schedule, stage: int, own: range, depth: int, rounds: int, every: int) -> list[Op]:
-    """The work of one replica: fill the pipe, alternate, drain it, with an update `every` so many rounds."""
+    """The work of one replica: fill the pipe, alternate, drain it, with an update after `every` rounds."""
     ops: list[Op] = []
     backwards = 0
     versions: dict[int, int] = {}

@@ -83,7 +83,7 @@ class Simulation:
         return 1 - busy / window if window > 0 else 0.0
 
     def finished_s(self, microbatches: int) -> float:
-        """When so many microbatches have gone backward through the first stage."""
+        """When `count` microbatches have gone backward through the first stage."""
         ends = [
             s.end_s for s in self.spans if s.op.stage == 0 and isinstance(s.op, (Backward, BackwardInput))
         ]

@@ -75,18 +75,18 @@ def choose(members: Members, gradient_bytes: int) -> tuple[Topology | None, Topo
     return left[order[0]], TopologyChosen(order[0], size, seconds, reason)
 
 
-def settle(
-    wish: TopologySpec, members: Members, gradient_bytes: int, device: torch.device
+def resolve_topology(
+    spec: TopologySpec, members: Members, gradient_bytes: int, device: torch.device
 ) -> tuple[Topology | None, TopologyChosen | None]:
     """The topology to start with, and why where it was measured; all members call it together.
 
     `device` is where the gradients are.
     """
-    if wish.name == DEFAULT and device.type != "cpu":
+    if spec.name == DEFAULT and device.type != "cpu":
         return None, None
-    if wish.name == AUTO:
+    if spec.name == AUTO:
         return choose(members, gradient_bytes)
-    return find_topology(wish, members.hosts), None
+    return find_topology(spec, members.hosts), None
 
 
 def _name(topology: Topology | None) -> str:

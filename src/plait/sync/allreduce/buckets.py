@@ -20,7 +20,7 @@ from plait.sync.allreduce.tree import OverTopology
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 LAST_BUCKET_BYTES = 2 << 20
-# So many numbers may travel along with the gradients.
+# The most numbers that may travel along with the gradients.
 MOST_NOTES = 16
 
 
@@ -133,7 +133,7 @@ class AllReduce:
             self._reducer = self._over
 
     def close(self) -> None:
-        """End what runs beside this thread and let the parameters be; all call it after their last step."""
+        """End the thread and remove the hooks from the parameters; all call it after their last step."""
         for hook in self._hooks:
             hook.remove()
         if self._over is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plait.core.splits import split
+
 # Long enough that a piece costs more than telling of it.
 MOST_BYTES = 1 << 20
 # Between hosts, links stand idle while the first piece comes and the last one goes: shorter ones.
-MOST_FAR_BYTES = 256 << 10
+MOST_REMOTE_BYTES = 256 << 10
 # A piece this small costs no more than half of one.
 LEAST_BYTES = 16 << 10
 
@@ -38,9 +40,8 @@ def cut_buffer(
     pieces = max(1, min(pieces, size // least, count))
     given = list(loads)
     cuts = []
-    for i in range(pieces):
-        start, stop = count * i // pieces, count * (i + 1) // pieces
+    for own in split(count, pieces):
         route = given.index(min(given))
-        given[route] += (stop - start) * item_bytes
-        cuts.append(Chunk(start, stop, route))
+        given[route] += len(own) * item_bytes
+        cuts.append(Chunk(own.start, own.stop, route))
     return cuts

@@ -24,7 +24,7 @@ from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Route, Topology
 from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, cut_buffer
 from plait.sync.allreduce.reducer import Members
-from plait.sync.allreduce.remote_stream import FarStream, tag_of
+from plait.sync.allreduce.remote_stream import RemoteStream, tag_of
 
 REDUCE, BROADCAST = 0, 1
 # The topic of the word that a near peer has read all results of a job.
@@ -71,7 +71,7 @@ class _Lane:
         # What has come from whom: None for a piece to be read where it lies.
         self.sums: dict[int, deque[Tensor | None]] = {child: deque() for child in self.adds}
         self.results: deque[Tensor | None] = deque()
-        self.heard: Counter[tuple[int, int]] = Counter()
+        self.noticed: Counter[tuple[int, int]] = Counter()
 
     def awaited(self) -> tuple[int, str] | None:
         """Which peer this rank waits for on this lane, if any, and for what."""
@@ -97,11 +97,11 @@ class ReduceThread(threading.Thread):
         self._members = members
         self._near = dict(near)
         self._most, self._least = most, least
-        self._ear = Poller(near)
+        self._poller = Poller(near)
         self._asked: deque[Callable[[], None]] = deque()
         self._lanes: list[_Lane] = []
         self._loads: list[int] = []
-        self._streams: dict[tuple[int, int, int], FarStream] = {}
+        self._streams: dict[tuple[int, int, int], RemoteStream] = {}
         self._epoch = -1
         self._early: list[tuple[int, int, int]] = []
         self._jobs: dict[int, Reduction] = {}
@@ -139,7 +139,7 @@ class ReduceThread(threading.Thread):
     def _ask(self, what: Callable[[], None]) -> None:
         """Have the engine's thread do something when it comes to it."""
         self._asked.append(what)
-        self._ear.call()
+        self._poller.call()
 
     def run(self) -> None:
         try:
@@ -155,16 +155,16 @@ class ReduceThread(threading.Thread):
             for peer in self._near.values():
                 # After a failure the others must not take this end for one on purpose.
                 peer.close(on_purpose=self.failure is None)
-            self._ear.close()
+            self._poller.close()
 
     def _turn(self) -> None:
         """Wait for whatever comes next and do what it allows."""
-        for place in self._ear.wait(self._seconds_left()):
+        for place in self._poller.wait(self._seconds_left()):
             peer = self._near[place]
-            for topic, number in peer.hear():
+            for topic, number in peer.notices():
                 self._hear(place, topic, number)
             if peer.lost or peer.ended:
-                self._ear.forget(peer)
+                self._poller.forget(peer)
         while self._asked:
             self._asked.popleft()()
         left = self._seconds_left()
@@ -228,7 +228,7 @@ class ReduceThread(threading.Thread):
         for place, topic, number in early:
             self._hear(place, topic, number)
 
-    def _open(self, peer: int, route: int, phase: int) -> FarStream:
+    def _open(self, peer: int, route: int, phase: int) -> RemoteStream:
         def arrived(memory: Tensor) -> None:
             self._ask(lambda: self._arrive(peer, route, phase, memory))
 
@@ -238,7 +238,7 @@ class ReduceThread(threading.Thread):
 
             self._ask(fail)
 
-        stream = FarStream(self._members, peer, tag_of(self._members, route, phase), arrived, failed)
+        stream = RemoteStream(self._members, peer, tag_of(self._members, route, phase), arrived, failed)
         stream.start()
         return stream
 
@@ -256,12 +256,12 @@ class ReduceThread(threading.Thread):
             self._early.append((place, topic, number))
             return
         lane = self._lanes[route]
-        if number != lane.heard[phase, place]:
+        if number != lane.noticed[phase, place]:
             raise PlaitError(
-                f"worker {self._members.ranks[place]} told of piece {number} of route {route}, expected "
-                f"{lane.heard[phase, place]}; the workers sum different buffers"
+                f"worker {self._members.ranks[place]} announced piece {number} of route {route}, expected "
+                f"{lane.noticed[phase, place]}; the workers sum different buffers"
             )
-        lane.heard[phase, place] += 1
+        lane.noticed[phase, place] += 1
         self._arrive(place, route, phase, None)
 
     def _begin(self, job: Reduction) -> None:
@@ -353,7 +353,7 @@ class ReduceThread(threading.Thread):
         left = piece.job.to_copy
         left[lane.gets_from] -= 1
         if left[lane.gets_from] == 0:
-            self._near[lane.gets_from].tell(_READ, piece.job.number)
+            self._near[lane.gets_from].notify(_READ, piece.job.number)
 
     def _pass_on(self, lane: _Lane, piece: _Piece, route: int) -> None:
         for child in lane.passes_to:
@@ -363,7 +363,7 @@ class ReduceThread(threading.Thread):
 
     def _send(self, place: int, route: int, phase: int, piece: _Piece) -> None:
         if place in self._near:
-            self._near[place].tell(self._epoch << 32 | route << 1 | phase, piece.number)
+            self._near[place].notify(self._epoch << 32 | route << 1 | phase, piece.number)
             return
         members = self._members
         tag = tag_of(members, route, phase)

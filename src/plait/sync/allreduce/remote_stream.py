@@ -16,20 +16,20 @@ from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
 from plait.sync.allreduce.reducer import Members
 
-# Far from the channels of pipelines, which use the same process group.
+# Apart from the channels of pipelines, which use the same process group.
 _TAGS_OF_A_LANE = 1 << 14
-# So many receives are posted ahead: word of them travels behind the data that goes the other way, and on
-# a slow link that takes long. Pieces that come into lent memory are fewer, for that memory's sake.
+# Receives posted ahead: their notices travel behind the data that goes the other way, which takes long on a
+# slow link. Pieces that come into lent memory are fewer, for that memory's sake.
 _AHEAD = 256
 _LENT = 24
 
 
 def tag_of(members: Members, route: int, phase: int) -> int:
-    """What tells a stream from the others between the same two workers."""
+    """The tag that distinguishes a stream from the others between the same two workers."""
     return Tag.FIRST_ROUTE + members.lane * _TAGS_OF_A_LANE + 2 * route + phase
 
 
-class FarStream(threading.Thread):
+class RemoteStream(threading.Thread):
     """One phase of a route from a worker of another host.
 
     Its transport offers no way to ask whether something has come, so this thread waits, and `arrived` is

@@ -15,7 +15,7 @@ from plait.comm.links.shm_regions import LocalPeer, SharedBuffer
 from plait.core.codec import encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Topology
-from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, MOST_FAR_BYTES
+from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, MOST_REMOTE_BYTES
 from plait.sync.allreduce.reduce_thread import ReduceThread, Reduction, layout
 from plait.sync.allreduce.reducer import Members, Pending, Spec
 
@@ -55,7 +55,7 @@ class OverTopology:
         ]
         if most is None:
             # From the hosts' names, which all members know alike.
-            most = MOST_BYTES if len(set(members.hosts)) == 1 else MOST_FAR_BYTES
+            most = MOST_BYTES if len(set(members.hosts)) == 1 else MOST_REMOTE_BYTES
         self._engine = ReduceThread(members, _see_each_other(members, region), most, least)
         self._engine.start()
         self.topology: Topology | None = None
@@ -84,8 +84,8 @@ class OverTopology:
         if any(other != found[0] for other in found):
             names = ", ".join(name for name, _ in found)
             raise PlaitError(
-                f"worker {self._members.rank} was told to switch to topology {topology.name!r}, but the "
-                f"workers were told {names}; all must switch to the same one between the same two steps"
+                f"worker {self._members.rank} was asked to switch to topology {topology.name!r}, but the "
+                f"workers were asked for {names}; all must switch to the same one between the same two steps"
             )
         size = len(self._members.ranks)
         if topology.size != size:

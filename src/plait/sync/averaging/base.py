@@ -47,17 +47,17 @@ class SyncStats:
 class Averaging(Protocol):
     """How workers that update by themselves come to agree.
 
-    `after_update` follows each of this worker's updates; `settle` brings all living workers to the same
-    state and returns who they are. In between a worker may end at any time where `tolerant` says so.
-    `living` are those who are there, `ended` those who will not be back. `state` is what a checkpoint has to
+    `after_update` follows each of this worker's updates; `synchronize` brings all living workers to the same
+    state and returns who they are. In between a worker may end at any time where `tolerant` says so. `living`
+    are the workers that are there, `ended` those that will not be back. `state` is what a checkpoint has to
     hold besides the workers' own state, by name, with one tensor for each weight.
     """
 
     tolerant: bool
-    tally: SyncStats
+    stats: SyncStats
 
     def after_update(self) -> None: ...
-    def settle(self) -> tuple[int, ...]: ...
+    def synchronize(self) -> tuple[int, ...]: ...
     def living(self) -> tuple[int, ...]: ...
     def ended(self) -> set[int]: ...
     def state(self) -> Mapping[str, Sequence[Tensor]]: ...
@@ -65,8 +65,8 @@ class Averaging(Protocol):
     def close(self) -> None: ...
 
 
-class AtSettle(Protocol):
-    """Tensors that are averaged only where all workers settle, such as an optimizer's state.
+class WhenSynchronized(Protocol):
+    """Tensors that are averaged only when all workers synchronize, such as an optimizer's state.
 
     They are asked for once all have come, and must then be the same on all workers, in number and size.
     """
@@ -80,26 +80,48 @@ class AtSettle(Protocol):
         """The tensors hold the mean of all."""
 
 
+class AllOrNone:
+    """What averagings have in common that need all `size` workers: the end of one is the end of the run."""
+
+    tolerant = False
+
+    def __init__(self, size: int) -> None:
+        self.stats = SyncStats()
+        self._size = size
+
+    def living(self) -> tuple[int, ...]:
+        return tuple(range(self._size))
+
+    def ended(self) -> set[int]:
+        return set()
+
+    def state(self) -> Mapping[str, Sequence[Tensor]]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        pass
+
+
 class FullAverage:
     """Full averages: all living workers come together, and each leaves with the mean of all.
 
     A worker that ends or is stopped is not waited for once its lease has run out. All workers have the same
-    meetings in the same order; one that missed some takes up what the others have.
+    averages in the same order; one that missed some loads what the others have.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._store = peers.store
-        self._mail = peers.mail
+        self._mailbox = peers.mailbox
         self._mean = GroupMean(peers, MEETING_WAYS)
-        self._missed = False
-        # Keys of meetings that someone who was stopped may still come to.
+        self.missed = False
+        # Keys of earlier averages, which a worker that was stopped may still read.
         self._stale: list[str] = []
         self.number = 0
         self.distance = 0.0
 
     def has_begun(self) -> bool:
-        """Whether some worker waits in the meeting to come."""
+        """Whether some worker waits in the next full average."""
         return bool(self._store.check([self._key()]))
 
     def meet(self, vector: FlatBuffer) -> tuple[int, ...]:
@@ -112,7 +134,7 @@ class FullAverage:
                 self._delete_stale(members)
             self._stale.append(self._key(attempt))
             whole = False
-            if self._mail.rank in members:
+            if self._mailbox.rank in members:
                 if not before:
                     flats = vector.gather()
                     before = [flat.clone() for flat in flats]
@@ -123,7 +145,7 @@ class FullAverage:
             # Someone who averaged for the others is gone: once more, without it.
             for flat, old in zip(flats, before):
                 flat.copy_(old)
-        self._missed = not whole
+        self.missed = not whole
         if whole:
             vector.scatter()
         self.distance = distance(vector.weights, before) if whole else 0.0
@@ -133,12 +155,12 @@ class FullAverage:
     def _agree(self, attempt: int, members: tuple[int, ...], whole: bool) -> bool:
         """Whether all living members have the whole mean; the first that knows says so for all.
 
-        Who came too late hears of it, too: where it is to be done once more, the others wait for all.
+        A worker that came too late reads the verdict too: if the average is repeated, the others wait for it.
         """
         key = self._key(attempt)
         votes = {member: f"{key}/whole/{member}" for member in members}
-        if self._mail.rank in members:
-            self._store.set(votes[self._mail.rank], str(int(whole)))
+        if self._mailbox.rank in members:
+            self._store.set(votes[self._mailbox.rank], str(int(whole)))
         waited = self._peers.stopwatch(VOTE_TIMEOUTS)
         while not self._store.check([f"{key}/verdict"]):
             living = self._peers.living()
@@ -150,19 +172,19 @@ class FullAverage:
             elif waited.is_over():
                 raise self._peers.timed_out(waited, missing, "to say that it has the mean of all")
             else:
-                self._mail.wait(0.005)
+                self._mailbox.wait(0.005)
         return self._store.get(f"{key}/verdict") == b"1"
 
     def _key(self, attempt: int = 0) -> str:
         return f"{self._peers.prefix}/meeting/{self.number}/{attempt}"
 
     def _gather(self, attempt: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Enter the meeting and wait until it is closed; its members, and those of them that missed others.
+        """Enter the average and wait until it is closed; its members, and those of them that missed others.
 
         The record is `open` or `closed` and the ranks that came, with a star at those that missed one.
         """
         key = self._key(attempt)
-        me = f"{self._mail.rank}{'*' if self._missed else ''}"
+        me = f"{self._mailbox.rank}{'*' if self.missed else ''}"
         text = self._store.compare_set(key, "", f"open {me}").decode()
         while text.startswith("open") and me not in text.split():
             text = self._store.compare_set(key, text, f"{text} {me}").decode()
@@ -174,7 +196,7 @@ class FullAverage:
                 text = self._store.compare_set(key, text, text.replace("open", "closed")).decode()
                 self._call(present)
             elif waited.is_over():
-                raise self._peers.timed_out(waited, missing, "to come where all workers settle")
+                raise self._peers.timed_out(waited, missing, "to come to a full average")
             else:
                 self._hear()
                 text = self._store.get(key).decode()
@@ -186,56 +208,58 @@ class FullAverage:
         return members, behind if behind != members else ()
 
     def _delete_stale(self, members: tuple[int, ...]) -> None:
-        """Delete the keys of earlier meetings once all who may ever look at them have come to a later one."""
+        """Delete the keys of earlier averages once all that may still read them have come to a later one."""
         everyone = self._peers.presence.members
         if not set(members) | self._peers.ended() >= set(everyone):
             return
-        for key in self._stale if self._mail.rank == min(members) else ():
+        for key in self._stale if self._mailbox.rank == min(members) else ():
             for name in ("", "/verdict", *(f"/whole/{member}" for member in everyone)):
                 self._store.delete_key(f"{key}{name}")
         self._stale = []
 
     def _call(self, members: set[int]) -> None:
-        for member in members - {self._mail.rank}:
-            self._mail.send(member, Tag.FULL_AVERAGE, self.number, [])
+        for member in members - {self._mailbox.rank}:
+            self._mailbox.send(member, Tag.FULL_AVERAGE, self.number, [])
 
     def _hear(self) -> None:
-        self._mail.wait(LOOK_S)
-        for peer in self._mail.peers():
-            while (message := self._mail.take(peer, Tag.FULL_AVERAGE)) is not None:
+        self._mailbox.wait(LOOK_S)
+        for peer in self._mailbox.peers():
+            while (message := self._mailbox.take(peer, Tag.FULL_AVERAGE)) is not None:
                 message.release()
 
 
 def _ranks(text: str) -> set[int]:
-    """The workers that a meeting's record names."""
+    """The workers that an average's record names."""
     return {int(member.strip("*")) for member in text.split()[1:]}
 
 
 class PeerAveraging:
-    """What averagings by mail have in common: flat memory of `sources`, and meetings of all who live.
+    """What averagings by mailbox have in common: flat memory of `sources`, and full averages.
 
-    The first two sources are the weights and the running statistics; these and what is averaged `at_settle`
-    are a worker's whole state.
+    The first two sources are the weights and the running statistics; these and `when_synchronized` are a
+    worker's whole state.
     """
 
-    def __init__(self, peers: Peers, sources: Sequence[Source], at_settle: Sequence[AtSettle] = ()) -> None:
-        self.tally = SyncStats()
+    def __init__(
+        self, peers: Peers, sources: Sequence[Source], when_synchronized: Sequence[WhenSynchronized] = ()
+    ) -> None:
+        self.stats = SyncStats()
         self._peers = peers
-        self._mail = peers.mail
+        self._mailbox = peers.mailbox
         self._presence = peers.presence
         self._vector = FlatBuffer(*sources)
-        self._at_settle = at_settle
-        self._whole = FlatBuffer(*sources[:2], *at_settle)
-        self._meetings = FullAverage(peers)
+        self._when_synchronized = when_synchronized
+        self._whole = FlatBuffer(*sources[:2], *when_synchronized)
+        self.full_average = FullAverage(peers)
 
-    def settle(self) -> tuple[int, ...]:
+    def synchronize(self) -> tuple[int, ...]:
         """The mean over all living workers, whom it returns."""
-        for source in self._at_settle:
+        for source in self._when_synchronized:
             source.prepare()
-        members = self._meetings.meet(self._whole)
-        for source in self._at_settle:
+        members = self.full_average.meet(self._whole)
+        for source in self._when_synchronized:
             source.finish()
-        self.tally.distances.append(self._meetings.distance)
+        self.stats.distances.append(self.full_average.distance)
         return members
 
     def living(self) -> tuple[int, ...]:
@@ -253,4 +277,4 @@ class PeerAveraging:
 
     def close(self) -> None:
         self._presence.close()
-        self._mail.close()
+        self._mailbox.close()

@@ -67,8 +67,8 @@ class FlatBuffer:
 def put_mean(own: Sequence[Tensor], brought: Mapping[int, Sequence[Tensor | None]]) -> list[int]:
     """Put the mean of what workers brought, by rank, into `own`; how many brought each tensor.
 
-    One that some lack or have otherwise is averaged over the rest. Sums go in the order of ranks, whoever
-    makes them, so all who might come to the same bits.
+    One that some lack or have otherwise is averaged over the rest. Sums go in the order of ranks, whichever
+    worker makes them, so all who might come to the same bits.
     """
     counts = []
     for i, flat in enumerate(own):

@@ -1,11 +1,11 @@
-"""Gossip beside the work: AD-PSGD, and pair averaging as KungFu has it."""
+"""Gossip, overlapped with training: AD-PSGD, and pair averaging as KungFu has it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from plait.schema.sync_options import AdPsgdOptions
-from plait.sync.averaging.base import AtSettle, PeerAveraging
+from plait.sync.averaging.base import PeerAveraging, WhenSynchronized
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.gossip_thread import GossipThread
 from plait.sync.averaging.group_graph import asked_by
@@ -15,7 +15,7 @@ Choose = Callable[[Sequence[int]], Sequence[int]]
 
 
 class Gossip(PeerAveraging):
-    """Averages with random peers, one at a time, in a thread beside the work.
+    """Averages with random peers, one at a time, in a thread of its own.
 
     `choose` says who of the living may be asked; with `mutual` both take the mean, else only who asks.
     """
@@ -30,32 +30,32 @@ class Gossip(PeerAveraging):
         choose: Choose,
         *,
         mutual: bool,
-        at_settle: Sequence[AtSettle] = (),
+        when_synchronized: Sequence[WhenSynchronized] = (),
     ) -> None:
-        super().__init__(peers, sources, at_settle)
+        super().__init__(peers, sources, when_synchronized)
         self._averages = 0
-        self._exchange = GossipThread(
-            peers.mail, peers.presence, self._vector, choose, mutual=mutual, seed=seed
+        self.thread = GossipThread(
+            peers.mailbox, peers.presence, self._vector, choose, mutual=mutual, seed=seed
         )
 
     def after_update(self) -> None:
         """Make the update known, and take what was averaged since the one before."""
-        with self.tally.waiting():
-            averages = self._exchange.update()
-        self.tally.groups += averages - self._averages
-        self.tally.members += 2 * (averages - self._averages)
+        with self.stats.waiting():
+            averages = self.thread.update()
+        self.stats.groups += averages - self._averages
+        self.stats.members += 2 * (averages - self._averages)
         self._averages = averages
-        self.tally.bytes_sent = self._mail.bytes_sent
+        self.stats.bytes_sent = self._mailbox.bytes_sent
 
-    def settle(self) -> tuple[int, ...]:
-        self._exchange.pause()
-        members = super().settle()
-        self._exchange.resume()
+    def synchronize(self) -> tuple[int, ...]:
+        self.thread.pause()
+        members = super().synchronize()
+        self.thread.resume()
         return members
 
     def close(self) -> None:
-        self._exchange.pause()
-        self._exchange.close()
+        self.thread.pause()
+        self.thread.close()
         super().close()
 
 
@@ -64,26 +64,26 @@ def ad_psgd(
     sources: Sequence[Source],
     seed: int,
     graph: str = AdPsgdOptions.graph,
-    at_settle: Sequence[AtSettle] = (),
+    when_synchronized: Sequence[WhenSynchronized] = (),
 ) -> Gossip:
     """AD-PSGD: workers of even place ask a random neighbour of odd place, and both take the mean.
 
-    Places are those among the living, so that the rest goes on averaging whoever is lost. Two workers that
+    Places are those among the living, so that the rest goes on averaging when some are lost. Two workers that
     for a moment disagree on who lives may ask each other: both answer at once, and the mean of all stays.
     """
 
     def choose(living: Sequence[int]) -> Sequence[int]:
         return asked_by(peers.rank, living, graph)
 
-    return Gossip(peers, sources, seed, choose, mutual=True, at_settle=at_settle)
+    return Gossip(peers, sources, seed, choose, mutual=True, when_synchronized=when_synchronized)
 
 
 def pair_averaging(
-    peers: Peers, sources: Sequence[Source], seed: int, at_settle: Sequence[AtSettle] = ()
+    peers: Peers, sources: Sequence[Source], seed: int, when_synchronized: Sequence[WhenSynchronized] = ()
 ) -> Gossip:
     """Pair averaging: each worker pulls the weights of a random peer and takes the mean of both."""
 
     def choose(living: Sequence[int]) -> Sequence[int]:
         return [peer for peer in living if peer != peers.rank]
 
-    return Gossip(peers, sources, seed, choose, mutual=False, at_settle=at_settle)
+    return Gossip(peers, sources, seed, choose, mutual=False, when_synchronized=when_synchronized)

@@ -1,4 +1,4 @@
-"""A thread that averages beside the work: it answers peers at any time and asks some of them itself.
+"""A thread that averages while the worker trains: it answers peers at any time and asks some of them itself.
 
 What others see is a copy of the weights, the truth. The worker computes on its own tensors and brings the
 change of each update into the truth, where the thread's averages have gone meanwhile.
@@ -21,7 +21,7 @@ from plait.sync.averaging.flat_buffer import FlatBuffer
 from plait.sync.averaging.peers import Inbox
 
 LOOK_S = 0.02
-# A question's number: how often all have settled, and behind it the count of this worker's questions.
+# A question's number: how often all have synchronized, then the count of this worker's questions.
 COUNT_BITS = 32
 
 
@@ -30,12 +30,12 @@ class GossipThread:
 
     `choose` names the peers that may be asked, of those that are living; with `mutual` who answers takes
     the mean as well. Every question is answered, so that nobody waits: with nothing where the two have not
-    settled equally often, for one of them was stopped meanwhile.
+    synchronized equally often: one of them was stopped meanwhile.
     """
 
     def __init__(
         self,
-        mail: Mailbox,
+        mailbox: Mailbox,
         presence: Presence,
         vector: FlatBuffer,
         choose: Callable[[Sequence[int]], Sequence[int]],
@@ -43,21 +43,21 @@ class GossipThread:
         mutual: bool,
         seed: int,
     ) -> None:
-        self._mail = mail
+        self._mailbox = mailbox
         self._presence = presence
         self._vector = vector
         self._choose = choose
         self._mutual = mutual
-        self._random = random.Random(f"{seed}/{mail.rank}")
+        self._random = random.Random(f"{seed}/{mailbox.rank}")
         self._lock = threading.Lock()
         self._truth = [flat.clone() for flat in vector.gather()]
         self._base = [flat.clone() for flat in self._truth]
-        self._settled = 0
-        self._questions = 0
-        self._wishes = 0
+        self._synchronized = 0
+        self.questions = 0
+        self._pending = 0
         self._asked: _Question | None = None
-        self._answers = Inbox(mail, Tag.GOSSIP_ANSWER)
-        self._averages = 0
+        self._answers = Inbox(mailbox, Tag.GOSSIP_ANSWER)
+        self.averages = 0
         self._run = threading.Event()
         self._parked = threading.Event()
         self._ended = False
@@ -67,7 +67,7 @@ class GossipThread:
         self._thread.start()
 
     def update(self) -> int:
-        """Bring this worker's update into the truth, compute on from there, and wish for an average.
+        """Add this worker's update to the published weights, continue from them, and request an average.
 
         Returns how many averages there have been.
         """
@@ -79,23 +79,23 @@ class GossipThread:
                 truth.add_(flat).sub_(base)
                 flat.copy_(truth)
                 base.copy_(truth)
-            self._wishes = min(self._wishes + 1, 2)
-            averages = self._averages
+            self._pending = min(self._pending + 1, 2)
+            averages = self.averages
         self._vector.scatter()
         return averages
 
     def pause(self) -> None:
-        """Have the thread stand still; the worker's tensors hold the truth, and the mail is the caller's."""
+        """Pause the thread: the tensors hold the published weights, and the caller may use the mailbox."""
         self._run.clear()
         self._parked.wait()
         if self._failure is not None:
             raise self._failure
         self.update()
-        self._wishes, self._asked = 0, None
+        self._pending, self._asked = 0, None
 
     def resume(self) -> None:
         """Go on from what the worker's tensors hold; what was asked before is void."""
-        self._settled += 1
+        self._synchronized += 1
         for truth, base, flat in zip(self._truth, self._base, self._vector.gather()):
             truth.copy_(flat)
             base.copy_(flat)
@@ -115,8 +115,8 @@ class GossipThread:
                     self._parked.set()
                     self._run.wait()
                     continue
-                self._mail.wait(LOOK_S / 4 if self._wishes and self._asked is None else LOOK_S)
-                for peer in self._mail.peers():
+                self._mailbox.wait(LOOK_S / 4 if self._pending and self._asked is None else LOOK_S)
+                for peer in self._mailbox.peers():
                     self._answer_all(peer)
                 self._hear_answer()
                 self._ask()
@@ -125,45 +125,47 @@ class GossipThread:
             self._parked.set()
 
     def _answer_all(self, peer: int) -> None:
-        while (message := self._mail.take(peer, Tag.GOSSIP_ASK)) is not None:
-            if message.content.number >> COUNT_BITS == self._settled:
+        while (message := self._mailbox.take(peer, Tag.GOSSIP_ASK)) is not None:
+            if message.content.number >> COUNT_BITS == self._synchronized:
                 self._answer(peer, message)
             else:
-                self._mail.send(peer, Tag.GOSSIP_ANSWER, message.content.number, [])
+                self._mailbox.send(peer, Tag.GOSSIP_ANSWER, message.content.number, [])
             message.release()
-            self._mail.flush(0.1)
+            self._mailbox.flush(0.1)
 
     def _answer(self, peer: int, message: Message) -> None:
         with self._lock:
-            self._mail.send(peer, Tag.GOSSIP_ANSWER, message.content.number, self._truth)
+            self._mailbox.send(peer, Tag.GOSSIP_ANSWER, message.content.number, self._truth)
             if self._mutual:
                 for truth, theirs in zip(self._truth, message.content.tensors):
                     assert theirs is not None
                     truth.lerp_(theirs, 0.5)
-                self._averages += 1
+                self.averages += 1
 
     def _ask(self) -> None:
         if self._asked is not None:
             peer = self._asked.peer
-            if not self._mail.is_gone(peer) and peer in self._presence.living():
+            if not self._mailbox.is_gone(peer) and peer in self._presence.living():
                 return
             self._asked = None
-        if not self._wishes:
+        if not self._pending:
             return
-        living = [p for p in self._presence.living() if p != self._mail.rank and not self._mail.is_gone(p)]
-        peers = self._choose([*living, self._mail.rank])
+        living = [
+            p for p in self._presence.living() if p != self._mailbox.rank and not self._mailbox.is_gone(p)
+        ]
+        peers = self._choose([*living, self._mailbox.rank])
         if not peers:
-            self._wishes = 0
+            self._pending = 0
             return
         peer = self._random.choice(list(peers))
         with self._lock:
-            self._wishes -= 1
+            self._pending -= 1
             sent = [truth.clone() for truth in self._truth] if self._mutual else []
-        self._questions += 1
-        number = (self._settled << COUNT_BITS) + self._questions
-        if self._mail.send(peer, Tag.GOSSIP_ASK, number, sent):
+        self.questions += 1
+        number = (self._synchronized << COUNT_BITS) + self.questions
+        if self._mailbox.send(peer, Tag.GOSSIP_ASK, number, sent):
             self._asked = _Question(peer, number, sent)
-            self._mail.flush(0.1)
+            self._mailbox.flush(0.1)
 
     def _hear_answer(self) -> None:
         if self._asked is None:
@@ -180,7 +182,7 @@ class GossipThread:
                     assert theirs is not None
                     truth = self._truth[i]
                     truth.add_(theirs - (sent[i] if self._mutual else truth), alpha=0.5)
-                self._averages += 1
+                self.averages += 1
         self._asked = None
         message.release()
 

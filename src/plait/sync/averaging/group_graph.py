@@ -53,7 +53,7 @@ def cut_off(
     """The parts of `members` that have to send someone into `group` so that all stay connected.
 
     Empty where the groups of the last `every` rounds, this one included, already connect all, and where
-    there have not been so many rounds yet.
+    there have been fewer rounds.
     """
     groups = [*past, tuple(group)]
     if sum(map(len, groups)) < every * len(members):
@@ -98,11 +98,6 @@ def asked_by(rank: int, living: Collection[int], graph: str) -> tuple[int, ...]:
     """The living neighbours that `rank` asks: those of a member of even place; others only answer."""
     is_asker = sorted(living).index(rank) % 2 == 0
     return bipartite_neighbours(rank, living, graph) if is_asker else ()
-
-
-def spans(length: int, owners: int) -> list[tuple[int, int]]:
-    """`length` elements cut into `owners` consecutive spans whose sizes differ by one at most."""
-    return [(length * i // owners, length * (i + 1) // owners) for i in range(owners)]
 
 
 def owners_for(byte_count: int, members: int, least_bytes: int) -> int:

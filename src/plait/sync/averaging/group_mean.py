@@ -1,9 +1,9 @@
-"""The mean over a group by mail: each of a few owners averages a span of the memory and hands it to all.
+"""The mean over a group, by messages: each of a few owners averages a part of the memory and sends it to all.
 
-One owner means one message to it and one back, which is best where messages are small; more owners share
-the bytes. A member that ends on the way is left out; the span of an owner that ends stays as each has it.
+One owner means one message to it and one back, which is best where messages are small; more owners share the
+bytes. A member that ends on the way is left out; the part of an owner that ends stays as each member has it.
 
-Nobody waits in a circle: a member sends its spans before it waits, an owner waits for those alone, and who
+Nobody waits in a circle: a member sends its parts before it waits, an owner waits for those alone, and who
 has gone on has sent all that the others need of it.
 """
 
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from plait.comm.links.packing import Message
+from plait.core.splits import split
 from plait.sync.averaging.flat_buffer import put_mean
-from plait.sync.averaging.group_graph import owners_for, spans
+from plait.sync.averaging.group_graph import owners_for
 from plait.sync.averaging.peers import Inbox, Peers
 
 LEAST_BYTES = 1 << 18
@@ -38,9 +39,9 @@ class GroupMean:
 
     def __init__(self, peers: Peers, ways: Ways) -> None:
         self._peers = peers
-        self._mail = peers.mail
+        self._mailbox = peers.mailbox
         self._ways = ways
-        self._up, self._down = Inbox(peers.mail, ways.up), Inbox(peers.mail, ways.down)
+        self._up, self._down = Inbox(peers.mailbox, ways.up), Inbox(peers.mailbox, ways.down)
 
     def average(
         self,
@@ -56,17 +57,17 @@ class GroupMean:
         """
         self._up.drop_before(number)
         self._down.drop_before(number)
-        rank = self._mail.rank
+        rank = self._mailbox.rank
         members = sorted(members)
         count = owners_for(flats[0].numel() * flats[0].element_size(), len(members), LEAST_BYTES)
         # The work moves on from round to round, so that no member is always the one that averages.
         first = number % len(members)
         owners = [members[(first + i) % len(members)] for i in range(count)]
-        cuts = [spans(f.numel(), count) for f in flats]
-        pieces = [[f[c[i][0] : c[i][1]] for f, c in zip(flats, cuts)] for i in range(count)]
+        cuts = [split(f.numel(), count) for f in flats]
+        pieces = [[f[c[i].start : c[i].stop] for f, c in zip(flats, cuts)] for i in range(count)]
         for owner, piece in zip(owners, pieces):
             if owner != rank:
-                self._mail.send(owner, self._ways.up, number, [] if rank in behind else piece)
+                self._mailbox.send(owner, self._ways.up, number, [] if rank in behind else piece)
         taken = [
             self._average_own(number, members, piece, rank in behind)
             for owner, piece in zip(owners, pieces)
@@ -78,11 +79,11 @@ class GroupMean:
         return all(taken)
 
     def _average_own(self, number: int, members: Sequence[int], piece: list[Tensor], blank: bool) -> bool:
-        """Average the span that this worker owns, and hand it to all members.
+        """Average the part that this worker owns, and send it to all members.
 
         False where nobody gave anything, so that there is no mean.
         """
-        rank = self._mail.rank
+        rank = self._mailbox.rank
         others = [member for member in members if member != rank]
         found = {
             other: self._receive(self._up, other, number, 1.0, "to hand in its part of an average")
@@ -94,7 +95,7 @@ class GroupMean:
         for message in came.values():
             message.release()
         for other in others:
-            self._mail.send(other, self._ways.down, number, piece if counts[0] else [])
+            self._mailbox.send(other, self._ways.down, number, piece if counts[0] else [])
         return counts[0] > 0
 
     def _take_mean(self, number: int, owner: int, piece: list[Tensor]) -> bool:
@@ -115,10 +116,10 @@ class GroupMean:
             there = self._peers.is_there(peer)
             if not there:
                 # What it sent before it went away can still be taken.
-                self._mail.wait(0.0)
+                self._mailbox.wait(0.0)
             message = inbox.find(peer, number)
             if message is not None or not there or inbox.is_past(peer, number):
                 return message
             if waited.is_over():
                 raise self._peers.timed_out(waited, [peer], what)
-            self._mail.wait(LOOK_S)
+            self._mailbox.wait(LOOK_S)

@@ -8,52 +8,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.schema.sync_options import LocalSgdOptions
-from plait.sync.averaging.base import AtSettle, SyncStats
+from plait.sync.averaging.base import AllOrNone, WhenSynchronized
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 
 
-class Collective:
+class Collective(AllOrNone):
     """The mean of all workers; all call each method together. Subclasses define what follows an update."""
 
-    tolerant = False
-
-    def __init__(self, sources: Sequence[Source], at_settle: Sequence[AtSettle] = ()) -> None:
-        self.tally = SyncStats()
+    def __init__(self, sources: Sequence[Source], when_synchronized: Sequence[WhenSynchronized] = ()) -> None:
+        super().__init__(dist.get_world_size())
         self._vector = FlatBuffer(*sources)
-        self._at_settle = at_settle
-        self._size = dist.get_world_size()
+        self._when_synchronized = when_synchronized
 
-    def settle(self) -> tuple[int, ...]:
+    def synchronize(self) -> tuple[int, ...]:
         """The mean over all workers, whom it returns."""
-        for source in self._at_settle:
+        for source in self._when_synchronized:
             source.prepare()
         self._vector.gather()
         before = [flat.clone() for flat in self._vector.weights]
-        self._settle_weights()
-        self.tally.distances.append(distance(self._vector.weights, before))
+        self._synchronize_weights()
+        self.stats.distances.append(distance(self._vector.weights, before))
         # The sums above have waited for all workers: what these have prepared is known now.
-        for source in self._at_settle:
+        for source in self._when_synchronized:
             self._take_mean(FlatBuffer(source))
             source.finish()
         return self.living()
 
-    def living(self) -> tuple[int, ...]:
-        """All workers: the end of one is the end of the run."""
-        return tuple(range(self._size))
-
-    def ended(self) -> set[int]:
-        return set()
-
-    def state(self) -> Mapping[str, Sequence[Tensor]]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
-    def _settle_weights(self) -> None:
+    def _synchronize_weights(self) -> None:
         self._take_mean(self._vector)
 
     def _take_mean(self, vector: FlatBuffer) -> None:
@@ -64,23 +48,25 @@ class Collective:
     def _means(self, vector: FlatBuffer) -> list[Tensor]:
         """The means of all workers' flat memory."""
         means = [flat.clone() for flat in vector.flats]
-        with self.tally.waiting():
+        with self.stats.waiting():
             works = [dist.all_reduce(mean, async_op=True) for mean in means]
             for work in works:
                 work.wait()
         for mean in means:
             mean.div_(self._size)
-        self.tally.groups += 1
-        self.tally.members += self._size
-        self.tally.bytes_sent += sum(2 * m.numel() * m.element_size() for m in means)
+        self.stats.groups += 1
+        self.stats.members += self._size
+        self.stats.bytes_sent += sum(2 * m.numel() * m.element_size() for m in means)
         return means
 
 
 class Sma(Collective):
     """Synchronous model averaging: after each update v <- (1 - alpha) v + alpha mean(v)."""
 
-    def __init__(self, sources: Sequence[Source], alpha: float, at_settle: Sequence[AtSettle] = ()) -> None:
-        super().__init__(sources, at_settle)
+    def __init__(
+        self, sources: Sequence[Source], alpha: float, when_synchronized: Sequence[WhenSynchronized] = ()
+    ) -> None:
+        super().__init__(sources, when_synchronized)
         self._alpha = alpha
 
     def after_update(self) -> None:
@@ -103,9 +89,9 @@ class LocalSgd(Collective):
         every: int,
         outer_lr: float | None = None,
         momentum: float = LocalSgdOptions.outer_momentum,
-        at_settle: Sequence[AtSettle] = (),
+        when_synchronized: Sequence[WhenSynchronized] = (),
     ) -> None:
-        super().__init__(sources, at_settle)
+        super().__init__(sources, when_synchronized)
         self._every = every
         self._outer_lr = outer_lr
         self._momentum = momentum
@@ -133,11 +119,11 @@ class LocalSgd(Collective):
             for tensor, saved in zip(own, state.get(name, ())):
                 tensor.copy_(saved)
 
-    def _settle_weights(self) -> None:
+    def _synchronize_weights(self) -> None:
         if self._since or self._outer_lr is None:
             self._average()
         else:
-            super()._settle_weights()
+            super()._synchronize_weights()
 
     def _average(self) -> None:
         self._vector.gather()

@@ -1,4 +1,4 @@
-"""Groups form from whoever is ready: rounds in the job's store, each led by the worker that came first.
+"""Groups of the workers that are ready: rounds in the job's store, each led by the worker that came first.
 
 Where the leader ends or is stopped before it has committed the members, those that joined void the round and
 meet in the next one at once. Once it has, all members know who they are, from the leader or from the store.
@@ -44,16 +44,16 @@ class Matchmaking:
     def __init__(self, peers: Peers, prefix: str, rules: Rules | None = None) -> None:
         self._peers = peers
         self._store = peers.store
-        self._mail = peers.mail
+        self._mailbox = peers.mailbox
         self._prefix = prefix
         self._rules = replace(rules or Rules(), hung_s=peers.timeout_s)
         self._rank = peers.rank
         self._clock = SharedClock(peers.now)
-        self._up, self._down = Inbox(peers.mail, Tag.ROUND_UP), Inbox(peers.mail, Tag.ROUND_DOWN)
+        self._up, self._down = Inbox(peers.mailbox, Tag.ROUND_UP), Inbox(peers.mailbox, Tag.ROUND_DOWN)
         self._number = 0
         self._seen = -1
 
-    def take_part(
+    def join(
         self, flats: Sequence[Tensor], step_s: float, hurry: Callable[[], bool] = lambda: False
     ) -> Round:
         """The round that this worker was part of, possibly alone; `flats` hold its mean.
@@ -117,14 +117,14 @@ class Matchmaking:
         # As much of the past as is needed should all be there again.
         before = self._before(number)
         if before is not None:
-            self._clock.hear(before.time)
+            self._clock.observe(before.time)
         empty = next_round(before, number, len(everyone), every)
         look_s = max(0.002, min(LOOK_S, self._rules.window * own.step_s / 4))
         started = self._peers.now()
         found: Open | Closed | None = Open((own,))
         while isinstance(found, Open):
             for entry in found.entries:
-                self._clock.hear(entry.time)
+                self._clock.observe(entry.time)
             waited_s, now = self._peers.now() - started, self._clock.time()
             round_ = with_members(empty, found.entries, everyone, now, every)
             living = self._peers.living()
@@ -134,7 +134,7 @@ class Matchmaking:
                 if text == closed.encode():
                     return round_
             else:
-                self._mail.wait(look_s)
+                self._mailbox.wait(look_s)
                 text = self._read(number)
             found = read_outcome(number, text)
         return None
@@ -148,7 +148,7 @@ class Matchmaking:
             away = {peer for peer in missing if not self._peers.is_there(peer)}
             if away:
                 # What someone sent before it went away can still be taken.
-                self._mail.wait(0.0)
+                self._mailbox.wait(0.0)
             for peer in sorted(missing):
                 if (message := self._up.find(peer, round_.number)) is not None:
                     found[peer] = message
@@ -158,7 +158,7 @@ class Matchmaking:
                 return found
             if waited.is_over():
                 raise self._peers.timed_out(waited, missing, f"to hand in its part of round {round_.number}")
-            self._mail.wait(LOOK_S)
+            self._mailbox.wait(LOOK_S)
 
     def _hand_out(self, round_: Round, came: dict[int, Message], flats: Sequence[Tensor]) -> None:
         """Average what the members brought, and send it to each."""
@@ -170,12 +170,12 @@ class Matchmaking:
         self._announce(round_, [self._rank, *came], flats)
 
     def _announce(self, round_: Round, came: Sequence[int], flats: Sequence[Tensor]) -> None:
-        """Tell all members who they are and, those that came, the mean."""
+        """Send the list of members to all of them and, to those that came, the mean."""
         who = [self._clock.time(), *round_.members, -1, *round_.behind]
         for rank in round_.members:
             if rank != self._rank:
                 mean = flats if rank in came else ()
-                self._mail.send(
+                self._mailbox.send(
                     rank, Tag.ROUND_DOWN, round_.number, [torch.tensor(who, dtype=torch.float64), *mean]
                 )
 
@@ -183,15 +183,15 @@ class Matchmaking:
         """Hand in and take what the leader found; None where it is gone, and the round with it."""
         leader = joined.leader
         for entry in joined.entries:
-            self._clock.hear(entry.time)
+            self._clock.observe(entry.time)
         # Without flats it only ends the leader's wait.
-        self._mail.send(leader, Tag.ROUND_UP, number, flats)
+        self._mailbox.send(leader, Tag.ROUND_UP, number, flats)
         waited = self._peers.stopwatch(LEADER_TIMEOUTS)
         known: Open | Closed | None = joined
         while True:
             there, too_long = self._peers.is_there(leader), waited.is_over()
             # The leader's word is looked for once more after it went away.
-            self._mail.wait(LOOK_S if there else 0.0)
+            self._mailbox.wait(LOOK_S if there else 0.0)
             if (message := self._down.find(leader, number)) is not None:
                 return self._take(message, flats)
             text = self._read(number)
@@ -212,11 +212,11 @@ class Matchmaking:
                     raise self._peers.timed_out(waited, [leader], f"to hand out the mean of round {number}")
 
     def _take(self, message: Message, flats: Sequence[Tensor]) -> Round | None:
-        """The round that a leader tells of, its mean put into `flats`; None where it is without this one."""
-        told, *means = message.content.tensors
-        assert told is not None
-        time, *ranks = told.tolist()
-        self._clock.hear(time)
+        """The round that a leader announced, its mean copied to `flats`; None without this worker."""
+        announced, *means = message.content.tensors
+        assert announced is not None
+        time, *ranks = announced.tolist()
+        self._clock.observe(time)
         cut = ranks.index(-1)
         members, behind = tuple(map(int, ranks[:cut])), tuple(map(int, ranks[cut + 1 :]))
         for own, mean in zip(flats, means):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.sync.averaging.base import GROUP_WAYS, AtSettle, PeerAveraging
+from plait.sync.averaging.base import GROUP_WAYS, PeerAveraging, WhenSynchronized
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.group_graph import pairs
 from plait.sync.averaging.group_mean import GroupMean
@@ -26,24 +26,24 @@ class PairSync(PeerAveraging):
         sources: Sequence[Source],
         seed: int,
         first: int = 0,
-        at_settle: Sequence[AtSettle] = (),
+        when_synchronized: Sequence[WhenSynchronized] = (),
     ) -> None:
         # A partner that is only slow, or stopped for a while, is waited for: all workers must agree.
         peers = replace(peers, tolerant=False)
-        super().__init__(peers, sources, at_settle)
+        super().__init__(peers, sources, when_synchronized)
         self._mean = GroupMean(peers, GROUP_WAYS)
         self._seed = seed
         self._round = first
 
     def after_update(self) -> None:
         """Average with this round's partner, and wait for it."""
-        partner = pairs(self._seed, self._round, self._presence.members).get(self._mail.rank)
+        partner = pairs(self._seed, self._round, self._presence.members).get(self._mailbox.rank)
         if partner is not None:
-            with self.tally.waiting():
+            with self.stats.waiting():
                 self._vector.gather()
-                self._mean.average(self._round, [self._mail.rank, partner], self._vector.flats)
+                self._mean.average(self._round, [self._mailbox.rank, partner], self._vector.flats)
                 self._vector.scatter()
         self._round += 1
-        self.tally.groups += 1
-        self.tally.members += 1 if partner is None else 2
-        self.tally.bytes_sent = self._mail.bytes_sent
+        self.stats.groups += 1
+        self.stats.members += 1 if partner is None else 2
+        self.stats.bytes_sent = self._mailbox.bytes_sent

@@ -1,8 +1,8 @@
 """HetPipe's parameter server: workers push what a wave changed and pull, at most D waves ahead of others.
 
-A few workers each serve a part of the weights; parts are equal by bytes. They serve in a thread beside their
-own work, or, dedicated, do nothing else. Every server has links of its own, so that it may answer while its
-worker computes.
+A few workers each serve a part of the weights; parts are equal by bytes. They serve in a thread, overlapped
+with their own work, or, dedicated, do nothing else. Every server has links of its own, so that it may answer
+while its worker computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.comm.mailbox import Mailbox
 from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
-from plait.sync.averaging.base import AtSettle, SyncStats
+from plait.sync.averaging.base import AllOrNone, WhenSynchronized
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 from plait.sync.averaging.group_graph import shards
 
@@ -25,28 +25,33 @@ LOOK_S = 0.02
 
 
 def held_up_by(clocks: Mapping[int, int], done: Collection[int], worker: int, staleness: int) -> list[int]:
-    """Those that are so many waves behind that `worker` has to wait; who is done with a segment is not."""
+    """The workers so far behind that `worker` has to wait; those done with a segment do not count."""
     return [
         other for other, clock in clocks.items() if other not in done and clocks[worker] - clock > staleness
     ]
 
 
 def serving(workers: int, servers: int, dedicated: bool) -> range:
-    """The ranks that serve: the first, beside their work, or the last, which then have no other."""
+    """The ranks that serve: the first, which also train, or the last, which then do nothing else."""
     return range(workers - servers, workers) if dedicated else range(servers)
 
 
 class Server:
-    """One part of the weights, and how far each worker is; `idle` ones push nothing but the last time.
+    """One part of the weights, and the clock of each worker; `idle` ones push only at the end of a segment.
 
     A segment ends with the last push of the last worker: what the weights are then, all pull, whatever the
     first of them pushes in the next segment meanwhile.
     """
 
     def __init__(
-        self, mail: Mailbox, flats: Sequence[Tensor], workers: int, staleness: int, idle: Collection[int] = ()
+        self,
+        mailbox: Mailbox,
+        flats: Sequence[Tensor],
+        workers: int,
+        staleness: int,
+        idle: Collection[int] = (),
     ) -> None:
-        self._mail = mail
+        self._mailbox = mailbox
         self._flats = [flat.clone() for flat in flats]
         self._idle = frozenset(idle)
         self._share = 1.0 / (workers - len(self._idle))
@@ -64,7 +69,7 @@ class Server:
 
     def exchange(self, changes: Sequence[Tensor], last: bool, deadline_s: float) -> list[Tensor]:
         """Push the changes of this very worker and pull; what others do over their links."""
-        rank = self._mail.rank
+        rank = self._mailbox.rank
         with self._changed:
             self._push(rank, changes, last)
             end = time.monotonic() + deadline_s
@@ -89,7 +94,7 @@ class Server:
     def _serve(self) -> None:
         try:
             while not self._ended:
-                self._mail.wait(LOOK_S)
+                self._mailbox.wait(LOOK_S)
                 with self._changed:
                     self._take_pushes()
                     self._answer()
@@ -99,8 +104,8 @@ class Server:
                 self._changed.notify_all()
 
     def _take_pushes(self) -> None:
-        for peer in self._mail.peers():
-            while (message := self._mail.take(peer, Tag.PUSH)) is not None:
+        for peer in self._mailbox.peers():
+            while (message := self._mailbox.take(peer, Tag.PUSH)) is not None:
                 last = message.content.note == "last"
                 self._push(peer, [t for t in message.content.tensors if t is not None], last)
                 self._waiting[peer] = (message.content.number, last)
@@ -133,51 +138,49 @@ class Server:
         return self._finals.pop(worker) if last else self._flats
 
     def _answer(self) -> None:
-        """Send the weights to whoever may go on."""
+        """Send the weights to the workers that may go on."""
         for worker, (number, last) in list(self._waiting.items()):
             if (found := self._pulled(worker, last)) is not None:
-                self._mail.send(worker, Tag.PULL, number, found)
+                self._mailbox.send(worker, Tag.PULL, number, found)
                 del self._waiting[worker]
-        self._mail.flush(0.1)
+        self._mailbox.flush(0.1)
 
 
-class HetPipe:
+class HetPipe(AllOrNone):
     """Pushes the change of each wave of `wave` updates to the servers and goes on from what they hold.
 
-    There are as many servers as `mails`: the first workers or, `dedicated`, the last, which only settle.
+    There are as many servers as `mailboxes`: the first workers or, `dedicated`, the last, which only
+    synchronize.
     """
-
-    tolerant = False
 
     def __init__(
         self,
-        mails: Sequence[Mailbox],
+        mailboxes: Sequence[Mailbox],
         sources: Sequence[Source],
         *,
         staleness: int,
         wave: int,
         deadline_s: float,
         dedicated: bool = False,
-        at_settle: Sequence[AtSettle] = (),
+        when_synchronized: Sequence[WhenSynchronized] = (),
     ) -> None:
-        self.tally = SyncStats()
-        self._mails = list(mails)
-        self._rank = mails[0].rank
-        self._size = dist.get_world_size()
+        super().__init__(dist.get_world_size())
+        self._mailboxes = list(mailboxes)
+        self._rank = mailboxes[0].rank
         self._wave = wave
         self._deadline_s = deadline_s
         weights = list(sources[0]())
-        kept = shards([t.numel() * t.element_size() for t in weights], len(mails))
+        kept = shards([t.numel() * t.element_size() for t in weights], len(mailboxes))
         self._parts = [FlatBuffer(_only(sources[0], own)) for own in kept]
-        self._at_settle = at_settle
-        self._rest = FlatBuffer(*sources[1:], *at_settle)
+        self._when_synchronized = when_synchronized
+        self._rest = FlatBuffer(*sources[1:], *when_synchronized)
         self._bases = [[flat.clone() for flat in part.gather()] for part in self._parts]
-        self._servers = serving(self._size, len(mails), dedicated)
+        self._servers = serving(self._size, len(mailboxes), dedicated)
         self._idle = self._servers if dedicated else range(0)
         self._server: Server | None = None
         if self._rank in self._servers:
             own = self._servers.index(self._rank)
-            self._server = Server(mails[own], self._bases[own], self._size, staleness, self._idle)
+            self._server = Server(mailboxes[own], self._bases[own], self._size, staleness, self._idle)
         self._since = self._number = 0
 
     def after_update(self) -> None:
@@ -186,14 +189,14 @@ class HetPipe:
         if self._since >= self._wave:
             self._exchange(last=False)
 
-    def settle(self) -> tuple[int, ...]:
+    def synchronize(self) -> tuple[int, ...]:
         """Push what is left, wait until all have, and pull; the rest of the state is averaged."""
-        for source in self._at_settle:
+        for source in self._when_synchronized:
             source.prepare()
         before = [[flat.clone() for flat in part.gather()] for part in self._parts]
         self._exchange(last=True)
         moved = [distance(part.flats, old) ** 2 for part, old in zip(self._parts, before)]
-        self.tally.distances.append(sum(moved) ** 0.5)
+        self.stats.distances.append(sum(moved) ** 0.5)
         for flat in self._rest.gather():
             if self._rank in self._idle:
                 # It has taken no steps: what it holds is old.
@@ -201,56 +204,43 @@ class HetPipe:
             dist.all_reduce(flat)
             flat /= self._size - len(self._idle)
         self._rest.scatter()
-        for source in self._at_settle:
+        for source in self._when_synchronized:
             source.finish()
         return self.living()
-
-    def living(self) -> tuple[int, ...]:
-        """All workers: the end of one is the end of the run."""
-        return tuple(range(self._size))
-
-    def ended(self) -> set[int]:
-        return set()
-
-    def state(self) -> Mapping[str, Sequence[Tensor]]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        pass
 
     def close(self) -> None:
         dist.barrier()
         if self._server is not None:
             self._server.close()
-        for mail in self._mails:
-            mail.close()
+        for mailbox in self._mailboxes:
+            mailbox.close()
 
     def _exchange(self, last: bool) -> None:
-        with self.tally.waiting():
+        with self.stats.waiting():
             changes = [
                 [flat - base for flat, base in zip(part.gather(), bases)]
                 for part, bases in zip(self._parts, self._bases)
             ]
-            for server, mail, change in zip(self._servers, self._mails, changes):
+            for server, mailbox, change in zip(self._servers, self._mailboxes, changes):
                 if server != self._rank:
-                    mail.send(server, Tag.PUSH, self._number, change, "last" if last else "")
-                    mail.flush(self._deadline_s)
+                    mailbox.send(server, Tag.PUSH, self._number, change, "last" if last else "")
+                    mailbox.flush(self._deadline_s)
             for part, change in enumerate(changes):
                 self._take(part, self._pull(part, change, last))
         self._number += 1
         self._since = 0
-        self.tally.groups += 1
-        self.tally.members += self._size
-        self.tally.bytes_sent = sum(mail.bytes_sent for mail in self._mails)
+        self.stats.groups += 1
+        self.stats.members += self._size
+        self.stats.bytes_sent = sum(mailbox.bytes_sent for mailbox in self._mailboxes)
 
     def _pull(self, part: int, change: Sequence[Tensor], last: bool) -> list[Tensor]:
-        server, mail = self._servers[part], self._mails[part]
+        server, mailbox = self._servers[part], self._mailboxes[part]
         if server == self._rank:
             assert self._server is not None
             return self._server.exchange(change, last, self._deadline_s)
         end = time.monotonic() + self._deadline_s
-        while (message := mail.take(server, Tag.PULL)) is None:
-            if mail.is_gone(server):
+        while (message := mailbox.take(server, Tag.PULL)) is None:
+            if mailbox.is_gone(server):
                 raise PeerError(f"worker {server}, a parameter server, is gone", LostPeer.GONE, server)
             if time.monotonic() > end:
                 raise PeerError(
@@ -258,7 +248,7 @@ class HetPipe:
                     f"{server}; a worker hangs, or is slower than parallel.timeout_s allows",
                     LostPeer.SILENT,
                 )
-            mail.wait(LOOK_S)
+            mailbox.wait(LOOK_S)
         found = [t.clone() for t in message.content.tensors if t is not None]
         message.release()
         return found

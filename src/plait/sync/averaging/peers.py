@@ -17,13 +17,13 @@ from plait.schema.placement import WorkerLimits
 
 FLUSH_S = 0.25
 LOOK_S = 0.05
-# A wait looks around far more often; a longer gap means that this process was itself stopped.
+# A wait polls much more often than this; a longer gap means that this process was itself stopped.
 LONGEST_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The job's store under a prefix, mail to the other workers, and who of them is there.
+    """The job's store under a prefix, the mailbox to the other workers, and which of them are there.
 
     No wait for a living worker lasts longer than `timeout_s` without progress. A worker that is silent for a
     lease counts as absent where the averaging is `tolerant`; otherwise it is waited for, and one that has
@@ -32,7 +32,7 @@ class Peers:
 
     store: dist.Store
     prefix: str
-    mail: Mailbox
+    mailbox: Mailbox
     presence: Presence
     timeout_s: float = WorkerLimits.timeout_s
     tolerant: bool = True
@@ -40,11 +40,11 @@ class Peers:
 
     @property
     def rank(self) -> int:
-        return self.mail.rank
+        return self.mailbox.rank
 
     def ended(self) -> set[int]:
         """The workers that have ended and will not be back."""
-        return {peer for peer in self.mail.peers() if self.mail.is_gone(peer)}
+        return {peer for peer in self.mailbox.peers() if self.mailbox.is_gone(peer)}
 
     def living(self) -> set[int]:
         """The workers that are there, this one among them."""
@@ -55,7 +55,7 @@ class Peers:
 
     def is_there(self, peer: int) -> bool:
         """Whether to wait for a message of `peer`."""
-        if not self.mail.is_gone(peer):
+        if not self.mailbox.is_gone(peer):
             return not self.tolerant or peer in self.presence.living()
         if not self.tolerant:
             raise PeerError(
@@ -67,7 +67,7 @@ class Peers:
         return False
 
     def stopwatch(self, factor: float = 1.0) -> WaitTimer:
-        """What tells when nothing has happened for `factor` times `timeout_s`."""
+        """A stopwatch that is over when nothing has happened for `factor` times `timeout_s`."""
         return WaitTimer(self.now, factor * self.timeout_s)
 
     def timed_out(self, waited: WaitTimer, who: Collection[int], what: str) -> PeerError:
@@ -88,7 +88,7 @@ class Peers:
         waited, started = self.stopwatch(), self.now()
         while not waited.is_over():
             begun = time.monotonic()
-            self.mail.flush(LOOK_S)
+            self.mailbox.flush(LOOK_S)
             if time.monotonic() - begun < LOOK_S:
                 return
             all_there = len(self.living()) == len(self.presence.members)
@@ -120,8 +120,8 @@ class WaitTimer:
 class SharedClock:
     """Seconds on one time line for all workers, without comparing the clocks of their hosts.
 
-    Whatever workers tell each other carries the sender's time, and who is behind goes forward to it
-    (Lamport's rule). So two workers that hear of each other differ by what a message takes.
+    Every message carries the sender's time, and a receiver that is behind advances to it (Lamport's rule). So
+    the clocks of two workers that exchange messages differ by at most the time of a message.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -131,7 +131,7 @@ class SharedClock:
     def time(self) -> float:
         return self._now() + self._offset
 
-    def hear(self, time: float) -> None:
+    def observe(self, time: float) -> None:
         """Someone's clock stood at `time`, just now or a moment ago."""
         self._offset = max(self._offset, time - self._now())
 
@@ -139,15 +139,15 @@ class SharedClock:
 class Inbox:
     """The messages of one channel by sender and number, which rises; earlier ones are released unread."""
 
-    def __init__(self, mail: Mailbox, channel: int) -> None:
-        self._mail = mail
+    def __init__(self, mailbox: Mailbox, channel: int) -> None:
+        self._mailbox = mailbox
         self._channel = channel
         self._kept: dict[int, deque[Message]] = defaultdict(deque)
 
     def find(self, peer: int, number: int) -> Message | None:
         """Message `number` of `peer`, if it has come."""
         kept = self._kept[peer]
-        while (message := self._mail.take(peer, self._channel)) is not None:
+        while (message := self._mailbox.take(peer, self._channel)) is not None:
             kept.append(message)
         while kept and kept[0].content.number < number:
             kept.popleft().release()
@@ -160,6 +160,6 @@ class Inbox:
 
     def drop_before(self, number: int) -> None:
         """Release what came too late for earlier numbers: a sender may have few messages unread."""
-        for peer in self._mail.peers():
+        for peer in self._mailbox.peers():
             if (message := self.find(peer, number)) is not None:
                 self._kept[peer].appendleft(message)

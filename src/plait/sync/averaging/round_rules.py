@@ -2,7 +2,7 @@
 
 A round is one key of the job's store, and every change of it is one atomic compare-and-set. The first worker
 opens it and leads; others join. Then it has exactly one outcome: the leader commits the members, or someone
-who no longer waits for the leader voids it. Whoever comes second obeys.
+a member that no longer waits for the leader voids it. The second to write obeys the first.
 """
 
 from __future__ import annotations

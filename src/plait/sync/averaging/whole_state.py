@@ -1,4 +1,4 @@
-"""What workers average where they settle besides weights and statistics: one's state is then everyone's."""
+"""What workers average when they synchronize, besides weights and statistics: all then have one state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.sync.averaging.base import AtSettle
+from plait.sync.averaging.base import WhenSynchronized
 
-# For each tensor of an optimizer's state its type, its shape, and whether it lies beside its parameter.
+# For each tensor of an optimizer's state its type, its shape, and whether it has an element for each of its
+# parameter's, on the same device.
 Layout = dict[str, list[Any]]
 
 
@@ -23,13 +24,13 @@ def rest_of_state(
     buffers: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-) -> list[AtSettle]:
-    """What a worker's state holds besides weights and statistics; workers that settle share `prefix`."""
+) -> list[WhenSynchronized]:
+    """What a worker's state holds besides weights and statistics; workers that synchronize share `prefix`."""
     return [OptimizerState(store, f"{prefix}/optimizer", weights, optimizer), Counters(buffers, scaler)]
 
 
 class OptimizerState:
-    """The floating tensors of an optimizer's state, the same ones on all workers that settle together.
+    """The floating tensors of an optimizer's state, the same on all workers that synchronize.
 
     A worker has none before its first step, nor of a parameter that it never used. So workers note in the
     store, under `key`, what they have; what only others have starts from zeros.
@@ -73,22 +74,26 @@ class OptimizerState:
 
     def _layout(self) -> Layout:
         return {
-            path: [str(value.dtype).removeprefix("torch."), list(value.shape), self._is_beside(path, value)]
+            path: [
+                str(value.dtype).removeprefix("torch."),
+                list(value.shape),
+                self._is_per_element(path, value),
+            ]
             for path, value in self._held().items()
         }
 
-    def _is_beside(self, path: str, value: Tensor) -> bool:
+    def _is_per_element(self, path: str, value: Tensor) -> bool:
         return value.device == self._weights[int(path.partition("/")[0])].device
 
     def _fill(self) -> None:
         if self._store.check([self._key]):
             self._known = json.loads(self._store.get(self._key))
         held = self._held()
-        for path, (dtype, shape, is_beside) in self._known.items():
+        for path, (dtype, shape, is_per_element) in self._known.items():
             number, _, name = path.partition("/")
             weight = self._weights[int(number)]
             # Counters such as Adam's may lie on the CPU, whatever device the weights are on.
-            device = weight.device if is_beside else torch.device("cpu")
+            device = weight.device if is_per_element else torch.device("cpu")
             if path not in held:
                 zeros = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
                 self._optimizer.state[weight][name] = zeros

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from plait.comm.heartbeat import Presence
-from plait.comm.mailbox import open_mail
+from plait.comm.mailbox import open_mailbox
 from plait.launch.worker import Worker
 from plait.schema.sync_options import (
     AdPsgdOptions,
@@ -23,7 +23,7 @@ from plait.schema.sync_options import (
     PartialReduceOptions,
     SmaOptions,
 )
-from plait.sync.averaging.base import AtSettle, Averaging
+from plait.sync.averaging.base import Averaging, WhenSynchronized
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.gossip import ad_psgd, pair_averaging
 from plait.sync.averaging.local_sgd import LocalSgd, Sma
@@ -47,45 +47,46 @@ def make_averaging(
     place: int | None = None,
     overdue: float = math.inf,
     step: int = 0,
-    at_settle: Sequence[AtSettle] = (),
+    when_synchronized: Sequence[WhenSynchronized] = (),
 ) -> Averaging:
     """How this worker averages with the others; all make theirs together, each `prefix` once.
 
     `hosts` names the host of each; `place` is this one's among them, unless given its rank. `overdue` is
-    that of `Rules`. The run goes on after `step` steps; `at_settle` is averaged where all settle.
+    that of `Rules`. The run goes on after `step` steps; `when_synchronized` is averaged when all synchronize.
     """
     place = worker.rank if place is None else place
     if isinstance(options, SmaOptions):
-        return Sma(sources, options.alpha, at_settle)
+        return Sma(sources, options.alpha, when_synchronized)
     if isinstance(options, LocalSgdOptions):
         outer_lr = options.outer_lr if options.outer == "nesterov" else None
-        return LocalSgd(sources, options.every, outer_lr, options.outer_momentum, at_settle)
+        return LocalSgd(sources, options.every, outer_lr, options.outer_momentum, when_synchronized)
     if isinstance(options, HetPipeOptions):
-        mails = [
-            open_mail(worker.rendezvous, f"{prefix}/server{i}", place, hosts) for i in range(options.servers)
+        mailboxes = [
+            open_mailbox(worker.rendezvous, f"{prefix}/server{i}", place, hosts)
+            for i in range(options.servers)
         ]
         return HetPipe(
-            mails,
+            mailboxes,
             sources,
             staleness=options.staleness,
             wave=options.wave,
             deadline_s=worker.timeout_s,
             dedicated=options.dedicated,
-            at_settle=at_settle,
+            when_synchronized=when_synchronized,
         )
-    mail = open_mail(worker.rendezvous, prefix, place, hosts)
+    mailbox = open_mailbox(worker.rendezvous, prefix, place, hosts)
     lease_s = options.lease_s if isinstance(options, LeaseOptions) else LeaseOptions.lease_s
     presence = Presence(worker.store, prefix, place, range(len(hosts)), lease_s)
-    peers = Peers(worker.store, prefix, mail, presence, worker.timeout_s)
+    peers = Peers(worker.store, prefix, mailbox, presence, worker.timeout_s)
     if isinstance(options, PairSyncOptions):
-        return PairSync(peers, sources, seed, step, at_settle)
+        return PairSync(peers, sources, seed, step, when_synchronized)
     if isinstance(options, AdPsgdOptions):
-        return ad_psgd(peers, sources, seed, options.graph, at_settle)
+        return ad_psgd(peers, sources, seed, options.graph, when_synchronized)
     if isinstance(options, PairAveragingOptions):
-        return pair_averaging(peers, sources, seed, at_settle)
+        return pair_averaging(peers, sources, seed, when_synchronized)
     assert isinstance(options, PartialReduceOptions)
     rules = Rules(options.minimum, options.window, options.patience, options.every, overdue)
-    return PartialReduce(peers, sources, rules, at_settle)
+    return PartialReduce(peers, sources, rules, when_synchronized)
 
 
 def averages_gradients(options: Options) -> bool:

@@ -18,20 +18,11 @@ from plait.training.evaluate import evaluate_parts
 from plait.training.run import Run
 
 
-class DataParallelEngine:
-    """Steps of a run whose workers each hold the whole model; also of a single process."""
-
-    sees_end_of_data = True
+class WholeModelStart:
+    """How a worker that holds the whole model comes to the state that all go on from."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._step: TrainStep | None = None
-        # The batches to come; loader processes read them ahead, also while an evaluation runs.
-        self._batches: Iterator[loader.Batch] | None = None
-
-    @property
-    def parts_of_a_batch(self) -> int:
-        return self._run.worker.world_size * self._run.settings.accumulate
 
     def read(self, path: Path) -> Checkpoint:
         return checkpoints.load(path)
@@ -44,6 +35,22 @@ class DataParallelEngine:
 
     def broadcast_start(self) -> None:
         self._run.broadcast_weights()
+
+
+class DataParallelEngine(WholeModelStart):
+    """Steps of a run whose workers each hold the whole model; also of a single process."""
+
+    sees_end_of_data = True
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._step: TrainStep | None = None
+        # The batches to come; loader processes read them ahead, also while an evaluation runs.
+        self._batches: Iterator[loader.Batch] | None = None
+
+    @property
+    def parts_of_a_batch(self) -> int:
+        return self._run.worker.world_size * self._run.settings.accumulate
 
     def open(self) -> None:
         if self._step is not None:

@@ -116,7 +116,7 @@ class WholeModel:
             self._options,
             run.settings.seed,
             step=run.step,
-            at_settle=rest,
+            when_synchronized=rest,
         )
         if self._sync_state:
             self.averaging.load_state(self._by_weight(self._sync_state))
@@ -125,7 +125,7 @@ class WholeModel:
         return False
 
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> torch.Tensor:
-        # Random numbers depend on the seed, the step and the share alone, whoever takes it.
+        # Random numbers depend on the seed, the step and the share alone, whichever worker takes it.
         loader.seed_all(mix(self._run.settings.seed, step, share))
         loss = torch.zeros((), dtype=torch.float64)
         if batch.count:
@@ -135,7 +135,7 @@ class WholeModel:
         return loss
 
     def synchronize(self) -> tuple[int, ...]:
-        return self.averaging.settle()
+        return self.averaging.synchronize()
 
     def sums_over(self, share: int, shares: int) -> torch.Tensor:
         return sums_over_share(self._run.parts, self._run.settings, share, shares)
@@ -349,7 +349,7 @@ class DecentralizedEngine:
         self._member.close()
 
     def _note_members(self, members: tuple[int, ...], step: int) -> None:
-        """Keep the record where the one that kept it is gone; tell of those that are missing."""
+        """Keep the record where the worker that kept it is gone; record the workers that are missing."""
         run, averaging, workers_at = self._run, self._member.averaging, self._member.workers_at
         lost = sorted(w for place in set(self._members) - set(members) for w in workers_at(place))
         self._members = members
@@ -364,12 +364,12 @@ class DecentralizedEngine:
             )
             for worker in lost:
                 run.note(run_events.WorkerLost(worker, step))
-        distance = averaging.tally.distances[-1] if averaging.tally.distances else 0.0
+        distance = averaging.stats.distances[-1] if averaging.stats.distances else 0.0
         run.note(run_events.Settled(step, tuple(workers_at(m)[0] for m in members), distance))
 
     def _note_throughput(self, force: bool = False) -> None:
         if force or self._throughput.is_due():
-            self._run.note(self._throughput.event(self._member.averaging.tally))
+            self._run.note(self._throughput.event(self._member.averaging.stats))
 
 
 def _dedicated(options: Options, places: int) -> range:

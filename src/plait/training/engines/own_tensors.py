@@ -20,14 +20,14 @@ from plait.training.components import Components
 Holders = Mapping[str, Sequence[int]]
 
 
-def arranged_names(traced: TracedModel, arrangement: PipelineLayout) -> Holders:
+def names_by_stage(traced: TracedModel, pipeline_layout: PipelineLayout) -> Holders:
     """Who holds what the stages use."""
     stages_of: dict[str, list[int]] = {}
-    for stage, ids in enumerate(arrangement.stages):
+    for stage, ids in enumerate(pipeline_layout.stages):
         for layer in traced.select(ids):
             for name in (*layer.parameters, *layer.buffers):
                 stages_of.setdefault(name, []).append(stage)
-    return {name: arrangement.holders(*dict.fromkeys(stages)) for name, stages in stages_of.items()}
+    return {name: pipeline_layout.holders(*dict.fromkeys(stages)) for name, stages in stages_of.items()}
 
 
 def unused_names(model: nn.Module, holders: Holders) -> list[str]:

@@ -32,22 +32,22 @@ from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.data_parallel import load_whole
-from plait.training.engines.own_tensors import arranged_names, fill_pieces, unused_names
+from plait.training.engines.own_tensors import fill_pieces, names_by_stage, unused_names
 from plait.training.engines.pipeline_setup import (
     further_names,
     open_pipeline,
     prepare_together,
-    tell_of_verification,
+    report_verification,
     with_gathered,
 )
-from plait.training.engines.replica_layout import check_columns
+from plait.training.engines.replica_layout import check_replicas
 from plait.training.engines.step_reduce import DeferredStepReduce
 from plait.training.evaluate import in_order, mean_of_all, sums_of
 from plait.training.run import Run
 
 
 def check_pipeline(settings: TrainSettings, workers: int) -> PipelineLayout:
-    """The arrangement that a job's plan asks for; refuses what a pipeline cannot do."""
+    """The layout that a job's plan asks for; refuses what a pipeline cannot do."""
     assert settings.pipeline is not None
     plan = decode(Plan, settings.pipeline.plan, "plan")
     if plan.devices_used != workers:
@@ -80,28 +80,28 @@ def check_pipeline(settings: TrainSettings, workers: int) -> PipelineLayout:
             f"parallel.vertical_sync: found schedule {plan.schedule.value}, which has one version by itself; "
             f"expected stash"
         )
-    arrangement = with_choices(arrange(plan), settings.pipeline)
+    pipeline_layout = with_choices(arrange(plan), settings.pipeline)
     if settings.sync.kind != "all-reduce":
-        check_columns(settings, arrangement)
-    _check_depths(arrangement)
-    return arrangement
+        check_replicas(settings, pipeline_layout)
+    _check_depths(pipeline_layout)
+    return pipeline_layout
 
 
-def _check_depths(arrangement: PipelineLayout) -> None:
+def _check_depths(pipeline_layout: PipelineLayout) -> None:
     """Refuse depths that would have workers wait for each other for ever.
 
     Fewer microbatches are the same order with some of them left out, so the most that a run takes without
-    draining stand for all; a few rounds of what is in flight stand for a stretch without end.
+    draining stand for all; a few rounds of what is in flight stand for an interval without end.
     """
-    layout, schedule = arrangement.layout, arrangement.schedule
-    many, batch = max(1, arrangement.local(arrangement.microbatches, 0)), 1
+    layout, schedule = pipeline_layout.layout, pipeline_layout.schedule
+    many, batch = max(1, pipeline_layout.local(pipeline_layout.microbatches, 0)), 1
     if not schedule.synchronous:
-        many = 4 * len(layout.workers) + 3 * arrangement.most_in_flight()
+        many = 4 * len(layout.workers) + 3 * pipeline_layout.most_in_flight()
     if schedule is Schedule.TWO_BUFFERED:
-        batch = arrangement.batch_of_two_buffers
+        batch = pipeline_layout.batch_of_two_buffers
         many += 3 * batch
     try:
-        operations(schedule, layout, many, arrangement.depths, batch)
+        operations(schedule, layout, many, pipeline_layout.depths, batch)
     except PlanError as failure:
         raise JobError(f"parallel.depths: {failure}") from None
 
@@ -148,9 +148,9 @@ class PipelineEngine:
         """Cut the model, with the state it has now, into its stages."""
         run, parts = self._run, self._run.parts
         found, self._layout = prepare_together(run.worker, run.settings, parts, self._layout, run.folder)
-        tell_of_verification(run.metrics, found)
+        report_verification(run.metrics, found)
         if parts.pieces is not None:
-            stages = arranged_names(found.traced, self._layout)
+            stages = names_by_stage(found.traced, self._layout)
             fill_pieces(run.worker.rank, parts, parts.pieces, stages, self._stored)
             self._unused = unused_names(parts.model, stages) if run.worker.rank == 0 else []
         self._channels, self._pipeline = open_pipeline(

@@ -1,4 +1,4 @@
-"""One worker's part of its column: what the head orders, carried out on its stage."""
+"""One worker's part of a pipeline replica: the leader's commands, carried out on its stage."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.rpc import Commands
+from plait.core.splits import split
 from plait.data.sampler import mix
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
@@ -25,16 +26,16 @@ from plait.sync.averaging.whole_state import rest_of_state
 from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.training.engines.pipeline_setup import State, open_pipeline, prepare_together
-from plait.training.engines.replica_layout import check_ties, columns_of
+from plait.training.engines.replica_layout import check_ties, replica_layouts
 from plait.training.evaluate import sums_of
 
-# A partner that is late by so many steps may itself wait for this column in another stage.
+# A partner that is late by this many steps may itself wait for this replica in another stage.
 OVERDUE = 1.0
 
 
 @dataclass
-class ColumnWork:
-    """Microbatches of one column: how many samples each holds, and from which numbers random ones follow."""
+class ReplicaWork:
+    """The microbatches of one update of a replica: samples of each, and the seeds of random numbers."""
 
     sizes: Sequence[int]
     seeds: tuple[int, ...]
@@ -61,9 +62,9 @@ class ColumnWork:
 
 
 class PipelineReplica:
-    """This worker's part of its column; all workers of the world make one together.
+    """This worker's part of a pipeline replica; all workers of the world make one together.
 
-    The head sends a command before each thing that the whole column does; the others receive it.
+    The leader sends a command before each thing that the whole replica does; the others receive it.
     """
 
     def __init__(
@@ -71,29 +72,31 @@ class PipelineReplica:
         worker: Worker,
         settings: TrainSettings,
         parts: Components,
-        arrangement: PipelineLayout,
+        pipeline_layout: PipelineLayout,
         hosts: Sequence[str],
         prefix: str = PREFIX,
         folder: RunDir | None = None,
     ) -> None:
-        columns = columns_of(arrangement)
-        self.number = next(i for i, column in enumerate(columns) if worker.rank in column.workers)
-        self.arrangement = columns[self.number]
-        self.head = self.arrangement.layout.worker(0, 0)
-        self._last = self.arrangement.layout.worker(self.arrangement.last, 0)
+        replicas = replica_layouts(pipeline_layout)
+        self.number = next(i for i, replica in enumerate(replicas) if worker.rank in replica.workers)
+        self.pipeline_layout = replicas[self.number]
+        self.leader = self.pipeline_layout.layout.worker(0, 0)
+        self._last = self.pipeline_layout.layout.worker(self.pipeline_layout.last, 0)
         self._rank, self._settings, self._parts = worker.rank, settings, parts
         self._loss = 0.0
-        self.checked, self.arrangement = prepare_together(worker, settings, parts, self.arrangement, folder)
-        traced = self.checked.traced
-        check_ties(traced, self.arrangement)
-        self._channels, self.pipeline = open_pipeline(
-            worker, settings, parts, traced, self.arrangement, hosts
+        self.checked, self.pipeline_layout = prepare_together(
+            worker, settings, parts, self.pipeline_layout, folder
         )
-        followers = [w for w in self.arrangement.workers if w != self.head]
-        self.commands = Commands(self._channels, self.head, followers)
-        stages = self.arrangement.stages_of(worker.rank)
-        # Those who hold the same in the other columns.
-        self.peers = tuple(column.layout.worker(stages[0], 0) for column in columns)
+        traced = self.checked.traced
+        check_ties(traced, self.pipeline_layout)
+        self._channels, self.pipeline = open_pipeline(
+            worker, settings, parts, traced, self.pipeline_layout, hosts
+        )
+        followers = [w for w in self.pipeline_layout.workers if w != self.leader]
+        self.commands = Commands(self._channels, self.leader, followers)
+        stages = self.pipeline_layout.stages_of(worker.rank)
+        # The workers that hold the same stage in the other replicas.
+        self.peers = tuple(replica.layout.worker(stages[0], 0) for replica in replicas)
         near = [hosts[peer] for peer in self.peers]
         self.averaging = self._open_averaging(worker, near, f"{prefix}/stage{stages[0]}")
 
@@ -110,53 +113,61 @@ class PipelineReplica:
             pipeline.after_update = self._agree
         rest = rest_of_state(worker.store, prefix, weights, buffers, pipeline.optimizer, self._parts.scaler)
         return make_averaging(
-            worker, hosts, sources, options, settings.seed, prefix, self.number, OVERDUE, at_settle=rest
+            worker,
+            hosts,
+            sources,
+            options,
+            settings.seed,
+            prefix,
+            self.number,
+            OVERDUE,
+            when_synchronized=rest,
         )
 
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:
-        """Update on `count` samples and average; the loss, on the head, which alone has the `contents`."""
+        """Update on `count` samples and average; the loss, on the leader, which alone has the `contents`."""
         pieces = self.pieces_of(count)
-        sizes = [count * (i + 1) // pieces - count * i // pieces for i in range(pieces)]
+        sizes = [len(own) for own in split(count, pieces)]
         for group, base in zip(self.pipeline.optimizer.param_groups, self.pipeline.base_lrs):
             group["lr"] = base * lr
-        work = ColumnWork(sizes, (self._settings.seed, step, share), iter(contents))
-        self.pipeline.run(one_batch(self.arrangement, self._rank, pieces), work)
-        if self._rank == self.head != self._last:
+        work = ReplicaWork(sizes, (self._settings.seed, step, share), iter(contents))
+        self.pipeline.run(one_batch(self.pipeline_layout, self._rank, pieces), work)
+        if self._rank == self.leader != self._last:
             self._loss = float(self.commands.receive_reply(self._last, "a batch's loss")[0][0])
         return self._loss
 
     def pieces_of(self, count: int) -> int:
         """How many microbatches a share of `count` samples makes."""
         usual = math.ceil(self._settings.data.batch_size / len(self.peers))
-        return pieces_of(count, usual, self.arrangement.microbatches)
+        return pieces_of(count, usual, self.pipeline_layout.microbatches)
 
     def _agree(self) -> None:
-        """Send what others of the column wait for, then come to agree with those of the other columns."""
+        """Send what others of the replica wait for, then average with the same stage of other replicas."""
         if self._rank == self._last:
             self._loss = sum(float(loss) for loss in self.pipeline.losses.values())
             self.pipeline.losses.clear()
-            if self._rank != self.head:
+            if self._rank != self.leader:
                 self.commands.reply([torch.tensor([self._loss], dtype=torch.float64)])
         self.averaging.after_update()
 
     def evaluate(self, counts: Sequence[int], contents: Iterable[Any] = ()) -> Tensor:
-        """The sums over pieces of the test split with so many samples; on the head, which has them."""
+        """The sums over pieces of the test split with `counts` samples, on the leader, which has them."""
         sums = torch.zeros(4, dtype=torch.float64)
 
         def measure(output: Any, target: Any, microbatch: int) -> None:
             sums.add_(sums_of(self._parts, output, target, counts[microbatch]))
 
-        self.pipeline.evaluate(len(counts), ColumnWork(counts, (0,), iter(contents)), measure)
-        if self._rank == self._last != self.head:
+        self.pipeline.evaluate(len(counts), ReplicaWork(counts, (0,), iter(contents)), measure)
+        if self._rank == self._last != self.leader:
             self.commands.reply([sums])
-        elif self._rank == self.head != self._last:
+        elif self._rank == self.leader != self._last:
             sums = self.commands.receive_reply(self._last, "the sums of an evaluation")[0][0]
         return sums
 
     def gather_state(self) -> State:
-        """The model's and the optimizer's state by name; of the whole model on the head."""
+        """The model's and the optimizer's state by name; of the whole model on the leader."""
         model, optimizer = self.pipeline.state()
-        if self._rank != self.head:
+        if self._rank != self.leader:
             note = json.dumps([list(model), list(optimizer)])
             self.commands.reply([*model.values(), *optimizer.values()], note)
             return model, optimizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,29 +14,27 @@ from plait.data.sampler import share
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.op_timings import operations_event
 from plait.sync.averaging.base import Averaging
-from plait.training import checkpoint as checkpoints
-from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, whole_state
-from plait.training.engines.data_parallel import load_whole
+from plait.training.engines.data_parallel import WholeModelStart
 from plait.training.engines.decentralized import leave_world
 from plait.training.engines.pipeline_replica import PipelineReplica
-from plait.training.engines.pipeline_setup import further_names, tell_of_verification, with_gathered
-from plait.training.engines.replica_layout import columns_of
+from plait.training.engines.pipeline_setup import further_names, report_verification, with_gathered
+from plait.training.engines.replica_layout import replica_layouts
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.evaluate import in_order
 from plait.training.run import Run
 
 
-class LeadPipeline:
+class LeadPipeline(WholeModelStart):
     """A member of decentralized training that is a pipeline of workers, of which this is the first."""
 
     averaging: Averaging
 
     def __init__(self, run: Run, hosts: Sequence[str], layout: PipelineLayout) -> None:
-        self._run = run
+        super().__init__(run)
         self._hosts = hosts
         self._layout = layout
-        self._pipelines = [column.workers for column in columns_of(layout)]
+        self._pipelines = [replica.workers for replica in replica_layouts(layout)]
         self.place = next(i for i, workers in enumerate(self._pipelines) if run.worker.rank in workers)
         self.places = len(self._pipelines)
         self._tied = further_names(run.parts.model)
@@ -45,16 +42,10 @@ class LeadPipeline:
     def workers_at(self, place: int) -> tuple[int, ...]:
         return self._pipelines[place]
 
-    def load(self, state: Checkpoint) -> None:
-        load_whole(self._run, state)
-
-    def start_state(self) -> EngineState:
-        return whole_state(self._run.parts)
-
     def open(self) -> bool:
         self._replica = _open(self._run, self._layout, self._hosts)
         self.averaging = self._replica.averaging
-        tell_of_verification(self._run.metrics, self._replica.checked)
+        report_verification(self._run.metrics, self._replica.checked)
         return _needs_world(self._hosts)
 
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> Tensor:
@@ -75,7 +66,7 @@ class LeadPipeline:
         self._replica.commands.send("synchronize", step=step)
         self._run.note(operations_event(step, pipeline.spans))
         pipeline.spans.clear()
-        return self.averaging.settle()
+        return self.averaging.synchronize()
 
     def sums_over(self, share_: int, shares: int) -> Tensor:
         settings, tests = self._run.settings, self._run.parts.test_set
@@ -96,26 +87,14 @@ class LeadPipeline:
         self._replica.close()
 
 
-class FollowerEngine:
-    """Does what the first worker of this worker's pipeline tells it, until that ends."""
+class FollowerEngine(WholeModelStart):
+    """Carries out the commands of the first worker of this worker's pipeline, until that ends."""
 
     def __init__(self, run: Run, hosts: Sequence[str], layout: PipelineLayout) -> None:
-        self._run = run
+        super().__init__(run)
         self._hosts = hosts
         self._layout = layout
         self._throughput = ThroughputMeter()
-
-    def read(self, path: Path) -> Checkpoint:
-        return checkpoints.load(path)
-
-    def load(self, state: Checkpoint) -> None:
-        load_whole(self._run, state)
-
-    def start_state(self) -> EngineState:
-        return whole_state(self._run.parts)
-
-    def broadcast_start(self) -> None:
-        self._run.broadcast_weights()
 
     def follow(self, ready: Callable[[], None]) -> None:
         """Link up with the other workers, call `ready`, and follow to the end of the run."""
@@ -132,7 +111,7 @@ class FollowerEngine:
                 replica.update(command["step"], command["share"], command["count"], command["lr"])
                 self._throughput.count(command["step"] + 1, command["count"])
                 if self._throughput.is_due():
-                    self._run.note(self._throughput.event(replica.averaging.tally))
+                    self._run.note(self._throughput.event(replica.averaging.stats))
             case "synchronize":
                 self._synchronize(replica, command["step"])
             case "evaluate":
@@ -144,11 +123,11 @@ class FollowerEngine:
         run = self._run
         run.note(operations_event(step, replica.pipeline.spans))
         replica.pipeline.spans.clear()
-        members = replica.averaging.settle()
-        tally = replica.averaging.tally
-        run.note(self._throughput.event(tally))
+        members = replica.averaging.synchronize()
+        stats = replica.averaging.stats
+        run.note(self._throughput.event(stats))
         peers = tuple(replica.peers[place] for place in members)
-        run.note(run_events.Settled(step, peers, tally.distances[-1]))
+        run.note(run_events.Settled(step, peers, stats.distances[-1]))
         run.flush_events()
 
 

@@ -74,23 +74,28 @@ def _examples(settings: TrainSettings, parts: Components, few: int) -> list[tupl
 
 
 def prepare_pipeline(
-    settings: TrainSettings, parts: Components, arrangement: PipelineLayout, verify: bool
+    settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout, verify: bool
 ) -> tuple[Checked, PipelineLayout]:
-    """The model in whole modules wherever the arrangement does not cut through them, verified if asked."""
+    """The model in whole modules wherever the layout does not cut through them, verified if asked."""
     traced = trace_parts(settings, parts, evaluation=False)
-    _check_layers(settings, traced, arrangement)
-    example = example_of(settings, parts, arrangement) if verify else None
+    _check_layers(settings, traced, pipeline_layout)
+    example = example_of(settings, parts, pipeline_layout) if verify else None
     found = prepare_stages(
-        traced, arrangement.stages, lambda whole: trace_parts(settings, parts, whole, before=traced), example
+        traced,
+        pipeline_layout.stages,
+        lambda whole: trace_parts(settings, parts, whole, before=traced),
+        example,
     )
-    return found, replace(arrangement, stages=found.stages)
+    return found, replace(pipeline_layout, stages=found.stages)
 
 
-def example_of(settings: TrainSettings, parts: Components, arrangement: PipelineLayout) -> Example:
+def example_of(settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout) -> Example:
     """Batches of the job on which its stages are compared with its model."""
     with same_random_numbers(settings.seed):
         batches = _examples(settings, parts, few=min(4, settings.data.batch_size))
-    choices = Choices(parts.autocast, arrangement.recompute, arrangement.schedule is Schedule.ZERO_BUBBLE)
+    choices = Choices(
+        parts.autocast, pipeline_layout.recompute, pipeline_layout.schedule is Schedule.ZERO_BUBBLE
+    )
 
     def fresh() -> torch.nn.Module:
         model = build_model(settings.model, settings.seed).to(parts.device, parts.dtype)
@@ -104,7 +109,7 @@ def prepare_together(
     worker: Worker,
     settings: TrainSettings,
     parts: Components,
-    arrangement: PipelineLayout,
+    pipeline_layout: PipelineLayout,
     folder: RunDir | None,
 ) -> tuple[Checked, PipelineLayout]:
     """As `prepare_pipeline`, verified by rank 0 for all; all workers call it together.
@@ -112,17 +117,17 @@ def prepare_together(
     A run that goes on under the same plan is not verified again, unless the job says `every_run`; the stages
     that its first verification led to are kept in its folder.
     """
-    told = _prepare_here(worker, settings, parts, arrangement, folder)
-    own = told.pop("checked")
+    outcome = _prepare_here(worker, settings, parts, pipeline_layout, folder)
+    own = outcome.pop("checked")
     if worker.world_size > 1:
-        told = broadcast_value(told, 0)
-    if told["failure"] is not None:
-        raise JobError(f"parallel.plan: {told['failure']}")
-    stages = tuple(tuple(ids) for ids in told["stages"])
+        outcome = broadcast_value(outcome, 0)
+    if outcome["failure"] is not None:
+        raise JobError(f"parallel.plan: {outcome['failure']}")
+    stages = tuple(tuple(ids) for ids in outcome["stages"])
     if own is None or own.fine != stages:
-        own, _ = prepare_pipeline(settings, parts, replace(arrangement, stages=stages), verify=False)
-    found = replace(own, notes=tuple(told["notes"]), seconds=told["seconds"])
-    return found, replace(arrangement, stages=found.stages)
+        own, _ = prepare_pipeline(settings, parts, replace(pipeline_layout, stages=stages), verify=False)
+    found = replace(own, notes=tuple(outcome["notes"]), seconds=outcome["seconds"])
+    return found, replace(pipeline_layout, stages=found.stages)
 
 
 _NOT_WHOLE = "the stages are not verified: no worker has memory for the whole model"
@@ -132,36 +137,36 @@ def _prepare_here(
     worker: Worker,
     settings: TrainSettings,
     parts: Components,
-    arrangement: PipelineLayout,
+    pipeline_layout: PipelineLayout,
     folder: RunDir | None,
 ) -> dict[str, Any]:
     """What this worker finds; that of rank 0, which verifies and has the run's folder, counts."""
-    told: dict[str, Any] = {"stages": arrangement.stages, "notes": (), "seconds": 0.0, "failure": None}
+    outcome: dict[str, Any] = {"stages": pipeline_layout.stages, "notes": (), "seconds": 0.0, "failure": None}
     verify = settings.verify != "off" and worker.rank == 0
     if verify and parts.pieces is not None:
-        verify, told["notes"] = False, (_NOT_WHOLE,)
+        verify, outcome["notes"] = False, (_NOT_WHOLE,)
     if verify and settings.verify == "first":
-        known = _known_stages(folder, settings, arrangement)
+        known = _known_stages(folder, settings, pipeline_layout)
         if known is not None:
-            verify, arrangement = False, replace(arrangement, stages=known)
+            verify, pipeline_layout = False, replace(pipeline_layout, stages=known)
     try:
-        found, _ = prepare_pipeline(settings, parts, arrangement, verify)
+        found, _ = prepare_pipeline(settings, parts, pipeline_layout, verify)
     except InputError as failure:
-        return told | {"failure": str(failure), "checked": None}
+        return outcome | {"failure": str(failure), "checked": None}
     if verify and folder is not None:
-        _keep_stages(folder, settings, arrangement, found.fine)
-    told |= {"stages": found.fine, "notes": (*told["notes"], *found.notes), "seconds": found.seconds}
-    return told | {"checked": found}
+        _keep_stages(folder, settings, pipeline_layout, found.fine)
+    outcome |= {"stages": found.fine, "notes": (*outcome["notes"], *found.notes), "seconds": found.seconds}
+    return outcome | {"checked": found}
 
 
-def _fingerprint(settings: TrainSettings, arrangement: PipelineLayout) -> Any:
+def _fingerprint(settings: TrainSettings, pipeline_layout: PipelineLayout) -> Any:
     """What a verification was made for."""
     model = {"factory": settings.model.factory, "args": dict(settings.model.args)}
     found = {
         "model": model,
-        "stages": arrangement.stages,
-        "recompute": sorted(arrangement.recompute),
-        "schedule": arrangement.schedule.value,
+        "stages": pipeline_layout.stages,
+        "recompute": sorted(pipeline_layout.recompute),
+        "schedule": pipeline_layout.schedule.value,
         "precision": settings.precision,
         "torch": torch.__version__,
     }
@@ -169,14 +174,14 @@ def _fingerprint(settings: TrainSettings, arrangement: PipelineLayout) -> Any:
 
 
 def _known_stages(
-    folder: RunDir | None, settings: TrainSettings, arrangement: PipelineLayout
+    folder: RunDir | None, settings: TrainSettings, pipeline_layout: PipelineLayout
 ) -> tuple[tuple[str, ...], ...] | None:
     """The stages that this run was verified with before, for the same plan; None where it was not."""
     if folder is None or not folder.verified.exists():
         return None
     try:
         kept = json.loads(folder.verified.read_text())
-        if kept["for"] != _fingerprint(settings, arrangement):
+        if kept["for"] != _fingerprint(settings, pipeline_layout):
             return None
         return tuple(tuple(str(id) for id in ids) for ids in kept["stages"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -184,19 +189,19 @@ def _known_stages(
 
 
 def _keep_stages(
-    folder: RunDir, settings: TrainSettings, arrangement: PipelineLayout, stages: Sequence[Sequence[str]]
+    folder: RunDir, settings: TrainSettings, pipeline_layout: PipelineLayout, stages: Sequence[Sequence[str]]
 ) -> None:
-    kept = {"for": _fingerprint(settings, arrangement), "stages": stages}
+    kept = {"for": _fingerprint(settings, pipeline_layout), "stages": stages}
     write_atomic(folder.verified, json.dumps(kept))
 
 
-def link(worker: Worker, arrangement: PipelineLayout, device: torch.device) -> Channels:
-    """This worker's channels to the others of `arrangement`; all workers call it together."""
-    return connect(worker.rendezvous, arrangement.workers, window=arrangement.window(), device=device)
+def link(worker: Worker, pipeline_layout: PipelineLayout, device: torch.device) -> Channels:
+    """This worker's channels to the others of `pipeline_layout`; all workers call it together."""
+    return connect(worker.rendezvous, pipeline_layout.workers, window=pipeline_layout.window(), device=device)
 
 
-def _check_layers(settings: TrainSettings, traced: TracedModel, arrangement: PipelineLayout) -> None:
-    layers = [layer for ids in arrangement.stages for layer in ids]
+def _check_layers(settings: TrainSettings, traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
+    layers = [layer for ids in pipeline_layout.stages for layer in ids]
     unknown = [layer for layer in layers if layer not in traced.layer_by_id]
     missing = [layer.id for layer in traced.layers if layer.id not in set(layers)]
     if unknown or missing:
@@ -212,17 +217,17 @@ def open_pipeline(
     settings: TrainSettings,
     parts: Components,
     traced: TracedModel,
-    arrangement: PipelineLayout,
+    pipeline_layout: PipelineLayout,
     hosts: Sequence[str],
 ) -> tuple[Channels, pipelines.Pipeline]:
-    """This worker's part of `arrangement`, with the state that `parts` have; all workers call it together.
+    """This worker's part of a pipeline, with the state that `parts` have; all workers call it together.
 
-    The workers of the world may be in several arrangements of their own. `parts` keep what this one holds.
+    The workers of the world may be in several pipelines. `parts` keep what this one holds.
     """
-    channels = link(worker, arrangement, parts.device)
+    channels = link(worker, pipeline_layout, parts.device)
     pipeline = pipelines.Pipeline(
         worker.rank,
-        arrangement,
+        pipeline_layout,
         traced,
         channels,
         pipelines.PipelineParts(
@@ -273,7 +278,7 @@ def further_names(model: torch.nn.Module) -> dict[str, str]:
     return further
 
 
-def tell_of_verification(recorder: MetricsLogger, found: Checked) -> None:
+def report_verification(recorder: MetricsLogger, found: Checked) -> None:
     """Write down what the verification of a pipeline came to."""
     for note in found.notes:
         recorder.warn(f"verify: {note}")

@@ -1,8 +1,8 @@
-"""Pipelines side by side that agree by averaging: each is a column of workers with its own work to take.
+"""Pipeline replicas that agree by averaging: each takes work of its own.
 
-Every stage has one worker in each column, and these average among themselves, whatever the other stages do.
-The worker of a column's first stage is its head: it takes work and tells the others of its column. What a
-column does for one update is sent before anyone waits for another column, so waits have an end.
+Every stage has one worker in each replica, and these average among themselves, whatever the other stages do.
+The worker of a replica's first stage leads it: it takes work and sends commands to the others. All that a
+replica does for one update is sent before any of its workers waits for another replica, so waits have an end.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import TOLERANT, read_options
 
 
-def columns_of(arrangement: PipelineLayout) -> tuple[PipelineLayout, ...]:
-    """Each column as an arrangement of its own: the i-th worker of every stage is in the i-th."""
-    holders = [tuple(w for each in arrangement.layouts for w in each.stages[s]) for s in _stages(arrangement)]
+def replica_layouts(pipeline_layout: PipelineLayout) -> tuple[PipelineLayout, ...]:
+    """The layout of each pipeline replica: the i-th worker of every stage is in the i-th."""
+    holders = [
+        tuple(w for each in pipeline_layout.layouts for w in each.stages[s]) for s in _stages(pipeline_layout)
+    ]
     counts = [len(workers) for workers in holders]
     if len(set(counts)) > 1 or counts[0] < 2:
         raise JobError(
             f"parallel.plan: found stages with {counts} workers; pipelines side by side need as many in "
             f"every stage, two or more: plan with --pipelines, or use sync: all-reduce"
         )
-    each = max(1, arrangement.microbatches // counts[0])
-    columns = [Layout(tuple((workers[i],) for workers in holders)) for i in range(counts[0])]
-    for layout in columns:
+    each = max(1, pipeline_layout.microbatches // counts[0])
+    replicas = [Layout(tuple((workers[i],) for workers in holders)) for i in range(counts[0])]
+    for layout in replicas:
         if min(layout.workers) != layout.worker(0, 0):
             raise JobError(
                 f"parallel.plan: found a pipeline of workers {layout.workers} whose first stage is on worker "
                 f"{layout.worker(0, 0)}; expected the lowest of them there"
             )
-    return tuple(replace(arrangement, layouts=(layout,), microbatches=each) for layout in columns)
+    return tuple(replace(pipeline_layout, layouts=(layout,), microbatches=each) for layout in replicas)
 
 
-def _stages(arrangement: PipelineLayout) -> range:
-    return range(len(arrangement.stages))
+def _stages(pipeline_layout: PipelineLayout) -> range:
+    return range(len(pipeline_layout.stages))
 
 
-def check_columns(settings: TrainSettings, arrangement: PipelineLayout) -> None:
+def check_replicas(settings: TrainSettings, pipeline_layout: PipelineLayout) -> None:
     """Refuse what pipelines that agree by averaging cannot do."""
     kind = settings.sync.kind
     if kind not in TOLERANT:
@@ -50,22 +52,22 @@ def check_columns(settings: TrainSettings, arrangement: PipelineLayout) -> None:
             f"parallel.sync: found {kind!r} with a pipeline; pipelines agree by all-reduce or, side by side, "
             f"by {', '.join(TOLERANT)}"
         )
-    if not arrangement.schedule.synchronous:
+    if not pipeline_layout.schedule.synchronous:
         raise JobError(
-            f"parallel.schedule: found {arrangement.schedule.value} with sync {kind}; pipelines side by side "
-            f"average between two batches: use flush, gpipe, zero-bubble or none"
+            f"parallel.schedule: found {pipeline_layout.schedule.value} with sync {kind}; pipelines side by "
+            f"side average between two batches: use flush, gpipe, zero-bubble or none"
         )
     if settings.clip_norm is not None:
         raise JobError(
             f"clip_norm: needs the whole model's gradient at once, which a pipeline under {kind} never has; "
             f"leave it out, or use sync: all-reduce"
         )
-    read_options(kind, settings.sync.options, len(columns_of(arrangement)))
+    read_options(kind, settings.sync.options, len(replica_layouts(pipeline_layout)))
 
 
-def check_ties(traced: TracedModel, arrangement: PipelineLayout) -> None:
+def check_ties(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
     """Refuse parameters that two stages share: their averages would go apart."""
-    for name, workers in find_holders(traced, arrangement).items():
+    for name, workers in find_holders(traced, pipeline_layout).items():
         if len(workers) > 1:
             raise JobError(
                 f"parallel.sync: parameter {name!r} is tied between stages on workers {workers}, which "

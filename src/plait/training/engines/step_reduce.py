@@ -1,4 +1,4 @@
-"""What the workers of a pipeline tell each other beside the work: each step's loss, and the wish to stop."""
+"""Sums over the workers of a pipeline, overlapped with its work: each step's loss, and requests to stop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class DeferredStepReduce:
     """Sums over all workers, one for each step, that nobody waits for while the pipeline is full.
 
     A step's sum is read when all workers have long given theirs: `slack` microbatches after its last one,
-    which is more than they can be apart. All read the same, so all stop before the same step. `on_loss` hears
-    of each step, its loss, and when this worker was done with it.
+    which is more than they can be apart. All read the same, so all stop before the same step. `on_loss` is
+    called with each step, its loss, and when this worker was done with it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DeferredStepReduce:
         self._given[step] = values, work, time.perf_counter()
 
     def stop_before(self, step: int) -> bool:
-        """Whether someone had wished to stop when the steps that can be known were done."""
+        """Whether a worker had asked to stop in the steps whose sums can be known by now."""
         begin = self._ends[step] - self._steps[step]
         while self._next_to_read < step and self._ends[self._next_to_read] + self._slack <= begin:
             self._read()
@@ -57,7 +57,7 @@ class DeferredStepReduce:
 
     @property
     def stopped(self) -> bool:
-        """Whether someone wished to stop in the steps whose sums were read."""
+        """Whether a worker asked to stop in the steps whose sums were read."""
         return self._stop
 
     def finish(self, end: int) -> None:
@@ -69,8 +69,8 @@ class DeferredStepReduce:
         values, work, ended = self._given.pop(self._next_to_read)
         if work is not None:
             work.wait()
-        loss, wishes = values.tolist()
-        self._stop = self._stop or wishes > 0
+        loss, stops = values.tolist()
+        self._stop = self._stop or stops > 0
         self._on_loss(self._next_to_read, loss, ended)
         self._next_to_read += 1
 

@@ -19,7 +19,7 @@ class ThroughputMeter:
         self._before = SyncStats()
 
     def count(self, step: int, samples: int) -> None:
-        """This worker has updated on so many samples of a step."""
+        """This worker has updated on `samples` samples of a step."""
         self._step = step
         self._updates += 1
         self._samples += samples
@@ -27,22 +27,22 @@ class ThroughputMeter:
     def is_due(self) -> bool:
         return time.monotonic() - self._since >= PACE_S
 
-    def event(self, tally: SyncStats) -> run_events.Pace:
+    def event(self, stats: SyncStats) -> run_events.Pace:
         """What was counted since the event before, here and by the averaging."""
         now = time.monotonic()
         seconds, before = now - self._since, self._before
-        groups = tally.groups - before.groups
+        groups = stats.groups - before.groups
         event = run_events.Pace(
             step=self._step,
             updates=self._updates,
             samples=self._samples,
             seconds=round(seconds, 6),
             samples_per_s=round(self._samples / max(seconds, 1e-9), 1),
-            wait_share=round((tally.waited_s - before.waited_s) / max(seconds, 1e-9), 4),
+            wait_share=round((stats.waited_s - before.waited_s) / max(seconds, 1e-9), 4),
             groups=groups,
-            group_size=round((tally.members - before.members) / groups, 3) if groups else None,
-            bytes_sent=tally.bytes_sent - before.bytes_sent,
+            group_size=round((stats.members - before.members) / groups, 3) if groups else None,
+            bytes_sent=stats.bytes_sent - before.bytes_sent,
         )
         self._since, self._updates, self._samples = now, 0, 0
-        self._before = SyncStats(tally.groups, tally.members, tally.waited_s, tally.bytes_sent)
+        self._before = SyncStats(stats.groups, stats.members, stats.waited_s, stats.bytes_sent)
         return event

@@ -20,7 +20,7 @@ from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_wish
-from plait.sync.allreduce.autotune import TopologyChosen, settle
+from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
@@ -53,7 +53,7 @@ class TrainStep:
         """Sum as the settings ask; what was measured for it, if anything was."""
         if self._sync is None or self._members is None:
             return None
-        topology, chosen = settle(
+        topology, chosen = resolve_topology(
             self._settings.topology, self._members, self._sync.gradient_bytes, self._parts.device
         )
         if topology is not None:
@@ -63,11 +63,11 @@ class TrainStep:
     def switch(self, topology: str) -> None:
         """Sum over the topology of that name from the next step on; all workers call it between two steps."""
         if self._sync is not None and self._members is not None:
-            wish, size = read_wish(topology), self._sync.gradient_bytes
-            self._sync.switch(settle(wish, self._members, size, self._parts.device)[0])
+            spec, size = read_wish(topology), self._sync.gradient_bytes
+            self._sync.switch(resolve_topology(spec, self._members, size, self._parts.device)[0])
 
     def close(self) -> None:
-        """End what runs beside the steps; called after the last one."""
+        """End the threads that overlap with steps; called after the last one."""
         if self._sync is not None:
             self._sync.close()
 
@@ -83,8 +83,8 @@ class TrainStep:
         else:
             self._sync.begin()
             loss = self._backward(batch)
-            wish = torch.full_like(loss, float(self._worker.stop_requested()))
-            notes = self._sync.agree(torch.stack([loss, wish]))
+            spec = torch.full_like(loss, float(self._worker.stop_requested()))
+            notes = self._sync.agree(torch.stack([loss, spec]))
             loss, stop = notes[0], self._stop.before()
             self._stop.note(notes[1:])
         if self.before_update is not None:
@@ -141,15 +141,15 @@ class TrainStep:
 
 
 class _StopFlag:
-    """The workers' wish to end, read one step after it was summed, so that no GPU is waited for."""
+    """How many workers ask to stop, read one step after it was summed, so that no GPU is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._value = torch.zeros(1, dtype=torch.float64, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None
 
-    def note(self, wishes: Tensor) -> None:
-        self._value.copy_(wishes, non_blocking=True)
+    def note(self, stops: Tensor) -> None:
+        self._value.copy_(stops, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 

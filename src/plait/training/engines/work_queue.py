@@ -18,7 +18,7 @@ from plait.data.sampler import GlobalBatch, Position, share
 
 # Added to the count to say that no more batches are begun.
 STOPPED = 1 << 40
-# A worker judges its speed by so many of its own steps, and is slow at so many times the usual time of one.
+# A worker judges its speed by its last WINDOW steps, and is slow at SLOW times the usual time of one.
 WINDOW = 4
 SLOW = 1.5
 
@@ -48,7 +48,7 @@ def leaves_the_rest(passed: int, steps: int, workers: int, left: Callable[[], in
     """
     if steps < 2 or passed <= SLOW * steps * workers:
         return False
-    # While it takes one step, the others make so many claims beyond those of a usual step.
+    # While it takes one step, the others make this many claims beyond those of a usual step.
     return max(left(), 0) * steps < passed - steps * workers
 
 
@@ -64,7 +64,7 @@ class Speed:
         self._numbers.append(self._before + number)
 
     def end_segment(self, claims: int) -> None:
-        """The segment had so many claims by the time that this worker left it."""
+        """The segment had `claims` claims when this worker left it."""
         self._before += claims
 
     def leaves(self, workers: int, left: Callable[[], int]) -> bool:
@@ -141,7 +141,7 @@ class WorkQueue:
             yield self._claim(number)
 
     def is_work_left(self) -> bool:
-        """Whether all went to settle and left claims behind, which are to be taken now; all workers ask."""
+        """Whether claims were left when all synchronized, which are to be taken now; all workers call it."""
         if self._fixed:
             return False
         self._asked += 1
@@ -231,8 +231,8 @@ class WorkQueue:
     def _next_fixed(self) -> int | None:
         """The claim of this worker's next step; None where the segment ends before it.
 
-        A worker tells of a step before it looks whether someone stopped, and who stops looks at what was told
-        afterwards. So either the step is among those that are still taken, or this worker hears of the end.
+        A worker announces a step before it checks whether someone stopped, and a worker that stops reads the
+        announcements afterwards. So either the step is still taken, or this worker sees the end.
         """
         step = self._taken
         self._store.set(f"{self._key}/step/{self._place}", str(step + 1))
@@ -242,7 +242,7 @@ class WorkQueue:
         return number if number < last else None
 
     def _agree_on_last(self) -> int:
-        """The segment's end, after the furthest step that anyone may have begun; whoever asks may say it."""
+        """The segment's end, after the furthest step that anyone may have begun; any worker may set it."""
         keys = [f"{self._key}/step/{place}" for place in range(self._places)]
         furthest = max((int(self._store.get(key)) for key in keys if self._store.check([key])), default=0)
         return self._limit(furthest * self._workers)
@@ -266,7 +266,7 @@ class WorkQueue:
 
     def _write_held(self, place: int, found: str, numbers: Sequence[int]) -> bool:
         """Replace what a worker holds, if it is still as it was `found`."""
-        # The stamp tells this change from the same one by another worker.
+        # The stamp distinguishes this change from the same one by another worker.
         self._changes += 1
         wanted = " ".join([f"{self._place}.{self._changes}", *map(str, numbers)])
         return self._store.compare_set(f"{self._key}/held/{place}", found, wanted) == wanted.encode()

@@ -126,7 +126,7 @@ def build_optimizer(
     parameters: Iterable[torch.nn.Parameter],
     names: Mapping[torch.Tensor, str] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of `parameters`, which steps with torch's fused kernels where that is sooner.
+    """The optimizer of `parameters`, which steps with torch's fused kernels where that is faster.
 
     Their `names` say in which of the settings' groups they are.
     """
@@ -196,7 +196,9 @@ def build_lr_factor(settings: LrScheduleSettings, total_steps: int) -> LrFactor:
     else:
         hint = did_you_mean(kind, LR_SCHEDULES)
         raise JobError(f"lr_schedule.kind: found {kind!r}, expected a schedule's name{hint}")
-    check_arguments(shape, settings.options, "lr_schedule", JobError, positional=2, beside=("warmup_steps",))
+    check_arguments(
+        shape, settings.options, "lr_schedule", JobError, positional=2, reserved=("warmup_steps",)
+    )
     options: dict[str, Any] = dict(settings.options)
 
     def factor(step: int) -> float:

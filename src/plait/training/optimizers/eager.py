@@ -1,7 +1,7 @@
-"""Torch's optimizers without torch.compile: they import its frontend only to tell it what not to compile.
+"""Torch's optimizers without torch.compile: they import its frontend only to exclude functions from it.
 
 That takes a second, as long as most of the rest of a worker's start. While the frontend is not imported,
-nothing is compiled, and there is nobody to tell.
+nothing is compiled, so nothing needs excluding.
 """
 
 from __future__ import annotations

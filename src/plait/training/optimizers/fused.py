@@ -18,10 +18,10 @@ _TYPES = (torch.float32, torch.float64)
 
 
 def use_fused_kernels(optimizer: Optimizer) -> None:
-    """Let `optimizer` step with fused kernels wherever these compute the same, and sooner.
+    """Let `optimizer` step with fused kernels wherever these compute the same, and faster.
 
-    Optimizers that are not torch's own, hold parameters on other devices, or were told how to compute are
-    left as they are.
+    Optimizers that are not torch's own, hold parameters on other devices, or were configured how to compute
+    are left as they are.
     """
     # The constructor's `fused` would also let a loss scale skip steps inside the kernel, which leaves
     # momentum that nothing was written to if it is the first step.

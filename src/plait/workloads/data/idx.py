@@ -18,7 +18,7 @@ _UNSIGNED_BYTE = 0x08
 
 
 def read_idx(path: Path, axes: int, remedy: str) -> Tensor:
-    """The bytes in `path`, gzipped or plain, as a tensor with so many `axes`."""
+    """The bytes in `path`, gzipped or plain, as a tensor with this many `axes`."""
     expected = f"an IDX file of bytes with {axes} axes"
     data = read_bytes(path, expected, remedy)
     if path.suffix == ".gz":

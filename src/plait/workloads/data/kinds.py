@@ -61,8 +61,8 @@ def build(kind: str, split: Split, **options: Any) -> Any:
 def check(kind: str, options: Mapping[str, Any]) -> tuple[Callable[..., MapDataset], dict[str, Any]]:
     """What makes sets of that kind, and the options as it takes them; reads nothing, refuses wrong ones."""
     factory = _factory(kind)
-    beside = ("batch_size", "shuffle", "last_batch", "loaders", "collate_fn")
-    check_arguments(factory, options, "data", DataError, positional=1, beside=beside)
+    reserved = ("batch_size", "shuffle", "last_batch", "loaders", "collate_fn")
+    check_arguments(factory, options, "data", DataError, positional=1, reserved=reserved)
     return factory, _converted(factory, options) if factory in KINDS.values() else dict(options)
 
 

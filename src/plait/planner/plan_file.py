@@ -1,20 +1,34 @@
-"""Whether a plan that was read from a file can be run: somebody may have changed it by hand."""
+"""A plan as a file, and whether one that was read can be run: somebody may have changed it by hand."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from plait.core import artefact
 from plait.core.shown import listed, shown
 from plait.graph.graph import MOST
 from plait.planner.errors import PlanError
+from plait.planner.plan import MOST_MICROBATCHES, Plan, Stage
 
-if TYPE_CHECKING:
-    from plait.planner.plan import Plan, Stage
+KIND, VERSION = "plan", 1
 
-# A step of so many is replayed in seconds.
-MOST_MICROBATCHES = 1 << 16
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write `plan` as a versioned JSON file."""
+    artefact.save(plan, path, KIND, VERSION)
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan saved at `path`; one that no workers could run is refused."""
+    try:
+        plan = artefact.load(Plan, path, KIND, VERSION)
+        check_plan(plan)
+    except PlanError as failure:
+        raise PlanError(f"{path}: {failure}") from None
+    return plan
 
 
 def check_plan(plan: Plan) -> None:

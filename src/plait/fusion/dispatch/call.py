@@ -1,0 +1,60 @@
+"""Computes a call of torch on trial tensors: by its rule, or by the fallback where none fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plait.fusion.dispatch import aliases
+from plait.fusion.dispatch.fallback import find_rule, loop, recover
+from plait.fusion.dispatch.registry import (
+    PER_TRIAL_RULES,
+    READING_RULES,
+    RULES,
+    Arguments,
+    Function,
+    Options,
+    Rule,
+    usual_form,
+)
+from plait.fusion.dispatch.tensor import TrialTensor
+from plait.fusion.trials import padding
+from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.rows import follow
+
+
+def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Options) -> Any:
+    """What `function` returns for all trials; `rule` is None where the table has none yet."""
+    if rule is None:
+        rule = RULES[function] = find_rule(function)
+    if rule in READING_RULES:
+        return rule(function, args, kwargs)
+    if kwargs:
+        args, kwargs = usual_form(function, args, kwargs)
+    if PerTrial.made_any and rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
+        rule = loop
+    before = _version(args) if aliases.made else None
+    try:
+        outcome = rule(function, args, kwargs)
+    except Exception as failure:
+        outcome = recover(rule, function, args, kwargs, failure)
+    if before is not None and before != _version(args):
+        aliases.repeat_writes(args[0].stacked)
+    if padding.used:
+        follow(function, args, kwargs, outcome)
+    return outcome
+
+
+def _version(args: Arguments) -> int | None:
+    """How often the first argument was written; each write in place counts one more."""
+    first = args[0] if args else None
+    if not isinstance(first, TrialTensor) or first.pending is not None:
+        return None
+    version: int = first.stacked._version
+    return version
+
+
+def _differs_by_trial(args: Arguments, kwargs: Options) -> bool:
+    return any(type(arg) is PerTrial for arg in args) or any(type(arg) is PerTrial for arg in kwargs.values())
+
+
+TrialTensor.compute = staticmethod(compute)
