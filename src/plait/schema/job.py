@@ -6,7 +6,7 @@ Every mistake is answered with the key's path, what was found, what was expected
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,72 +16,18 @@ from plait.core.errors import JobError
 from plait.core.files import read_text
 from plait.core.plain_values import plain_copy
 from plait.core.shown import shortened, shown
-from plait.core.yaml_text import MOST_LEVELS, YamlError, dump_yaml, load_yaml
-from plait.schema.hosts import LOCAL, Host, parse_hosts
+from plait.core.yaml_text import MOST_LEVELS, YamlError, load_yaml
 from plait.schema.job_checks import check_combinations
 from plait.schema.job_model import build, model_of
-from plait.schema.limits import AsGiven, NonEmpty
+from plait.schema.job_settings import Job as Job
 from plait.schema.messages import explain
-from plait.schema.placement import HostAccess, Placement, WorkerLimits
-from plait.schema.settings import (
-    ClusterSettings,
-    CommonSettings,
-    ModelSettings,
-    ParallelSettings,
-    SlowSettings,
-    SyncSettings,
-    TrainSettings,
-    values_of,
-)
 from plait.schema.spellings import OwnSpelling
-from plait.schema.topology_spec import read_wish
 
 # A job file is a page or two of text.
 MOST_BYTES = 1_000_000
 
 # `a.b=c` as on the command line, or a key with its value.
 Overrides = Sequence[str | tuple[str, Any]]
-
-
-@dataclass(frozen=True)
-class Job(CommonSettings):
-    """What a person asks for: one YAML file, or the same in Python; `make_job` and `read_job` make one.
-
-    `content` is what was asked for, as plain values, without defaults.
-    """
-
-    model: str
-    _: KW_ONLY
-    model_args: Mapping[str, Any] = field(default_factory=dict)
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    cluster: ClusterSettings = field(default_factory=ClusterSettings)
-    run_dir: NonEmpty = "runs"
-    content: AsGiven = field(default_factory=dict, repr=False)
-
-    def hosts(self) -> tuple[Host, ...]:
-        if self.cluster.hosts:
-            return parse_hosts(self.cluster.hosts, "cluster.hosts")
-        return (Host(LOCAL, self.parallel.workers or 1),)
-
-    def settings(self) -> TrainSettings:
-        """What the workers are told."""
-        parallel = self.parallel
-        same = values_of(CommonSettings, self)
-        return TrainSettings(
-            **{**same, "model": ModelSettings(self.model, self.model_args)},
-            topology=read_wish(parallel.topology),
-            sync=SyncSettings(parallel.sync, parallel.sync_options),
-            slow=SlowSettings(parallel.slow, parallel.jitter),
-        )
-
-    def placement(self) -> Placement:
-        """Where the workers run."""
-        reached, limits = values_of(HostAccess, self.cluster), values_of(WorkerLimits, self.parallel)
-        return Placement(self.hosts(), **reached, **limits)
-
-    def text(self) -> str:
-        """The job as a job file, with what was set over it."""
-        return dump_yaml(self.content)
 
 
 def read_job(path: str | Path, overrides: Overrides = ()) -> Job:

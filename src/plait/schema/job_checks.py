@@ -17,7 +17,7 @@ from plait.schema.sync_options import TOLERANT, read_options
 from plait.schema.topology_spec import check_wish, read_wish
 
 if TYPE_CHECKING:
-    from plait.schema.job import Job
+    from plait.schema.job_settings import Job
 
 
 def check_combinations(job: Job) -> None:
