@@ -31,14 +31,14 @@ import torch
 
 from plait.comm.handshake import Address
 from plait.comm.heartbeat import Presence
-from plait.comm.mailbox import open_mailbox
 from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
 from plait.sync.averaging.group_graph import components
+from plait.sync.averaging.mailbox import open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce
+from plait.sync.averaging.partial_reduce_rules import Rules
 from plait.sync.averaging.peers import Peers
-from plait.sync.averaging.round_rules import Rules
 
 WORKERS = 8
 SECRET = b"of the soak"

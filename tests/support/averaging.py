@@ -10,12 +10,12 @@ import torch
 
 from plait.comm.handshake import Address
 from plait.comm.heartbeat import Presence
-from plait.comm.mailbox import Mailbox, OnSend, open_mailbox
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
+from plait.sync.averaging.mailbox import Mailbox, OnSend, open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce
+from plait.sync.averaging.partial_reduce_rules import Closed, Rules, read_outcome
 from plait.sync.averaging.peers import Peers
-from plait.sync.averaging.round_rules import Closed, Rules, read_outcome
 from support.meeting import SECRET, rendezvous_of
 
 

@@ -18,7 +18,7 @@ from plait.sync.averaging.group_graph import (
     remembered,
     shards,
 )
-from plait.sync.averaging.round_rules import (
+from plait.sync.averaging.partial_reduce_rules import (
     VOID,
     Arrival,
     Closed,

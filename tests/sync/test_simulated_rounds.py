@@ -14,8 +14,8 @@ import torch
 from plait.core.errors import PeerError
 from plait.sync.averaging import group_mean, partial_reduce
 from plait.sync.averaging.partial_reduce import PartialReduce
+from plait.sync.averaging.partial_reduce_rules import Arrival, Closed, NextStep, Open, Round, Rules, next_step
 from plait.sync.averaging.peers import Peers
-from plait.sync.averaging.round_rules import Arrival, Closed, NextStep, Open, Round, Rules, next_step
 from support.simulated import SimulatedWorker, Simulation, changed
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from plait.core.errors import PeerError, PlaitError
 from plait.schema.topology import TOPOLOGIES, from_graphs, make_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.reducer import Members, Spec, whole_world
+from plait.sync.allreduce.sums import Members, Spec, whole_world
 from plait.sync.allreduce.tree import OverTopology
 from support.meeting import rendezvous_of
 from support.world import run_ranks

@@ -13,13 +13,8 @@ from plait.core.errors import JobError
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.sweeping.trial_settings import is_fusable
-from plait.training.optimizers.build import (
-    build_lr_factor,
-    build_optimizer,
-    check_groups,
-    check_lr_schedule,
-    optimizer_kinds,
-)
+from plait.training.optimizers.build import build_optimizer, check_groups, optimizer_kinds
+from plait.training.optimizers.lr_schedule import build_lr_factor, check_lr_schedule
 from support.plans import planned
 from support.training import (
     digits_job,

@@ -17,7 +17,7 @@ from plait.profiler.links import Sum, sum_of_times
 from plait.schema.topology_spec import TopologySpec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.reducer import Members
+from plait.sync.allreduce.sums import Members
 
 FEW_BYTES, LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20, 16 << 20
 BEYOND_CACHES_BYTES = 16 << 20

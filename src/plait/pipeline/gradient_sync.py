@@ -18,7 +18,7 @@ from plait.profiler.traced import TracedModel
 from plait.schema.topology_spec import TopologySpec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.reducer import Members
+from plait.sync.allreduce.sums import Members
 
 Holders = dict[str, tuple[int, ...]]
 

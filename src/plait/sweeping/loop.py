@@ -25,7 +25,7 @@ from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import WorkerGroup, share_of
 from plait.training.early_stopping import EarlyStopping
 from plait.training.loop import take_steps
-from plait.training.optimizers.build import build_lr_factor
+from plait.training.optimizers.lr_schedule import build_lr_factor
 
 # How long a worker that could take more trials waits before it asks again.
 POLL_S = 0.1
@@ -97,12 +97,11 @@ class SweepTraining:
             return min(1, *(trial.steps_until_due() for trial in trials))
         return min((trial.steps_until_due() for trial in trials), default=0)
 
-    def advance(self, steps: int) -> bool:
+    def advance(self, steps: int) -> None:
         for _ in range(steps):
             self._engine.train(1)
             if self._worker.stop_requested():
-                return True
-        return False
+                break
 
     def evaluate_and_save(self) -> None:
         """Do what is due for each trial: points of its curve, evaluation, checkpoint, report."""

@@ -18,7 +18,7 @@ from plait.sweeping.engines.batch_streams import BatchStream
 from plait.sweeping.engines.fused import TrialTensors
 from plait.training import checkpoint as checkpoints
 from plait.training.early_stopping import EarlyStopping
-from plait.training.optimizers.build import LrFactor
+from plait.training.optimizers.lr_schedule import LrFactor
 
 # How many points a learning curve has at most, unless the job says otherwise.
 POINTS = 200

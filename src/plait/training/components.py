@@ -25,7 +25,8 @@ from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
-from plait.training.optimizers.build import build_optimizer, check_groups, check_lr_schedule
+from plait.training.optimizers.build import build_optimizer, check_groups
+from plait.training.optimizers.lr_schedule import check_lr_schedule
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
 from plait.workloads.metrics import Metric, find_metric

@@ -26,7 +26,7 @@ from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
 from plait.training.engine import Engine, EngineState, Following, Starting
 from plait.training.loss_parts import describe_parts
-from plait.training.optimizers.build import build_lr_factor
+from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
 
 
@@ -60,7 +60,7 @@ class Training(Protocol):
     """
 
     def ended(self) -> str | None:
-        """Why nothing is left to train; None while there is."""
+        """Why training ends here: `finished`, `stopped`, ...; None while it goes on."""
 
     def apply_changes(self) -> None:
         """Change, between two steps, what is asked to be changed: settings, workers, trials."""
@@ -68,25 +68,20 @@ class Training(Protocol):
     def steps_until_due(self) -> int:
         """Steps until something is due besides training; 0 where there is nothing to train at the moment."""
 
-    def advance(self, steps: int) -> bool:
-        """Have the engine take that many steps, or fewer; whether a worker was asked to stop."""
+    def advance(self, steps: int) -> None:
+        """Have the engine take that many steps, or fewer where a worker is asked for something else."""
 
     def evaluate_and_save(self) -> None:
         """Do what is due after the last step: evaluations, early stopping, checkpoints, reports."""
 
 
 def take_steps(training: Training) -> str:
-    """Train until nothing is left, or until asked to stop: the loop of every run and every sweep.
-
-    Returns what ended it: `stopped`, or what `training.ended()` says.
-    """
+    """Train to the end, or until asked to stop: the loop of every run and every sweep. Returns what ended it."""
     while (reason := training.ended()) is None:
         training.apply_changes()
-        steps = training.steps_until_due()
-        stopped = steps > 0 and training.advance(steps)
+        if (steps := training.steps_until_due()) > 0:
+            training.advance(steps)
         training.evaluate_and_save()
-        if stopped:
-            return training.ended() or "stopped"
     return reason
 
 
@@ -182,6 +177,7 @@ class Loop(_Starting):
         self.engine = engine
         self._sources = tuple(sources)
         self._steps = 0
+        self._stopped = False
         over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
         self._until_data_ends = over_stream and engine.sees_end_of_data
 
@@ -236,9 +232,11 @@ class Loop(_Starting):
     def ended(self) -> str | None:
         if self._early_stopping.should_stop():
             return "early-stop"
-        return "finished" if self._steps_left() == 0 else None
+        if self._steps_left() == 0:
+            return "finished"
+        return "stopped" if self._stopped else None
 
-    def advance(self, steps: int) -> bool:
+    def advance(self, steps: int) -> None:
         run = self.run
         trained = self.engine.train(steps)
         run.step += trained.steps
@@ -246,7 +244,7 @@ class Loop(_Starting):
         if trained.ended:
             self._until_data_ends, self._steps = False, run.step
             run.metrics.set_steps(run.step)
-        return trained.stopped
+        self._stopped = trained.stopped
 
     def _steps_left(self) -> int:
         return UNKNOWN_STEPS if self._until_data_ends else max(self._steps - self.run.step, 0)

@@ -55,7 +55,7 @@ from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.reducer import whole_world
+from plait.sync.allreduce.sums import whole_world
 from plait.training import components
 from plait.training.optimizers.build import build_optimizer
 from plait.workloads.losses import build_loss

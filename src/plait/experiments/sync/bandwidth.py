@@ -28,7 +28,7 @@ from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 from plait.schema.topology import NATIVE, TOPOLOGIES, Route, Topology, make_topology
 from plait.sync.allreduce.buckets import AllReduce, make_buckets
-from plait.sync.allreduce.reducer import Members, Native, Reducer, Spec, whole_world
+from plait.sync.allreduce.sums import Members, Native, Reducer, Spec, whole_world
 from plait.sync.allreduce.tree import OverTopology
 
 MODELS = {

@@ -24,7 +24,7 @@ from plait.launch.worker import Worker
 from plait.schema.sync_options import EQUAL_STEPS, read_options
 from plait.schema.topology import make_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.reducer import whole_world
+from plait.sync.allreduce.sums import whole_world
 from plait.training.engines.averaging import make_averaging
 
 STEP_S = 0.1

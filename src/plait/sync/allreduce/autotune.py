@@ -14,7 +14,7 @@ from plait.core.events import Event
 from plait.core.units import show_bytes, show_seconds
 from plait.schema.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
 from plait.schema.topology_spec import AUTO, DEFAULT, TopologySpec, find_topology
-from plait.sync.allreduce.reducer import Members, Native, Spec
+from plait.sync.allreduce.sums import Members, Native, Spec
 from plait.sync.allreduce.tree import OverTopology
 
 FIRST_PROBE_BYTES = 256 << 10

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
-from plait.sync.allreduce.reducer import Members
+from plait.sync.allreduce.sums import Members
 
 # Apart from the channels of pipelines, which use the same process group.
 _TAGS_OF_A_LANE = 1 << 14

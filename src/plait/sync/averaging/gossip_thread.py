@@ -15,9 +15,9 @@ from torch import Tensor
 
 from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
-from plait.comm.mailbox import Mailbox
 from plait.comm.tags import Tag
 from plait.sync.averaging.flat_buffer import FlatBuffer
+from plait.sync.averaging.mailbox import Mailbox
 from plait.sync.averaging.peers import Inbox
 
 LOOK_S = 0.02

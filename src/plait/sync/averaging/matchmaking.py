@@ -15,8 +15,7 @@ from torch import Tensor
 from plait.comm.links.packing import Message
 from plait.comm.tags import Tag
 from plait.sync.averaging.flat_buffer import put_mean
-from plait.sync.averaging.peers import Inbox, Peers, SharedClock
-from plait.sync.averaging.round_rules import (
+from plait.sync.averaging.partial_reduce_rules import (
     VOID,
     Arrival,
     Closed,
@@ -30,6 +29,7 @@ from plait.sync.averaging.round_rules import (
     read_outcome,
     with_members,
 )
+from plait.sync.averaging.peers import Inbox, Peers, SharedClock
 
 LOOK_S = 0.02
 KEPT = 256  # rounds whose records stay in the store

@@ -14,12 +14,12 @@ from collections.abc import Collection, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.mailbox import Mailbox
 from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
 from plait.sync.averaging.base import AllOrNone, WhenSynchronized
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 from plait.sync.averaging.group_graph import shards
+from plait.sync.averaging.mailbox import Mailbox
 
 LOOK_S = 0.02
 

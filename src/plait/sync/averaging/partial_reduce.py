@@ -8,8 +8,8 @@ from plait.sync.averaging.base import GROUP_WAYS, PeerAveraging, WhenSynchronize
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.group_mean import GroupMean
 from plait.sync.averaging.matchmaking import Matchmaking
+from plait.sync.averaging.partial_reduce_rules import Round, Rules
 from plait.sync.averaging.peers import Peers
-from plait.sync.averaging.round_rules import Round, Rules
 
 # How fast the measured time of a step follows a change.
 NEWEST = 0.3

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
-from plait.comm.mailbox import Mailbox
 from plait.core.errors import LostPeer, PeerError
 from plait.schema.placement import WorkerLimits
+from plait.sync.averaging.mailbox import Mailbox
 
 FLUSH_S = 0.25
 LOOK_S = 0.05

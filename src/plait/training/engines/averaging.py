@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from plait.comm.heartbeat import Presence
-from plait.comm.mailbox import open_mailbox
 from plait.launch.worker import Worker
 from plait.schema.sync_options import (
     AdPsgdOptions,
@@ -27,11 +26,12 @@ from plait.sync.averaging.base import Averaging, WhenSynchronized
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.gossip import ad_psgd, pair_averaging
 from plait.sync.averaging.local_sgd import LocalSgd, Sma
+from plait.sync.averaging.mailbox import open_mailbox
 from plait.sync.averaging.pair_sync import PairSync
 from plait.sync.averaging.parameter_server import HetPipe
 from plait.sync.averaging.partial_reduce import PartialReduce
+from plait.sync.averaging.partial_reduce_rules import Rules
 from plait.sync.averaging.peers import Peers
-from plait.sync.averaging.round_rules import Rules
 from plait.training.components import Components
 
 PREFIX = "plait/sync"

@@ -43,6 +43,7 @@ from plait.training.engines.pipeline_setup import (
 from plait.training.engines.replica_layout import check_replicas
 from plait.training.engines.step_reduce import DeferredStepReduce
 from plait.training.evaluate import in_order, mean_of_all, sums_of
+from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
 
 
@@ -225,9 +226,7 @@ class PipelineEngine:
         return (loader.to_device(b.content, device, dtype) for b in self._run.load(source, order))
 
     def _set_lr(self, step: int) -> None:
-        factor = self._run.lr_factor(step)
-        for group, base in zip(self._pipeline.optimizer.param_groups, self._pipeline.base_lrs):
-            group["lr"] = base * factor
+        set_lr(self._pipeline.optimizer, self._pipeline.base_lrs, self._run.lr_factor(step))
 
     def _recorder_of(self, batches: list[GlobalBatch]) -> Callable[[int, float, float], None]:
         """Records each step of an interval as its loss becomes known."""

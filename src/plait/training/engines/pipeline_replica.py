@@ -28,6 +28,7 @@ from plait.training.engines.averaging import PREFIX, averages_gradients, make_av
 from plait.training.engines.pipeline_setup import State, open_pipeline, prepare_together
 from plait.training.engines.replica_layout import check_ties, replica_layouts
 from plait.training.evaluate import sums_of
+from plait.training.optimizers.lr_schedule import set_lr
 
 # A partner that is late by this many steps may itself wait for this replica in another stage.
 OVERDUE = 1.0
@@ -128,8 +129,7 @@ class PipelineReplica:
         """Update on `count` samples and average; the loss, on the leader, which alone has the `contents`."""
         pieces = self.pieces_of(count)
         sizes = [len(own) for own in split(count, pieces)]
-        for group, base in zip(self.pipeline.optimizer.param_groups, self.pipeline.base_lrs):
-            group["lr"] = base * lr
+        set_lr(self.pipeline.optimizer, self.pipeline.base_lrs, lr)
         work = ReplicaWork(sizes, (self._settings.seed, step, share), iter(contents))
         self.pipeline.run(one_batch(self.pipeline_layout, self._rank, pieces), work)
         if self._rank == self.leader != self._last:

@@ -22,9 +22,10 @@ from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_wish
 from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.reducer import whole_world
+from plait.sync.allreduce.sums import whole_world
 from plait.sync.buffers import average
 from plait.training.components import Components
+from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.stragglers import StragglerInjector
 
 
@@ -75,8 +76,7 @@ class TrainStep:
         """Forward, backward, agree, update; the global batch's mean loss, and whether anyone wants to end."""
         self._frozen.check()
         optimizer = self._parts.optimizer
-        for group, base in zip(optimizer.param_groups, self._parts.base_lrs):
-            group["lr"] = base * lr_factor
+        set_lr(optimizer, self._parts.base_lrs, lr_factor)
         if self._sync is None:
             optimizer.zero_grad(set_to_none=True)
             loss, stop = self._backward(batch), self._worker.stop_requested()

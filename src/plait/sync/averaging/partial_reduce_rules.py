@@ -1,8 +1,8 @@
 """Decisions about rounds: who takes part in one, when it may close, and what its members do next.
 
 A round is one key of the job's store, and every change of it is one atomic compare-and-set. The first worker
-opens it and leads; others join. Then it has exactly one outcome: the leader commits the members, or someone
-a member that no longer waits for the leader voids it. The second to write obeys the first.
+opens it and leads; others join. Then it has exactly one outcome: the leader commits the members, or a
+member that no longer waits for the leader voids it. The second to write obeys the first.
 """
 
 from __future__ import annotations
