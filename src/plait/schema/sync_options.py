@@ -30,7 +30,7 @@ class LeaseOptions:
 
 @dataclass(frozen=True)
 class PartialReduceOptions(LeaseOptions):
-    """Groups of at least `minimum` workers that are ready; see `plait.sync.averaging.partial_reduce_rules.Rules`.
+    """Groups of at least `minimum` workers that are ready; see partial_reduce_rules.Rules.
 
     With `state`, the optimizer's state is averaged as well as weights and buffers. With `average: gradients`
     a group agrees before the update, on gradients beside all of that, so that the optimizer sees the mean.

@@ -76,7 +76,7 @@ class Training(Protocol):
 
 
 def take_steps(training: Training) -> str:
-    """Train to the end, or until asked to stop: the loop of every run and every sweep. Returns what ended it."""
+    """Train to the end or until asked to stop, which is returned: the loop of every run and every sweep."""
     while (reason := training.ended()) is None:
         training.apply_changes()
         if (steps := training.steps_until_due()) > 0:
