@@ -37,8 +37,9 @@ class TestWorker:
     __test__ = False
 
     def __init__(self, rank: int = 0, world_size: int = 1, stop_file: Path | None = None) -> None:
-        self.rank = rank
+        self.rank = self.id = rank
         self.world_size = world_size
+        self.memberships = None
         self.local_rank = rank
         self.host = "localhost"
         self.hosts = ("localhost",) * world_size

@@ -268,3 +268,21 @@ class Changed(Event):
     change: dict[str, Any]
     by: str
     why: str
+
+
+@dataclass(frozen=True)
+class WorkersChanged(Event):
+    """After `step` steps other workers take part: `members` of that `version`, by their numbers.
+
+    `seconds` is how long those that stayed took no steps; `by` and `why` say who asked for it.
+    """
+
+    step: int
+    version: int
+    members: tuple[int, ...]
+    joined: tuple[int, ...]
+    left: tuple[int, ...]
+    lost: tuple[int, ...]
+    seconds: float
+    by: str
+    why: str

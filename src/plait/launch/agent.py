@@ -340,7 +340,10 @@ class Agent:
         order = self._order
         return {
             "rank": rank,
-            "hosts": order["rank_hosts"],
+            "host": order["host"],
+            "elastic": order["elastic"],
+            "membership": order["membership"],
+            "world_size": len(order["membership"]["members"]),
             "local_rank": local,
             "local_size": order["slots"],
             "store": store,

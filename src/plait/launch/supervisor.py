@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plait.comm.handshake import new_secret
+from plait.core.codec import encode
 from plait.core.errors import InputError, LaunchError
+from plait.launch.membership import Membership
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
 from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import Placement
+from plait.schema.placement import ElasticRules, Placement
 
 START_S = 120.0
 # For reports that name a better cause than the first that a worker lost another one.
@@ -48,6 +50,7 @@ class Launch:
     logs: Path | None = None  # the folder for what workers print; none is kept where there is none
     check: str | None = None
     preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
+    elastic: ElasticRules | None = None  # where workers may come and go
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ class Supervisor:
             "index": index,
             "hosts": len(launch.placement.hosts),
             "first_rank": sum(each.slots for each in launch.placement.hosts[:index]),
-            "rank_hosts": [state.host for state in self._ranks],
+            "elastic": launch.elastic is not None,
+            "membership": encode(self._first_membership()),
             "secret": self._secret.hex(),
             "cwd": os.getcwd(),
             "environment": dict(launch.placement.environment),
@@ -185,6 +189,11 @@ class Supervisor:
             "timeout_s": launch.placement.timeout_s,
             "link_timeout_s": launch.placement.link_timeout_s,
         }
+
+    def _first_membership(self) -> Membership:
+        return Membership(
+            1, tuple(state.rank for state in self._ranks), tuple(state.host for state in self._ranks)
+        )
 
     def _tell_all(self, **message: Any) -> None:
         for agent in self._agents:

@@ -10,6 +10,18 @@ from plait.schema.hosts import LOCAL, Host
 
 
 @dataclass(frozen=True)
+class ElasticRules:
+    """How many workers a job may have while it runs, and how long one may show no sign of life.
+
+    With fewer than `min_workers` it ends, with a checkpoint.
+    """
+
+    min_workers: int = 1
+    max_workers: int = 64
+    heartbeat_s: float = 10.0
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where workers run and how their hosts are reached."""
 

@@ -14,8 +14,15 @@ class TopologyChange:
     topology: str
 
 
-# What an engine can be asked to apply between two steps.
-Change = TopologyChange
+@dataclass(frozen=True)
+class WorkersChange:
+    """Train with that many workers: asked for now, made once those that join are ready."""
+
+    workers: int
+
+
+# What a run can be asked to change between two steps.
+Change = TopologyChange | WorkersChange
 
 
 @dataclass(frozen=True)

@@ -8,25 +8,30 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from plait.comm.collectives import all_gather_values
+from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
-from plait.core.errors import ArtefactError, CheckpointError, JobError
+from plait.core.errors import ArtefactError, CheckpointError, JobError, PeerError
 from plait.core.run_events import Changed
 from plait.data.sampler import Position
+from plait.launch.membership import Membership
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import ChangeSource
+from plait.training.changes import ChangeRequest, ChangeSource, WorkersChange
 from plait.training.checkpoint import Checkpoint
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
-from plait.training.engine import Engine, EngineState, Following, Starting
+from plait.training.elastic import NO_STATE, ElasticMembers, Mark, WorkerLeft, loss_of, most_advanced
+from plait.training.engine import Engine, EngineState, Following, Starting, elastic_engine
 from plait.training.loss_parts import describe_parts
 from plait.training.optimizers.build import build_lr_factor
 from plait.training.run import Run
+
+T = TypeVar("T")
 
 
 def keep_what_was_built() -> None:
@@ -136,7 +141,9 @@ class _Starting:
 class Loop(_Starting):
     """Trains a run with an engine, from where the last good checkpoint left off.
 
-    `sources` are asked for changes between two steps; the loop alone applies them, and records them.
+    `sources` are asked for changes between two steps; the loop alone applies them, and records them. Where
+    workers may come and go, the engine is closed and opened again among others between two steps; where one
+    is lost, what it was lost in is done again by the rest.
     """
 
     def __init__(self, run: Run, engine: Engine, sources: Sequence[ChangeSource] = ()) -> None:
@@ -146,23 +153,58 @@ class Loop(_Starting):
         self._steps = 0
         over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
         self._until_data_ends = over_stream and engine.sees_end_of_data
+        # The step after which what was due is done, and what workers asked for in the steps up to it.
+        self._checked_step: int | None = None
+        self._stopped = self._change_asked = self._has_begun = False
+        memberships = run.worker.memberships
+        self._members = None if memberships is None else ElasticMembers(run, memberships)
 
     def train(self, resume: bool) -> dict[str, Any]:
         """Train to the end or until asked to stop; what the run came to. All ranks call it together."""
         run = self.run
-        self.start(resume)
-        # Counted from the position: the batch size may have changed since the steps before were taken.
-        self.begin(total_steps(run.settings, run.parts.train_set.length, run.step, run.position))
-        reason = self.take_steps()
-        run.metrics.log_rest()
-        # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
-        metrics = self._evaluate() if reason != "stopped" else {}
-        self.engine.finish(lambda: self._save(metrics))
+        try:
+            self._enter(resume)
+            reason = self.take_steps()
+            run.metrics.log_rest()
+            metrics = self._with_the_rest(lambda: self._finish(reason))
+        except WorkerLeft:
+            return self._leave()
         self.engine.close()
         run.close()
         if run.metrics.diverged_at is not None:
             reason = "diverged"
         return run.metrics.end(run.step, reason, metrics, self._best)
+
+    def _enter(self, resume: bool) -> None:
+        """Get ready to take steps, with the workers that start together or with those that train already."""
+        run = self.run
+        if self._members is not None and self._members.is_joining:
+            keep_what_was_built()
+            self._switch(self._members.first)
+            return
+        self.start(resume)
+        self._checked_step = run.step
+        # Counted from the position: the batch size may have changed since the steps before were taken.
+        self.begin(total_steps(run.settings, run.parts.train_set.length, run.step, run.position))
+        if self._members is not None:
+            self._members.tell_joined()
+
+    def _finish(self, reason: str) -> dict[str, float]:
+        # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
+        metrics = self._evaluate() if reason != "stopped" else {}
+        self.engine.finish(lambda: self._save(metrics))
+        if self._members is not None and self.run.worker.world_size > 1:
+            # Were the one that writes lost, another would have to be there to do it.
+            all_gather_values(None)
+        return metrics
+
+    def _leave(self) -> dict[str, Any]:
+        """End this worker; the others go on."""
+        run = self.run
+        run.metrics.leave()
+        run.close()
+        run.worker.tell_left()
+        return {"reason": "left", "step": run.step}
 
     def begin(self, steps: int) -> None:
         """Get ready to go on until `steps` steps are done."""
@@ -176,6 +218,7 @@ class Loop(_Starting):
         if run.parts.train_set.is_stream:
             self._warn_of_skipping()
         self.engine.open()
+        self._has_begun = True
         keep_what_was_built()
         metrics.begin_steps()
 
@@ -197,25 +240,131 @@ class Loop(_Starting):
 
     def take_steps(self) -> str:
         """Take steps until the last one, a request to stop, or the end of patience; which of them it was."""
-        run = self.run
-        if self._early_stopping.should_stop():
-            return "early-stop"
-        while self._steps_left() > 0:
-            self._apply_changes()
-            trained = self.engine.train(min(self._steps_left(), self._next_due() - run.step))
-            run.step += trained.steps
-            run.position = trained.position
-            if trained.ended:
-                self._until_data_ends, self._steps = False, run.step
-                run.metrics.set_steps(run.step)
-            if self._steps_left() == 0:
-                break
-            self._evaluate_or_save()
+        while (reason := self._with_the_rest(self._advance)) is None:
+            pass
+        return reason
+
+    def _advance(self) -> str | None:
+        """Take steps to where something is due, and do that; why the run ends here, if it does."""
+        if self._steps_left() == 0:
+            return "finished"
+        if self._checked_step == self.run.step:
             if self._early_stopping.should_stop():
                 return "early-stop"
-            if trained.stopped:
+            if self._stopped:
                 return "stopped"
-        return "finished"
+            self._apply_changes()
+            self._train()
+            if self._steps_left() == 0:
+                return "finished"
+        self._evaluate_or_save()
+        self._checked_step = self.run.step
+        return None
+
+    def _train(self) -> None:
+        """Take steps to where something is due, or fewer if someone asks for something meanwhile."""
+        run = self.run
+        trained = self.engine.train(min(self._steps_left(), self._next_due() - run.step))
+        run.step += trained.steps
+        run.position = trained.position
+        self._stopped, self._change_asked = trained.stopped, trained.change_asked
+        if trained.ended:
+            self._until_data_ends, self._steps = False, run.step
+            run.metrics.set_steps(run.step)
+        if trained.lost is not None:
+            # Of the steps before the one that a worker was lost in, the last may have something due.
+            raise trained.lost
+
+    def _with_the_rest(self, work: Callable[[], T]) -> T:
+        """What `work` returns; where a worker is lost meanwhile, the rest does it again."""
+        while True:
+            stopping = self._early_stopping
+            kept = self._best, stopping.best, stopping.without_gain
+            try:
+                return work()
+            except RuntimeError as failure:
+                loss = loss_of(self.run.worker, failure)
+                if loss is None:
+                    raise
+            # Outside of the clause, whose traceback keeps the broken process group alive.
+            self._best, stopping.best, stopping.without_gain = kept
+            self._go_on_without(loss)
+
+    def _go_on_without(self, loss: PeerError) -> None:
+        assert self._members is not None
+        self._switch(partial(self._members.after, loss), was_lost=True)
+
+    def _switch(self, find: Callable[[], Membership], was_lost: bool = False) -> None:
+        """Go on among the members that `find` returns; again with later ones where one is lost meanwhile.
+
+        Those that are behind, or have only just joined, go on from the state of the most advanced.
+        """
+        members = self._members
+        assert members is not None
+        while True:
+            try:
+                self.engine.close()
+                members.enter(find())
+                self._agree_on_state()
+                self._reopen(was_lost)
+                members.tell_joined()
+                return
+            except RuntimeError as failure:
+                loss = loss_of(self.run.worker, failure)
+                if loss is None:
+                    raise
+            find, was_lost = partial(members.after, loss), True
+
+    def _reopen(self, was_lost: bool) -> None:
+        if self.run.worker.rank == 0:
+            self.run.take_over_record()
+        self._change_asked = False
+        if self._has_begun:
+            self.engine.open()
+        else:
+            self.begin(self._steps)
+        if was_lost:
+            # In agreement, all have done so before they parted.
+            elastic_engine(self.engine).synchronize()
+
+    def _agree_on_state(self) -> None:
+        """Go on from the most advanced state that one of the members has; all of them call it together."""
+        worker = self.run.worker
+        own = NO_STATE if self._checked_step is None and not self._has_begun else self._mark()
+        if worker.world_size == 1:
+            most_advanced([own])
+            return
+        marks = [tuple(mark) for mark in all_gather_values(list(own))]
+        source = most_advanced(marks)
+        if len(set(marks)) == 1:
+            return
+        given = worker.rank == source
+        state = checkpoints.broadcast(
+            self._checkpoint(self._starting.start_state()) if given else None, source
+        )
+        rest = broadcast_value(self._position_in_loop() if given else None, source)
+        if marks[worker.rank] != marks[source]:
+            self._take_position(rest)
+            self._take_up(state)
+            self._checked_step = self.run.step if marks[source][1] else None
+
+    def _mark(self) -> Mark:
+        return (self.run.step, int(self._checked_step == self.run.step))
+
+    def _position_in_loop(self) -> dict[str, Any]:
+        """What a worker that is behind must know beside the state of a checkpoint."""
+        return {
+            "steps": self._steps,
+            "until_data_ends": self._until_data_ends,
+            "stopped": self._stopped,
+            "settings": encode(self.run.settings),
+        }
+
+    def _take_position(self, found: Mapping[str, Any]) -> None:
+        self._steps, self._until_data_ends = found["steps"], found["until_data_ends"]
+        self._stopped = found["stopped"]
+        # As changes have left them.
+        self.run.settings = decode(TrainSettings, found["settings"])
 
     def _steps_left(self) -> int:
         return UNKNOWN_STEPS if self._until_data_ends else max(self._steps - self.run.step, 0)
@@ -224,9 +373,23 @@ class Loop(_Starting):
         step = self.run.step
         for source in self._sources:
             for asked in source.due(step):
-                self.engine.apply(asked.change)
+                self._apply(asked)
                 kind = type(asked.change).__name__
                 self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
+        if self._change_asked and self._members is not None:
+            membership = self._members.agree()
+            elastic_engine(self.engine).synchronize()
+            self._switch(lambda: membership)
+
+    def _apply(self, asked: ChangeRequest) -> None:
+        if not isinstance(asked.change, WorkersChange):
+            self.engine.apply(asked.change)
+        elif self._members is None:
+            raise JobError(
+                f"cannot apply {asked.change}: the job's workers are fixed; set parallel.elastic: true"
+            )
+        elif self.run.worker.rank == 0:
+            self.run.worker.ask_to_resize(asked.change.workers, f"{asked.by}: {asked.why}")
 
     def _next_due(self) -> int:
         """The next step after which something is due."""

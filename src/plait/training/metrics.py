@@ -35,6 +35,7 @@ class MetricsLogger:
         self._worker = worker
         self._settings = settings
         self._parts = parts
+        self._folder = folder
         self._log = EventLog(folder.events(), worker.rank) if self._active else None
         self._board = _open_board(folder.tensorboard) if self._active and settings.tensorboard else None
         self._started = self._mark = self._reported = time.perf_counter()
@@ -216,7 +217,17 @@ class MetricsLogger:
     def take_over(self, log_: EventLog) -> None:
         """Keep the record from now on, in this worker's own file: the one that kept it is gone."""
         self._active, self._log = True, log_
+        if self._settings.tensorboard:
+            self._board = _open_board(self._folder.tensorboard)
         self._mark = time.perf_counter()
+
+    def leave(self) -> None:
+        """Close the record: another worker keeps it from now on, if this one did."""
+        self.log_rest()
+        if self._log is not None:
+            self._log.close()
+        if self._board is not None:
+            self._board.close()
 
     def verified(self, event: run_events.Verified) -> None:
         """Note that what was built computes what the plain model computes; the run's result tells of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from plait.data.streams import StreamOrder, check_same_stream, has_state, stream
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
+from plait.schema.topology_spec import read_wish
 from plait.training.components import Components
 from plait.training.metrics import MetricsLogger
 
@@ -37,6 +39,10 @@ class Run:
     def lr(self, step: int) -> float:
         """The learning rate of the first parameter group."""
         return self.parts.base_lrs[0] * self.lr_factor(step)
+
+    def set_topology(self, name: str) -> None:
+        """Sum gradients over the topology of that name from now on, also among other workers."""
+        self.settings = replace(self.settings, topology=read_wish(name))
 
     def note(self, event: Event) -> None:
         """Record an event of this worker's, in the run's record or in a file of its own."""
@@ -61,7 +67,7 @@ class Run:
 
     def _events(self) -> EventLog:
         if self._own_events is None:
-            self._own_events = EventLog(self.folder.events(self.worker.rank), self.worker.rank)
+            self._own_events = EventLog(self.folder.events(self.worker.id), self.worker.id)
         return self._own_events
 
     def order(self) -> Iterator[GlobalBatch]:

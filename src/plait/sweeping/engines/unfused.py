@@ -23,6 +23,7 @@ class _Alone:
 
     rank: int = 0
     world_size: int = 1
+    memberships: None = None
 
     def stop_requested(self) -> bool:
         return False

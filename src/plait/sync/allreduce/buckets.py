@@ -139,6 +139,11 @@ class AllReduce:
         if self._over is not None:
             self._over.close()
 
+    def fail(self, failure: BaseException) -> None:
+        """Have whoever waits for a sum fail; from any thread. Of a worker that is lost nothing will come."""
+        if self._over is not None:
+            self._over.fail(failure)
+
     def begin(self) -> None:
         """Forget the gradients of the step before."""
         for bucket in self._buckets:

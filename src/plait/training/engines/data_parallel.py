@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import torch
 
 from plait.data import loader
 from plait.data.sampler import mix
 from plait.pipeline import named_state
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import Change
+from plait.training.changes import Change, TopologyChange
 from plait.training.checkpoint import Checkpoint
-from plait.training.engine import EngineState, Trained, whole_state
+from plait.training.elastic import loss_of
+from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import evaluate_parts
 from plait.training.run import Run
@@ -48,9 +52,14 @@ class DataParallelEngine:
     def open(self) -> None:
         if self._step is not None:
             return
-        self._step = TrainStep(self._run.worker, self._run.settings, self._run.parts)
+        run = self._run
+        self._step = TrainStep(run.worker, run.settings, run.parts)
+        if run.worker.memberships is not None:
+            run.worker.memberships.on_loss(self._step.fail)
         if self._step.chosen is not None:
-            self._run.metrics.note(self._step.chosen)
+            run.metrics.note(self._step.chosen)
+            # Measured once: workers that come and go must not wait for it again.
+            run.set_topology(self._step.chosen.topology)
 
     def train(self, steps: int) -> Trained:
         run = self._run
@@ -62,12 +71,35 @@ class DataParallelEngine:
             step = run.step + done
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
             loader.seed_all(mix(run.settings.seed, step, run.worker.rank))
-            loss, stop = self._step.step(batch, run.lr_factor(step))
+            try:
+                with self._undone_by_losses():
+                    loss, wishes = self._step.step(batch, run.lr_factor(step))
+            except RuntimeError as failure:
+                lost = loss_of(run.worker, failure)
+                if lost is None:
+                    raise
+                return Trained(done, position, lost=lost)
             done, position = done + 1, batch.after
             run.metrics.step(step + 1, batch.epoch, loss, run.lr(step), batch.total)
-            if batch.last or stop:
-                return Trained(done, position, stopped=stop, ended=batch.last)
+            if batch.last or wishes.stop or wishes.change:
+                return Trained(done, position, wishes.stop, batch.last, wishes.change)
         return Trained(done, position, ended=done < steps)
+
+    @contextlib.contextmanager
+    def _undone_by_losses(self) -> Iterator[None]:
+        """Give buffers back what they held where another worker is lost in a step: it is taken again."""
+        if self._run.worker.memberships is None:
+            yield
+            return
+        buffers = [buffer for buffer in self._run.parts.model.buffers() if buffer.numel()]
+        kept = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        except RuntimeError:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, kept):
+                    buffer.copy_(before)
+            raise
 
     def evaluate(self) -> dict[str, float]:
         run = self._run
@@ -82,13 +114,20 @@ class DataParallelEngine:
         save()
 
     def apply(self, change: Change) -> None:
+        if not isinstance(change, TopologyChange):
+            raise cannot_apply(change, "data parallel")
         assert self._step is not None
         self._step.switch(change.topology)
+        self._run.set_topology(change.topology)
+
+    def synchronize(self) -> None:
+        self._average_buffers()
 
     def close(self) -> None:
         self._batches = None
-        if self._step is not None:
-            self._step.close()
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
 
     def _average_buffers(self) -> None:
         assert self._step is not None

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from plait.core.errors import PeerError
 from plait.data.calling import forward
 from plait.data.loader import Batch, cut, to_device
 from plait.launch.worker import Worker
@@ -26,6 +28,14 @@ from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
 from plait.training.components import Components
 from plait.training.stragglers import StragglerInjector
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What some worker wishes for after a step: to end the run, or that other workers take part."""
+
+    stop: bool
+    change: bool
 
 
 class TrainStep:
@@ -43,7 +53,7 @@ class TrainStep:
         self.chosen = self._start_topology()
         self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
         self._frozen = FrozenAtStart(parts.model.named_parameters())
-        self._stop = _StopFlag(parts.device)
+        self._flags = _Flags(parts.device)
         # Samples of this worker since all agreed on running statistics.
         self._seen = 0
         # What comes between the gradients of a worker alone and its update.
@@ -66,31 +76,44 @@ class TrainStep:
             wish, size = read_wish(topology), self._sync.gradient_bytes
             self._sync.switch(settle(wish, self._members, size, self._parts.device)[0])
 
+    def fail(self, failure: PeerError) -> None:
+        """Have whoever waits for gradients of other workers fail; from any thread."""
+        if self._sync is not None:
+            self._sync.fail(failure)
+
     def close(self) -> None:
         """End what runs beside the steps; called after the last one."""
         if self._sync is not None:
             self._sync.close()
 
-    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, bool]:
-        """Forward, backward, agree, update; the global batch's mean loss, and whether anyone wants to end."""
+    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, Wishes]:
+        """Forward, backward, agree, update; the global batch's mean loss, and what the workers wish for.
+
+        PeerError where another worker is lost: then nothing was updated.
+        """
         self._frozen.check()
         optimizer = self._parts.optimizer
         for group, base in zip(optimizer.param_groups, self._parts.base_lrs):
             group["lr"] = base * lr_factor
         if self._sync is None:
             optimizer.zero_grad(set_to_none=True)
-            loss, stop = self._backward(batch), self._worker.stop_requested()
+            loss, wishes = self._backward(batch), self._own_wishes()
         else:
             self._sync.begin()
             loss = self._backward(batch)
-            wish = torch.full_like(loss, float(self._worker.stop_requested()))
-            notes = self._sync.agree(torch.stack([loss, wish]))
-            loss, stop = notes[0], self._stop.before()
-            self._stop.note(notes[1:])
+            own = self._own_wishes()
+            flags = [torch.full_like(loss, float(flag)) for flag in (own.stop, own.change)]
+            notes = self._sync.agree(torch.stack([loss, *flags]))
+            loss, wishes = notes[0], self._flags.before()
+            self._flags.note(notes[1:])
         if self.before_update is not None:
             self.before_update()
         self._update()
-        return loss, stop
+        return loss, wishes
+
+    def _own_wishes(self) -> Wishes:
+        memberships = self._worker.memberships
+        return Wishes(self._worker.stop_requested(), memberships is not None and memberships.is_asked)
 
     def _backward(self, batch: Batch) -> Tensor:
         with self._slow.slowed():
@@ -140,20 +163,21 @@ class TrainStep:
             self._seen = 0
 
 
-class _StopFlag:
-    """The workers' wish to end, read one step after it was summed, so that no GPU is waited for."""
+class _Flags:
+    """The workers' wishes, read one step after they were summed, so that no GPU is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._value = torch.zeros(1, dtype=torch.float64, pin_memory=on_gpu)
+        self._values = torch.zeros(2, dtype=torch.float64, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None
 
     def note(self, wishes: Tensor) -> None:
-        self._value.copy_(wishes, non_blocking=True)
+        self._values.copy_(wishes, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
-    def before(self) -> bool:
+    def before(self) -> Wishes:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return bool(self._value.item() > 0)
+        stop, change = self._values.tolist()
+        return Wishes(stop > 0, change > 0)
