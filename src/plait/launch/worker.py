@@ -87,15 +87,18 @@ class JobStore(dist.Store):
         return self._client.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        seconds = self._client.timeout_s if timeout is None else timeout.total_seconds()
         names = [self._prefix + key for key in keys]
+        seconds = self._client.timeout_s if timeout is None else timeout.total_seconds()
+        if self._memberships is None:
+            self._client.wait(names, seconds)
+            return
         end = time.monotonic() + seconds
-        while self._memberships is not None and end - time.monotonic() > LOOK_S:
+        while (left := end - time.monotonic()) > LOOK_S:
             self._memberships.raise_loss()
             with contextlib.suppress(StoreTimeout):
                 self._client.wait(names, LOOK_S)
                 return
-        self._client.wait(names, max(0.0, end - time.monotonic()))
+        self._client.wait(names, max(0.0, left))
 
     def delete_key(self, key: str) -> bool:
         return self._client.delete_key(self._prefix + key)
@@ -214,7 +217,7 @@ class Worker:
 
     def tell_ready(self) -> None:
         """This worker can take part as soon as it is made a member."""
-        self._agent.send(ready=self.id)
+        self._agent.send(prepared=self.id)
 
     def tell_joined(self) -> None:
         """This worker has taken its place in the version that it entered, with the state of the others."""

@@ -23,7 +23,7 @@ from plait.core.yaml_text import MOST_LEVELS, YamlError, dump_yaml, load_yaml
 from plait.schema import settings as run
 from plait.schema.hosts import LOCAL, MOST_SLOTS, Host, parse_hosts
 from plait.schema.messages import explain
-from plait.schema.placement import Placement
+from plait.schema.placement import ElasticRules, Placement
 from plait.schema.sync_options import TOLERANT, read_options
 from plait.schema.topology_spec import DEFAULT, check_wish, read_wish
 
@@ -158,6 +158,11 @@ class Parallel(Section):
     topology: Text = DEFAULT
     threads: int | None = Field(default=None, ge=1, le=4096)
     timeout_s: Seconds = 300.0
+    elastic: bool = False
+    min_workers: int = Field(default=1, ge=1, le=MOST_SLOTS)
+    max_workers: int | None = Field(default=None, ge=1, le=MOST_SLOTS)
+    heartbeat_s: Seconds = 10.0
+    control: Text = Field(default="127.0.0.1:0", pattern=r"^[^\s:/@]+:[0-9]{1,5}$")
 
 
 class ClusterSection(Section):
@@ -206,7 +211,7 @@ class Job(Section):
             found = "neither" if self.epochs is None else f"epochs: {self.epochs} and steps: {self.steps}"
             raise JobError(f"epochs: found {found}, expected one of epochs and steps")
         slots = sum(host.slots for host in self.hosts())
-        if self.cluster.hosts and self.parallel.workers not in (None, slots):
+        if self.cluster.hosts and self.parallel.workers not in (None, slots) and not self.parallel.elastic:
             raise JobError(
                 f"parallel.workers: found {self.parallel.workers}, but cluster.hosts hold {slots}; "
                 f"make them equal or leave one out"
@@ -224,6 +229,7 @@ class Job(Section):
         self._check_plan()
         self._check_sync(slots)
         self._check_topology(slots)
+        self._check_elastic(slots)
         if self.early_stop is not None and self.evaluate.every_steps is None:
             raise JobError("early_stop: needs evaluations to judge by; add evaluate.every_steps")
         return self
@@ -288,10 +294,70 @@ class Job(Section):
             )
         check_wish(wish, workers)
 
+    def _check_elastic(self, workers: int) -> None:
+        parallel = self.parallel
+        if not parallel.elastic:
+            own = {"min_workers", "max_workers", "heartbeat_s", "control"}
+            if extra := own & parallel.model_fields_set:
+                raise JobError(
+                    f"parallel.{min(extra)}: belongs to workers that come and go; add parallel.elastic: true"
+                )
+            return
+        if parallel.plan != "data-parallel" or parallel.sync != "all-reduce":
+            key, found = (
+                ("plan", parallel.plan) if parallel.plan != "data-parallel" else ("sync", parallel.sync)
+            )
+            raise JobError(
+                f"parallel.elastic: found true with parallel.{key} {shown(found)}; workers come and go under "
+                f"plan: data-parallel with sync: all-reduce"
+            )
+        if not read_wish(parallel.topology).by_name:
+            raise JobError(
+                f"parallel.topology: found {shown(parallel.topology)} with parallel.elastic, whose number of "
+                f"workers changes; expected a topology by name"
+            )
+        rules = self._elastic_rules()
+        if not rules.min_workers <= workers <= rules.max_workers:
+            raise JobError(
+                f"parallel.workers: found {workers}, expected parallel.min_workers ({rules.min_workers}) to "
+                f"parallel.max_workers ({rules.max_workers})"
+            )
+        if rules.max_workers > self.data.batch_size:
+            raise JobError(
+                f"parallel.max_workers: found {rules.max_workers} for batches of {self.data.batch_size}; "
+                f"expected at least one sample a worker"
+            )
+
+    def _elastic_rules(self) -> ElasticRules:
+        parallel = self.parallel
+        most = sum(self._slots()) if self.cluster.hosts else MOST_SLOTS
+        return ElasticRules(
+            parallel.min_workers,
+            parallel.max_workers or min(most, self.data.batch_size),
+            parallel.heartbeat_s,
+            parallel.control,
+        )
+
+    def _slots(self) -> tuple[int, ...]:
+        return tuple(host.slots for host in parse_hosts(self.cluster.hosts, "cluster.hosts"))
+
     def hosts(self) -> tuple[Host, ...]:
-        if self.cluster.hosts:
-            return parse_hosts(self.cluster.hosts, "cluster.hosts")
-        return (Host(LOCAL, self.parallel.workers or 1),)
+        """The hosts, with the workers that the job starts with."""
+        if not self.cluster.hosts:
+            return (Host(LOCAL, self.parallel.workers or 1),)
+        hosts = parse_hosts(self.cluster.hosts, "cluster.hosts")
+        left = self.parallel.workers
+        if left is None or not self.parallel.elastic:
+            return hosts
+        if left > sum(self._slots()):
+            raise JobError(
+                f"parallel.workers: found {left}, but cluster.hosts hold {sum(self._slots())} at most"
+            )
+        started = []
+        for host in hosts:
+            started.append(Host(host.name, min(left, host.slots)))
+            left -= started[-1].slots
+        return tuple(started)
 
     def settings(self) -> run.TrainSettings:
         """What the workers are told."""
@@ -347,6 +413,8 @@ class Job(Section):
             timeout_s=self.parallel.timeout_s,
             link_timeout_s=self.cluster.link_timeout_s,
             environment=self.cluster.environment,
+            capacity=self._slots() if self.cluster.hosts else (),
+            elastic=self._elastic_rules() if self.parallel.elastic else None,
         )
 
     def text(self) -> str:

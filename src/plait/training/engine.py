@@ -107,6 +107,9 @@ class ElasticEngine(Engine, Protocol):
     def synchronize(self) -> None:
         """Bring all workers to the same state, where steps leave them apart."""
 
+    def warm_up(self) -> None:
+        """Compute what a step does, on this worker alone: the first one should take no longer than others."""
+
 
 def elastic_engine(engine: Engine) -> ElasticEngine:
     """`engine`, whose workers may come and go; settings that ask for that with another one are refused."""

@@ -179,6 +179,7 @@ class Loop(_Starting):
         """Get ready to take steps, with the workers that start together or with those that train already."""
         run = self.run
         if self._members is not None and self._members.is_joining:
+            elastic_engine(self.engine).warm_up()
             keep_what_was_built()
             self._switch(self._members.first)
             return

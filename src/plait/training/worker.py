@@ -20,6 +20,7 @@ from plait.schema.sync_options import TOLERANT
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.components import Components
+from plait.training.elastic import BACKEND
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.loop import Follower, Loop
@@ -41,13 +42,15 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     device = components.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if worker.world_size > 1 or settings.pipeline is not None:
+    if worker.memberships is not None and worker.world_size > 1:
+        worker.join(BACKEND)
+    elif worker.world_size > 1 or settings.pipeline is not None:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
     folder = RunDir(Path(order["folder"]))
     parts = components.build(settings, device, pieces=components.find_pieces(settings, device))
     result = make_loop(worker, settings, parts, folder).train(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
-    if dist.is_initialized() and settings.sync.kind not in TOLERANT:
+    if dist.is_initialized() and settings.sync.kind not in TOLERANT and worker.memberships is None:
         dist.destroy_process_group()
     if result.get("reason") == "diverged":
         raise DivergedError(result["step"], checkpoints.list_checkpoints(folder.checkpoints))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from plait.data import loader
-from plait.data.sampler import mix
+from plait.data.sampler import GlobalBatch, Position, mix
 from plait.pipeline import named_state
 from plait.training import checkpoint as checkpoints
 from plait.training.changes import Change, TopologyChange
@@ -20,6 +20,9 @@ from plait.training.engine import EngineState, Trained, cannot_apply, whole_stat
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import evaluate_parts
 from plait.training.run import Run
+
+# A joiner warms up on this part of a batch.
+WARM_UP_SHARES = 4
 
 
 class DataParallelEngine:
@@ -122,6 +125,20 @@ class DataParallelEngine:
 
     def synchronize(self) -> None:
         self._average_buffers()
+
+    def warm_up(self) -> None:
+        run = self._run
+        source, size = run.parts.train_set, run.settings.data.batch_size
+        if source.is_stream:
+            return
+        buffers = list(run.parts.model.buffers())
+        kept = [buffer.clone() for buffer in buffers]
+        samples = tuple(range(min(len(source), -(-size // WARM_UP_SHARES))))
+        (batch,) = run.load(source, iter([GlobalBatch(0, samples, Position())]), loaders=0)
+        TrainStep(run.worker, run.settings, run.parts, alone=True).time_backward(batch)
+        with torch.no_grad():
+            for buffer, before in zip(buffers, kept):
+                buffer.copy_(before)
 
     def close(self) -> None:
         self._batches = None
