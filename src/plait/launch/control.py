@@ -34,6 +34,8 @@ MOST_BYTES = 64 << 10
 # For the supervisor to answer, and for a client to send what it has to say.
 ANSWER_S = 10.0
 PATH = "/workers"
+# How long the end of a job waits for its endpoint.
+POLL_S = 0.05
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ def serving(folder: RunDir, address: str, ask: Callable[[ControlRequest], None])
     server.token, server.ask = token, ask
     url = f"http://{host}:{server.server_address[1]}{PATH}"
     write_atomic(folder.control, json.dumps({"url": url, "token": token}), private=True)
-    thread = threading.Thread(target=server.serve_forever, name="plait-control", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="plait-control", daemon=True)
     thread.start()
     try:
         yield

@@ -105,10 +105,6 @@ class Roster:
         """Whether all members have taken their places in the version that was published last."""
         return self._joined >= {m for m in self.membership.members if self._is(m, _State.MEMBER)}
 
-    def alive(self) -> list[int]:
-        """The workers that have not ended."""
-        return [w for w, entry in self._entries.items() if entry.state is not _State.GONE]
-
     def place_of(self, worker: int) -> tuple[int, int]:
         """The index of the worker's host, and its place there."""
         return self._entries[worker].host, self._entries[worker].slot
