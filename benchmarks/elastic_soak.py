@@ -10,6 +10,7 @@ and whether processes are left. The state of a run lives in its members, so one 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -39,6 +40,10 @@ TOLERANCE = 1e-9
 START_S = 60.0
 # More than anything takes here; a job that is not done by then hangs.
 LONGEST_S = 240.0
+# Every process of a job shows its stacks when asked to.
+SHOW_STACKS = """import faulthandler, signal
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+"""
 
 
 @dataclass
@@ -51,6 +56,7 @@ class SoakResult:
     difference: float | None = None
     wrong: list[str] = field(default_factory=list)
     said: str = ""
+    stacks: str = ""
 
 
 class ElasticSoak:
@@ -75,6 +81,7 @@ class ElasticSoak:
                 status = job.wait(max(1.0, started + LONGEST_S - time.monotonic()))
             except subprocess.TimeoutExpired:
                 status = None
+                result.stacks = _stacks(mark, run)
             finally:
                 job.kill()
                 job.wait()
@@ -103,7 +110,9 @@ class ElasticSoak:
         path = self._folder / f"{run.name}.yaml"
         path.write_text(yaml.safe_dump(job))
         command = [sys.executable, "-m", "plait", "train", str(path), "--run", str(run)]
-        environment = {**os.environ, MARK: mark}
+        (self._folder / "sitecustomize.py").write_text(SHOW_STACKS)
+        places = os.pathsep.join([str(self._folder), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, MARK: mark, "PYTHONPATH": places}
         return subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment, text=True)
 
     def _torment(
@@ -201,7 +210,7 @@ class _Faults:
             for worker in server.children()
             if worker.pid not in now["pids"].values()
         ]
-        if not workers or not now["is_settled"] and len(now["members"]) < 2:
+        if not workers or (not now["is_settled"] and len(now["members"]) < 2):
             return False
         self._draw.choice(workers).kill()
         return True
@@ -219,17 +228,33 @@ class _Faults:
         return True
 
 
+def _stacks(mark: str, run: Path) -> str:
+    """Where the processes of a job that hangs are, and what it says of its workers."""
+    with contextlib.suppress(PlaitError):
+        print(ask_job(RunDir(run)), flush=True)
+    for process in _processes(mark):
+        process.send_signal(signal.SIGUSR1)
+    time.sleep(2.0)
+    return "\n".join(f"{path.name}:\n{path.read_text()[-6000:]}" for path in sorted(run.glob("logs/*.err")))
+
+
+def _processes(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 def _marked(mark: str, seconds: float = 5.0) -> list[str]:
     """Processes of the job that are left some seconds after its end."""
     end = time.monotonic() + seconds
     while True:
         found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(" ".join(process.cmdline())[:80])
-            except psutil.Error:
-                continue
+        for process in _processes(mark):
+            with contextlib.suppress(psutil.Error):
+                found.append(" ".join(process.cmdline())[:80])
         if not found or time.monotonic() > end:
             return found
         time.sleep(0.2)
@@ -241,12 +266,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds that each step sleeps")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     total: Counter[str] = Counter()
     failed, seed = 0, asked.seed
     with tempfile.TemporaryDirectory() as folder:
-        soak = ElasticSoak(Path(folder), asked.steps, asked.workers)
+        soak = ElasticSoak(Path(folder), asked.steps, asked.workers, asked.pause)
         while total.total() < asked.faults:
             result = soak.try_once(seed)
             seed += 1
@@ -259,10 +285,10 @@ def main() -> None:
                 flush=True,
             )
             if result.wrong:
-                print(result.said, flush=True)
+                print(result.said, result.stacks, flush=True)
             if asked.out is not None:
                 with asked.out.open("a") as file:
-                    file.write(json.dumps({**vars(result), "said": result.said[-4000:]}) + "\n")
+                    file.write(json.dumps(vars(result)) + "\n")
     print(f"{total.total()} faults in {seed - asked.seed} jobs: {dict(total)}; {failed} jobs went wrong")
     sys.exit(1 if failed else 0)
 

@@ -1,4 +1,4 @@
-"""The control endpoint: only who knows the token changes the workers of a job, and only in ways that make sense."""
+"""The control endpoint: only who knows the token changes the workers of a job, in ways that make sense."""
 
 from __future__ import annotations
 

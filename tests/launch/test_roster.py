@@ -141,7 +141,7 @@ def test_losses_without_a_step_in_between_end_the_job():
 def test_a_stale_version_is_refused_and_changes_nothing():
     roster = roster_of(2)
     assert roster.resize(3, version=1).version == 2
-    with pytest.raises(StaleVersionError, match="version: found 1, but .* to 3 .version 2.; look at it again"):
+    with pytest.raises(StaleVersionError, match="found 1, but .* to 3 .version 2.; look at it again"):
         roster.resize(4, version=1)
     assert roster.wanted.workers == 3
 
@@ -200,3 +200,24 @@ def _settle(roster: Roster, alive: set[int]) -> None:
         for leaver in (members - set(join(roster).members)) & alive:
             alive.discard(leaver)
             roster.on_left(leaver)
+
+
+def test_a_job_whose_members_have_finished_waits_for_no_joiner():
+    roster = roster_of(1)
+    roster.resize(2)
+    get_ready(roster)
+    assert roster.next_steps().publish is not None
+    assert not roster.is_over()
+    roster.on_done(0)
+    assert roster.is_over()
+
+
+def test_a_member_that_is_lost_when_others_are_done_leaves_nothing_to_a_joiner():
+    roster = roster_of(2)
+    roster.resize(3)
+    get_ready(roster)
+    assert roster.next_steps().publish is not None
+    roster.on_done(0)
+    roster.on_gone(1, "ended by SIGKILL")
+    assert roster.next_steps() == NextSteps()
+    assert roster.is_over()

@@ -94,6 +94,8 @@ class Roster:
         self._lost: list[int] = []
         self._fresh_losses: list[tuple[int, str]] = []
         self._joined: set[int] = set()
+        # All that ever took their places: only they hold the state of the run.
+        self._holders: set[int] = set()
         self.has_begun = False
         self._failed_starts = 0
         self._losses_at_step = 0
@@ -178,6 +180,7 @@ class Roster:
             self._failed_starts = 0
 
     def on_joined(self, worker: int, version: int) -> None:
+        self._holders.add(worker)
         if version == self.membership.version:
             self._joined.add(worker)
         self.has_begun = self.has_begun or self.is_settled
@@ -202,9 +205,12 @@ class Roster:
             self._fresh_losses.append((worker, why))
 
     def is_over(self) -> bool:
-        """Whether all workers that took part are done or gone, and some are done."""
-        taking_part = [e.state for e in self._entries.values() if e.state in (_State.MEMBER, _State.DONE)]
-        return _State.DONE in taking_part and _State.MEMBER not in taking_part
+        """Whether all workers that took part are done or gone, and some are done.
+
+        A joiner may wait for members that have finished the run meanwhile.
+        """
+        running = [worker for worker in self._holders if self._is(worker, _State.MEMBER)]
+        return not running and any(entry.state is _State.DONE for entry in self._entries.values())
 
     def next_steps(self) -> NextSteps:
         """What to do now; called after each thing that happened."""
@@ -239,8 +245,10 @@ class Roster:
         self._lost += [worker for worker, _ in losses]
         words = ", ".join(f"worker {worker} {why}" for worker, why in losses)
         rest = tuple(m for m in self.membership.members if self._is(m, _State.MEMBER))
+        if self.is_over():
+            return NextSteps()
         if not rest:
-            return NextSteps(too_few=None if self.is_over() else f"no worker is left: {words}")
+            return NextSteps(too_few=f"no worker is left: {words}")
         if self._losses_at_step > self._most_losses():
             return NextSteps(
                 too_few=f"{self._losses_at_step} workers were lost and no step was finished: {words}"
