@@ -148,23 +148,29 @@ def _await(find: Callable[[], Any]) -> Any:
     return found
 
 
-def test_a_host_behind_a_cut_link_is_left_out_and_the_rest_goes_on(tmp_path: Path, hosts: Hosts):
+def test_a_host_that_joins_takes_part_and_one_behind_a_cut_link_is_left_out(tmp_path: Path, hosts: Hosts):
     hosts.make("w0", "w1", "w2")
 
-    def cut(folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
-        threading.Thread(target=hosts.cut, args=("w1",)).start()
+    def grow(folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
+        threading.Thread(target=ask_job, args=(folder, {"workers": 3})).start()
 
-    display = AtStep(10, cut)
+    class ThenCut(AtStep):
+        def started(self, folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
+            super().started(folder, workers)
+            if len(workers) == 3:
+                threading.Thread(target=hosts.cut, args=("w1",)).start()
+
+    display = ThenCut(10, grow)
     cluster = {
         "hosts": ["w0:1", "w1:1", "w2:1"],
         "shell": hosts.shell,
         "nic": "eth0",
         "link_timeout_s": 2.0,
     }
-    made = plait.train(job(tmp_path, {}, steps=120, cluster=cluster), display=display)
-    assert display.seen == [(0, 1, 2), (0, 2)], display.lines
+    made = plait.train(job(tmp_path, {"workers": 2}, steps=200, cluster=cluster), display=display)
+    assert display.seen == [(0, 1), (0, 1, 2), (0, 2)], display.lines
     recorded = events.read(RunDir(Path(made["run"])).events())
-    (change,) = (line.event for line in recorded if isinstance(line.event, WorkersChanged))
-    assert (change.lost, change.members) == ((1,), (0, 2))
-    assert largest_difference(weights_of(Path(made["run"])), weights_in_peace(tmp_path, 120)) < 1e-9
+    changes = [line.event for line in recorded if isinstance(line.event, WorkersChanged)]
+    assert [(change.joined, change.lost) for change in changes] == [((2,), ()), ((), (1,))]
+    assert largest_difference(weights_of(Path(made["run"])), weights_in_peace(tmp_path, 200)) < 1e-9
     assert hosts.processes() == []
