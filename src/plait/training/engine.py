@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 
+from plait.adapt.changes import Change
 from plait.core.errors import JobError
 from plait.data.sampler import Position
 from plait.pipeline import named_state
 from plait.pipeline.named_state import Tensors
-from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint, Written
 from plait.training.components import Components
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from plait.adapt.changes import ChangeSource
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
@@ -19,7 +20,6 @@ from plait.core.run_events import Changed
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import ChangeSource
 from plait.training.checkpoint import Checkpoint
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from plait.adapt.changes import Change
 from plait.data import loader
 from plait.data.sampler import mix
 from plait.pipeline import named_state
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, Trained, whole_state
 from plait.training.engines.train_step import TrainStep

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from plait.adapt.changes import Change
 from plait.core import run_events
 from plait.core.errors import LostPeer, PeerError
 from plait.data import loader
@@ -29,7 +30,6 @@ from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.peers import WaitTimer
 from plait.sync.averaging.whole_state import rest_of_state
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.averaging import PREFIX as SYNC_PREFIX

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from plait.adapt.changes import Change
 from plait.comm.collectives import gather_in_turn
 from plait.core.codec import decode
 from plait.core.errors import JobError
@@ -28,7 +29,6 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.data_parallel import load_whole

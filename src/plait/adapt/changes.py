@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,34 @@ class TopologyChange:
     topology: str
 
 
+@dataclass(frozen=True)
+class BatchSizeChange:
+    """Take batches of `batch_size` samples over all workers, with `lr_factor` times the job's learning rate.
+
+    The factor is on the learning rate that the job file and its schedule give, not on the one before.
+    """
+
+    batch_size: int
+    lr_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class WorkersChange:
+    """Go on with this many workers."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
+class SyncChange:
+    """Let workers agree by this sync, with these options, from the next step on."""
+
+    sync: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 # What an engine can be asked to apply between two steps.
-Change = TopologyChange
+Change = TopologyChange | BatchSizeChange | WorkersChange | SyncChange
 
 
 @dataclass(frozen=True)
