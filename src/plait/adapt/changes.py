@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,17 @@ class ChangeSource(Protocol):
 
     def due(self, step: int) -> Sequence[ChangeRequest]:
         """The changes to apply now that `step` steps are done, in this order."""
+
+
+@runtime_checkable
+class SavedSource(ChangeSource, Protocol):
+    """A source whose state checkpoints hold, as plain values."""
+
+    def state(self) -> Any:
+        """What `load` goes on from."""
+
+    def load(self, state: Any) -> None:
+        """Go on from the state of a checkpoint."""
 
 
 class StepTable:

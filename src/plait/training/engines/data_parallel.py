@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from plait.adapt.changes import Change
+from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
 from plait.data import loader
 from plait.data.sampler import mix
 from plait.pipeline import named_state
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint
-from plait.training.engine import EngineState, Trained, whole_state
+from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import evaluate_parts
+from plait.training.monitoring import StepMonitor, is_monitored
 from plait.training.run import Run
 
 
@@ -26,6 +27,7 @@ class DataParallelEngine:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._step: TrainStep | None = None
+        self._monitor: StepMonitor | None = None
         # The batches to come; loader processes read them ahead, also while an evaluation runs.
         self._batches: Iterator[loader.Batch] | None = None
 
@@ -48,7 +50,10 @@ class DataParallelEngine:
     def open(self) -> None:
         if self._step is not None:
             return
-        self._step = TrainStep(self._run.worker, self._run.settings, self._run.parts)
+        run = self._run
+        if is_monitored(run.settings):
+            self._monitor = StepMonitor(run, shared=run.worker.world_size > 1)
+        self._step = TrainStep(run.worker, run.settings, run.parts, monitor=self._monitor)
         if self._step.chosen is not None:
             self._run.metrics.note(self._step.chosen)
 
@@ -62,6 +67,8 @@ class DataParallelEngine:
             step = run.step + done
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
             loader.seed_all(mix(run.settings.seed, step, run.worker.rank))
+            if self._monitor is not None:
+                self._monitor.step = step + 1
             loss, stop = self._step.step(batch, run.lr_factor(step))
             done, position = done + 1, batch.after
             run.metrics.step(step + 1, batch.epoch, loss, run.lr(step), batch.total)
@@ -71,10 +78,12 @@ class DataParallelEngine:
 
     def evaluate(self) -> dict[str, float]:
         run = self._run
+        self._pause_monitor()
         self._average_buffers()
         return evaluate_parts(run.parts, run.settings, run.worker.rank, run.worker.world_size)
 
     def state(self) -> EngineState | None:
+        self._pause_monitor()
         self._average_buffers()
         return whole_state(self._run.parts) if self._run.worker.rank == 0 else None
 
@@ -83,12 +92,24 @@ class DataParallelEngine:
 
     def apply(self, change: Change) -> None:
         assert self._step is not None
-        self._step.switch(change.topology)
+        self._pause_monitor()
+        if isinstance(change, TopologyChange):
+            self._step.switch(change.topology)
+        elif isinstance(change, BatchSizeChange):
+            # What was read ahead is in batches of the size before.
+            self._batches = None
+        else:
+            raise cannot_apply(change, "data-parallel training")
 
     def close(self) -> None:
         self._batches = None
         if self._step is not None:
             self._step.close()
+
+    def _pause_monitor(self) -> None:
+        """What comes now takes no time of a step."""
+        if self._monitor is not None:
+            self._monitor.pause()
 
     def _average_buffers(self) -> None:
         assert self._step is not None

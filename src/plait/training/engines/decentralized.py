@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from plait.adapt.changes import Change
+from plait.adapt.changes import BatchSizeChange, Change
 from plait.core import run_events
 from plait.core.errors import LostPeer, PeerError
 from plait.data import loader
@@ -343,7 +343,9 @@ class DecentralizedEngine:
             store.set(saved, "1")
 
     def apply(self, change: Change) -> None:
-        raise cannot_apply(change, f"sync {self._run.settings.sync.kind}")
+        # Work is drawn anew for each interval.
+        if not isinstance(change, BatchSizeChange):
+            raise cannot_apply(change, f"sync {self._run.settings.sync.kind}")
 
     def close(self) -> None:
         self._member.close()

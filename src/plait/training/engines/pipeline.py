@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from plait.adapt.changes import Change
+from plait.adapt.changes import BatchSizeChange, Change
 from plait.comm.collectives import gather_in_turn
 from plait.core.codec import decode
 from plait.core.errors import JobError
@@ -162,7 +162,7 @@ class PipelineEngine:
         """Take the steps through the pipeline; it is empty at their end."""
         run, layout = self._run, self._layout
         batches = list(itertools.islice(run.order(), steps))
-        usual, many = run.settings.data.batch_size, layout.microbatches
+        usual, many = run.batch_size, layout.microbatches
         pieces = [cut_step(run.step + i, batch, many, usual) for i, batch in enumerate(batches)]
         together = [m for piece in pieces for m in piece]
         # Read a step later: nobody waits for the sum of the step that has just ended.
@@ -289,7 +289,9 @@ class PipelineEngine:
         save()
 
     def apply(self, change: Change) -> None:
-        raise cannot_apply(change, "a pipeline")
+        # Batches are cut anew for each interval; the number of microbatches stays, and their size changes.
+        if not isinstance(change, BatchSizeChange):
+            raise cannot_apply(change, "a pipeline")
 
     def close(self) -> None:
         self._pipeline.close()

@@ -25,6 +25,7 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
 from plait.training.components import Components
+from plait.training.monitoring import StepMonitor
 from plait.training.stragglers import StragglerInjector
 
 
@@ -32,14 +33,20 @@ class TrainStep:
     """Takes steps on `parts` together with the other workers, or, with `alone`, on its own gradients."""
 
     def __init__(
-        self, worker: Worker, settings: TrainSettings, parts: Components, alone: bool = False
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        parts: Components,
+        alone: bool = False,
+        monitor: StepMonitor | None = None,
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._parts = parts
         together = worker.world_size > 1 and not alone
         self._members = whole_world(worker.rendezvous) if together else None
-        self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
+        self._monitor = monitor
+        self._sync = self._make_sync() if together else None
         self.chosen = self._start_topology()
         self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
         self._frozen = FrozenAtStart(parts.model.named_parameters())
@@ -48,6 +55,14 @@ class TrainStep:
         self._seen = 0
         # What comes between the gradients of a worker alone and its update.
         self.before_update: Callable[[], None] | None = None
+
+    def _make_sync(self) -> AllReduce:
+        parameters, monitor = list(self._parts.model.parameters()), self._monitor
+        if monitor is None:
+            return AllReduce(parameters, members=self._members)
+        sync = AllReduce(parameters, members=self._members, most_notes=2 + monitor.notes)
+        monitor.watch(sync)
+        return sync
 
     def _start_topology(self) -> TopologyChosen | None:
         """Sum as the settings ask; what was measured for it, if anything was."""
@@ -65,6 +80,8 @@ class TrainStep:
         if self._sync is not None and self._members is not None:
             wish, size = read_wish(topology), self._sync.gradient_bytes
             self._sync.switch(settle(wish, self._members, size, self._parts.device)[0])
+            if self._monitor is not None:
+                self._monitor.topology = topology
 
     def close(self) -> None:
         """End what runs beside the steps; called after the last one."""
@@ -80,17 +97,30 @@ class TrainStep:
         if self._sync is None:
             optimizer.zero_grad(set_to_none=True)
             loss, stop = self._backward(batch), self._worker.stop_requested()
+            if self._monitor is not None:
+                self._monitor.end_alone(loss, self._parts.model.parameters(), batch.total)
         else:
             self._sync.begin()
-            loss = self._backward(batch)
-            wish = torch.full_like(loss, float(self._worker.stop_requested()))
-            notes = self._sync.agree(torch.stack([loss, wish]))
-            loss, stop = notes[0], self._stop.before()
-            self._stop.note(notes[1:])
+            loss, stop = self._agree(self._sync, self._backward(batch), batch)
         if self.before_update is not None:
             self.before_update()
         self._update()
         return loss, stop
+
+    def _agree(self, sync: AllReduce, loss: Tensor, batch: Batch) -> tuple[Tensor, bool]:
+        """Sum gradients, the loss, the wish to end, and what the monitor has measured."""
+        wish = torch.full_like(loss, float(self._worker.stop_requested()))
+        notes = torch.stack([loss, wish])
+        if self._monitor is None:
+            notes = sync.agree(notes)
+        else:
+            share = batch.count / batch.total
+            own = self._monitor.begin_sum(share)
+            notes = sync.agree(torch.cat([notes, own]), weigh_norm=1 / share if share else 0.0)
+            self._monitor.end_sum(sync, notes[0], notes[2:], batch.total)
+        stop = self._stop.before()
+        self._stop.note(notes[1:2])
+        return notes[0], stop
 
     def _backward(self, batch: Batch) -> Tensor:
         with self._slow.slowed():
@@ -114,6 +144,8 @@ class TrainStep:
                 self._sync.before_backward(last=i == len(pieces) - 1)
             parts.scaler.scale(weighted).backward()
             total += weighted.detach()
+            if self._monitor is not None and i < len(pieces) - 1:
+                self._monitor.after_microbatch(parts.model.parameters(), count / batch.total)
         return total
 
     def time_backward(self, batch: Batch) -> float:
