@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
 from plait.adapt.monitors.step_times import StepTimer, Throughput, WorkerTimes, stragglers
@@ -16,11 +17,19 @@ from plait.core.run_events import Signals
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches, share
 from plait.launch.run_dir import RunDir
-from plait.schema.settings import DataSettings, OptimizerSettings, SlowSettings, TrainSettings
+from plait.planner.schedules.kinds import Schedule
+from plait.schema.settings import (
+    DataSettings,
+    OptimizerSettings,
+    PolicySettings,
+    SlowSettings,
+    TrainSettings,
+)
 from plait.schema.topology_spec import read_wish
 from plait.training import components
 from plait.training.worker import make_loop
-from support.training import TestWorker, digits_job
+from support.plans import planned
+from support.training import TestWorker, digits_job, largest_difference, saved_weights
 from support.world import run_ranks
 
 # Weights that stay where they are, so that each step's gradients can be computed again.
@@ -108,6 +117,50 @@ def test_one_worker_without_microbatches_says_that_it_cannot(tmp_path: Path, cap
     assert found[-1].noise_scale is None
     assert found[-1].loss is not None
     assert found[-1].samples_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("replicas", "schedule"),
+    [((1, 1), Schedule.FLUSH), ((2, 1), Schedule.GPIPE), ((1, 1), Schedule.ZERO_BUBBLE)],
+)
+def test_stages_add_up_to_what_the_whole_models_gradients_say(replicas, schedule, tmp_path: Path):
+    """Of each stage the first of four microbatches counts; gradients are clipped afterwards."""
+    same = {key: getattr(STILL, key) for key in ("optimizer", "data", "steps", "clip_norm", "monitor")}
+    settings = planned(replicas, schedule, microbatches=4, log_every_steps=1, **same)
+    found = run_ranks(sum(replicas), signals_of, sum(replicas), settings, tmp_path)
+    assert all(other == found[0] for other in found)
+    expected = moments(gradients_of(settings, 4, 1))
+    for seen, direct in zip(shown(found[0]), expected, strict=True):
+        assert seen == pytest.approx(direct, rel=1e-8)
+    assert len(found[0][-1].work_s) == sum(replicas)
+
+
+def test_an_asynchronous_pipeline_says_that_it_has_no_norms_and_gives_the_rest(tmp_path: Path, capfd):
+    settings = planned((1, 1), Schedule.STASH, monitor=("noise-scale",), steps=5)
+    found = run_ranks(2, signals_of, 2, settings, tmp_path)[0]
+    assert [s.step for s in found] == [1, 2, 3, 4, 5]
+    assert found[-1].noise_scale is None
+    assert found[-1].samples_per_s > 0
+
+
+def batches_change(rank: int, settings: TrainSettings, folder: Path) -> Any:
+    torch.set_num_threads(1)
+    size = dist.get_world_size()
+    parts = components.build(settings, torch.device("cpu"))
+    make_loop(TestWorker(rank, size), settings, parts, RunDir(folder)).train(resume=False)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_whose_batches_change_equals_one_process(tmp_path: Path):
+    table = PolicySettings(
+        "steps", {"changes": {3: {"batch_size": 112, "lr_factor": 1.5}, 7: {"batch_size": 30}}}
+    )
+    settings = planned((2, 1), Schedule.FLUSH, adapt=(table,), steps=10)
+    run_ranks(3, batches_change, settings, tmp_path / "pipeline")
+    batches_change_alone = dataclasses.replace(settings, pipeline=None)
+    parts = components.build(batches_change_alone, torch.device("cpu"))
+    make_loop(TestWorker(), batches_change_alone, parts, RunDir(tmp_path / "one")).train(False)  # type: ignore[arg-type]
+    found = saved_weights(tmp_path / "pipeline")
+    assert largest_difference(found, saved_weights(tmp_path / "one")) < 1e-10
 
 
 def test_a_slow_worker_shows_in_its_own_time_and_not_in_the_links(tmp_path: Path):

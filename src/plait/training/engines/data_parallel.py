@@ -15,7 +15,8 @@ from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import evaluate_parts
-from plait.training.monitoring import StepMonitor, is_monitored
+from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.run import Run
 
 

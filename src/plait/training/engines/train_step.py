@@ -25,7 +25,7 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
 from plait.training.components import Components
-from plait.training.monitoring import StepMonitor
+from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.stragglers import StragglerInjector
 
 

@@ -16,25 +16,11 @@ from torch import Tensor
 from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
-from plait.adapt.policies.registry import needs_norms
 from plait.core.codec import finite
 from plait.core.run_events import Signals
-from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.buckets import AllReduce
+from plait.training.monitoring.asked import wants_norms
 from plait.training.run import Run
-
-GRADIENT_MONITORS = ("noise-scale", "variance")
-
-
-def is_monitored(settings: TrainSettings) -> bool:
-    """Whether the job asks for signals, itself or by its policies."""
-    return bool(settings.monitor or settings.adapt)
-
-
-def wants_norms(settings: TrainSettings) -> bool:
-    """Whether gradient norms are among what it asks for."""
-    asked = any(name in GRADIENT_MONITORS for name in settings.monitor)
-    return asked or any(needs_norms(policy.kind) for policy in settings.adapt)
 
 
 @dataclass(frozen=True)
