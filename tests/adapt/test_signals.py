@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms, estimate
 from plait.adapt.monitors.step_times import StepTimer, Throughput, WorkerTimes, stragglers
 from plait.core import events
 from plait.core.run_events import Signals
@@ -20,15 +20,19 @@ from plait.launch.run_dir import RunDir
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
     DataSettings,
+    EvaluateSettings,
     OptimizerSettings,
     PolicySettings,
     SlowSettings,
+    SyncSettings,
     TrainSettings,
 )
 from plait.schema.topology_spec import read_wish
 from plait.training import components
 from plait.training.worker import make_loop
+from support.averaging import job_store
 from support.plans import planned
+from support.syncs import StoreWorker
 from support.training import TestWorker, digits_job, largest_difference, saved_weights
 from support.world import run_ranks
 
@@ -161,6 +165,42 @@ def test_a_pipeline_whose_batches_change_equals_one_process(tmp_path: Path):
     make_loop(TestWorker(), batches_change_alone, parts, RunDir(tmp_path / "one")).train(False)  # type: ignore[arg-type]
     found = saved_weights(tmp_path / "pipeline")
     assert largest_difference(found, saved_weights(tmp_path / "one")) < 1e-10
+
+
+def apart(rank: int, address: str, settings: TrainSettings, folder: Path) -> list[Signals]:
+    """What a worker's policies would see where workers go at their own pace."""
+    worker = StoreWorker(rank, dist.get_world_size(), address, None)
+    parts = components.build(settings, torch.device("cpu"))
+    loop = make_loop(worker, settings, parts, RunDir(folder))  # type: ignore[arg-type]
+    loop.train(resume=False)
+    return list(loop.run.signals.newest())
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "options"), [(2, {"minimum": 2}), (1, {"minimum": 2, "average": "gradients"})]
+)
+def test_workers_under_partial_reduce_measure_the_same_moments_as_one(
+    accumulate: int, options: dict[str, Any], tmp_path: Path
+):
+    """Many updates of small shares; which worker takes which share differs from run to run."""
+    settings = dataclasses.replace(
+        STILL,
+        clip_norm=None,
+        steps=40,
+        accumulate=accumulate,
+        sync=SyncSettings("partial-reduce", options),
+        evaluate=EvaluateSettings(every_steps=20),
+    )
+    with job_store() as address:
+        found = run_ranks(2, apart, address, settings, tmp_path)
+    assert found[0] == found[1], "all workers see the same"
+    assert [s.step for s in found[0]] == [20, 40]
+    last = found[0][-1]
+    direct = [estimate(each) for each in gradients_of(settings, 2, 2)]
+    expected = sum(each.variance for each in direct) / len(direct)
+    assert last.variance == pytest.approx(expected, rel=0.2)
+    assert len(last.work_s) == 2
+    assert last.sync == "partial-reduce"
 
 
 def test_a_slow_worker_shows_in_its_own_time_and_not_in_the_links(tmp_path: Path):

@@ -25,6 +25,7 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
 from plait.training.components import Components
+from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.stragglers import StragglerInjector
 
@@ -39,6 +40,7 @@ class TrainStep:
         parts: Components,
         alone: bool = False,
         monitor: StepMonitor | None = None,
+        own_monitor: ShareMonitor | None = None,
     ) -> None:
         self._worker = worker
         self._settings = settings
@@ -46,6 +48,8 @@ class TrainStep:
         together = worker.world_size > 1 and not alone
         self._members = whole_world(worker.rendezvous) if together else None
         self._monitor = monitor
+        # Of a worker alone, or at its own pace.
+        self._alone = own_monitor or monitor
         self._sync = self._make_sync() if together else None
         self.chosen = self._start_topology()
         self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
@@ -97,8 +101,8 @@ class TrainStep:
         if self._sync is None:
             optimizer.zero_grad(set_to_none=True)
             loss, stop = self._backward(batch), self._worker.stop_requested()
-            if self._monitor is not None:
-                self._monitor.end_alone(loss, self._parts.model.parameters(), batch.total)
+            if self._alone is not None:
+                self._alone.end_alone(loss, self._parts.model.parameters(), batch.total)
         else:
             self._sync.begin()
             loss, stop = self._agree(self._sync, self._backward(batch), batch)
@@ -144,8 +148,8 @@ class TrainStep:
                 self._sync.before_backward(last=i == len(pieces) - 1)
             parts.scaler.scale(weighted).backward()
             total += weighted.detach()
-            if self._monitor is not None and i < len(pieces) - 1:
-                self._monitor.after_microbatch(parts.model.parameters(), count / batch.total)
+            if self._alone is not None and i < len(pieces) - 1:
+                self._alone.after_microbatch(parts.model.parameters(), count / batch.total)
         return total
 
     def time_backward(self, batch: Batch) -> float:
