@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.adapt.changes import ChangeRequest
 from plait.launch.membership import Membership, Memberships
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.training import components
-from plait.training.changes import ChangeRequest
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.loop import Loop
 from plait.training.run import Run

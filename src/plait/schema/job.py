@@ -57,6 +57,7 @@ def _variables(environment: dict[str, str]) -> dict[str, str]:
 Text = Annotated[str, AfterValidator(_no_nul)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+Monitor = Literal["loss", "throughput", "step-time", "link-throughput", "noise-scale", "variance"]
 Stage = Annotated[int, Field(ge=0, le=MOST_SLOTS)]
 
 
@@ -165,6 +166,12 @@ class Parallel(Section):
     control: Text = Field(default="127.0.0.1:0", pattern=r"^[^\s:/@]+:[0-9]{1,5}$")
 
 
+class PolicySection(OpenSection):
+    """An entry of `adapt`: a policy that may change the running job, and its options."""
+
+    kind: Text
+
+
 class ClusterSection(Section):
     """`cluster`: the hosts and how they are reached."""
 
@@ -201,6 +208,8 @@ class Job(Section):
     log_every_steps: Count | None = None
     stop_on_nan: bool = True
     verify: run.Verify = "first"
+    monitor: list[Monitor] = Field(default_factory=list)
+    adapt: list[PolicySection] = Field(default_factory=list)
     parallel: Parallel = Field(default_factory=Parallel)
     cluster: ClusterSection = Field(default_factory=ClusterSection)
     run_dir: Text = Field(default="runs", min_length=1)
@@ -226,6 +235,8 @@ class Job(Section):
             _check_numbers(group.options, f"optimizer.groups[{number}]")
         _check_numbers(self.lr_schedule.options, "lr_schedule")
         _check_numbers(self.parallel.sync_options, "parallel.sync_options")
+        for number, policy in enumerate(self.adapt):
+            _check_numbers(policy.options, f"adapt[{number}]")
         self._check_plan()
         self._check_sync(slots)
         self._check_topology(slots)
@@ -397,6 +408,8 @@ class Job(Section):
             log_every_steps=self.log_every_steps,
             stop_on_nan=self.stop_on_nan,
             verify=self.verify,
+            monitor=tuple(self.monitor),
+            adapt=tuple(run.PolicySettings(policy.kind, policy.options) for policy in self.adapt),
             topology=read_wish(self.parallel.topology),
             sync=run.SyncSettings(self.parallel.sync, self.parallel.sync_options),
             slow=run.SlowSettings(self.parallel.slow, _pair(self.parallel.jitter)),

@@ -124,6 +124,14 @@ class SlowSettings:
 
 
 @dataclass(frozen=True)
+class PolicySettings:
+    """A policy that may change the running job: a kind of ours, or `package.module:function`, and options."""
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """One training run; without `pipeline` every worker holds the whole model."""
 
@@ -152,3 +160,5 @@ class TrainSettings:
     sync: SyncSettings = field(default_factory=SyncSettings)
     slow: SlowSettings = field(default_factory=SlowSettings)
     verify: Verify = "first"
+    monitor: tuple[str, ...] = ()
+    adapt: tuple[PolicySettings, ...] = ()

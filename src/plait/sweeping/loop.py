@@ -363,8 +363,9 @@ class SweepLoop:
         leaving: list[int] = []
         if due:
             self._collect()
+            signals = self._signals([place for place in due if self._seats[place].is_note_due])
             notes = [self._note(self._seats[place]) for place in due]
-            self._desk_note([note for note in notes if note is not None])
+            self._desk_note([note for note in notes if note is not None], signals=signals)
             lost = [place for place in due if self._seats[place].has_diverged]
             leaving = [place for place in lost if self._end(place, "diverged", {})]
             leaving += self._evaluate_and_report([place for place in due if place not in lost])
@@ -381,11 +382,25 @@ class SweepLoop:
             return None
         return seat.trial, seat.step, finite(seat.take_mean_loss())
 
+    def _signals(self, places: Sequence[int]) -> list[tuple[Any, ...]]:
+        """What is known of the gradients of the trials at `places`, where the job asks for it."""
+        assert self._array is not None
+        found = []
+        for place in places:
+            noise, seat = self._array.noise(place), self._seats[place]
+            if noise is not None and noise.steps:
+                numbers = (noise.noise_scale, noise.variance, noise.squared_norm, noise.note)
+                found.append((seat.trial, seat.step, *numbers))
+        return found
+
     def _desk_note(
-        self, losses: list[tuple[int, int, float | None]], metrics: Sequence[tuple[int, int, Any]] = ()
+        self,
+        losses: list[tuple[int, int, float | None]],
+        metrics: Sequence[tuple[int, int, Any]] = (),
+        signals: Sequence[tuple[Any, ...]] = (),
     ) -> None:
         if losses or metrics:
-            self._desk.ask(ask="note", losses=losses, metrics=list(metrics))
+            self._desk.ask(ask="note", losses=losses, metrics=list(metrics), signals=list(signals))
 
     def _evaluate_and_report(self, places: Sequence[int]) -> list[int]:
         """Evaluate, save and report the trials for which it is time; the places of those that leave."""

@@ -9,11 +9,11 @@ from typing import Protocol, cast
 
 import torch
 
+from plait.adapt.changes import BatchSizeChange, Change, SyncChange, TopologyChange, WorkersChange
 from plait.core.errors import JobError, PeerError
 from plait.data.sampler import Position
 from plait.pipeline import named_state
 from plait.pipeline.named_state import Tensors
-from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint, Written
 from plait.training.components import Components
 
@@ -126,7 +126,14 @@ class Following(Starting, Protocol):
 
 def cannot_apply(change: Change, engine: str) -> JobError:
     """What a user is told who asks for a change that an engine has no way to make."""
-    return JobError(f"cannot apply {change}: {engine} has no way to change that while it runs")
+    reasons = {
+        TopologyChange: "has no topology that can change",
+        BatchSizeChange: "has batches that cannot change",
+        WorkersChange: "cannot change its number of workers",
+        SyncChange: "cannot change how its workers agree",
+    }
+    why = f"{engine} {reasons[type(change)]}"
+    return JobError(f"adapt: cannot apply {change}: {why}; leave the policy that asks for it out")
 
 
 def whole_state(parts: Components, sync: Mapping[str, torch.Tensor] | None = None) -> EngineState:

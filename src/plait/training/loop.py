@@ -9,10 +9,11 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, SavedSource, WorkersChange
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, CheckpointError, JobError, PeerError
@@ -21,7 +22,7 @@ from plait.data.sampler import Position
 from plait.launch.membership import Membership
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import ChangeRequest, ChangeSource, WorkersChange
+from plait.training.batch_size import BatchSize, resumed
 from plait.training.checkpoint import Checkpoint
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
@@ -60,8 +61,9 @@ def check_order(
 class _Starting:
     """A run's beginning: from its newest good checkpoint, the same on all workers."""
 
-    def __init__(self, run: Run, engine: Starting) -> None:
+    def __init__(self, run: Run, engine: Starting, sources: Sequence[ChangeSource] = ()) -> None:
         self.run = run
+        self._sources = tuple(sources)
         self._starting = engine
         self._best: dict[str, Any] | None = None
         self._early_stopping = EarlyStopping(run.settings.early_stop)
@@ -85,6 +87,8 @@ class _Starting:
             "loss_scale": run.parts.scaler.state_dict(),
             "optimizer": run.settings.optimizer.kind,
             "workers": run.worker.world_size,
+            "batch": asdict(run.batch),
+            "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
         }
         return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
 
@@ -114,11 +118,17 @@ class _Starting:
             position = decode(Position, progress["position"])
             best, early_best = progress["best"], progress["early_best"]
             without_gain, loss_scale = int(progress["evaluations_without_gain"]), progress["loss_scale"]
+            kept = decode(BatchSize, progress["batch"]) if "batch" in progress else run.batch
+            policies = list(progress.get("policies", ()))
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         check_order(progress, position, run.settings, run.parts.train_set.length)
         self._starting.load(state)
         run.step, run.position = state.step, position
+        run.batch = resumed(kept, run.settings.data.batch_size)
+        saved = [source for source in self._sources if isinstance(source, SavedSource)]
+        for source, own in zip(saved, policies):
+            source.load(own)
         self._best = best if best and checkpoints.has(run.folder.checkpoints, best.get("step")) else None
         self._early_stopping.best, self._early_stopping.without_gain = early_best, without_gain
         # A run that had no loss scale begins with a fresh one.
@@ -147,9 +157,8 @@ class Loop(_Starting):
     """
 
     def __init__(self, run: Run, engine: Engine, sources: Sequence[ChangeSource] = ()) -> None:
-        super().__init__(run, engine)
+        super().__init__(run, engine, sources)
         self.engine = engine
-        self._sources = tuple(sources)
         self._steps = 0
         over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
         self._until_data_ends = over_stream and engine.sees_end_of_data
@@ -186,7 +195,7 @@ class Loop(_Starting):
         self.start(resume)
         self._checked_step = run.step
         # Counted from the position: the batch size may have changed since the steps before were taken.
-        self.begin(total_steps(run.settings, run.parts.train_set.length, run.step, run.position))
+        self.begin(self._total_steps())
         if self._members is not None:
             self._members.tell_joined()
 
@@ -211,7 +220,8 @@ class Loop(_Starting):
         """Get ready to go on until `steps` steps are done."""
         run, metrics = self.run, self.run.metrics
         self._steps = steps
-        run.lr_factor = build_lr_factor(run.settings.lr_schedule, steps)
+        run.schedule = build_lr_factor(run.settings.lr_schedule, self._schedule_steps(steps))
+        metrics.batch_size = run.batch_size
         self._tell_of_parts()
         metrics.start(run.step, None if steps == UNKNOWN_STEPS else steps)
         if slow := emulated(run.settings.precision, run.parts.device):
@@ -320,6 +330,7 @@ class Loop(_Starting):
         if self.run.worker.rank == 0:
             self.run.take_over_record()
         self._change_asked = False
+        self.run.signals.forget()
         if self._has_begun:
             self.engine.open()
         else:
@@ -370,6 +381,21 @@ class Loop(_Starting):
     def _steps_left(self) -> int:
         return UNKNOWN_STEPS if self._until_data_ends else max(self._steps - self.run.step, 0)
 
+    def _total_steps(self) -> int:
+        """The steps of the whole run, counted from where it is with the batches that it takes now."""
+        run = self.run
+        data = replace(run.settings.data, batch_size=run.batch_size)
+        settings = replace(run.settings, data=data)
+        return total_steps(settings, run.parts.train_set.length, run.step, run.position)
+
+    def _schedule_steps(self, steps: int) -> int:
+        """The steps that the learning rate's schedule is made for, of a run of `steps`."""
+        run = self.run
+        if run.batch.since == 0 or run.settings.epochs is None:
+            return steps
+        # A schedule that follows the samples is made for batches of the job's own size.
+        return total_steps(run.settings, run.parts.train_set.length, 0, Position())
+
     def _apply_changes(self) -> None:
         step = self.run.step
         for source in self._sources:
@@ -383,14 +409,30 @@ class Loop(_Starting):
             self._switch(lambda: membership)
 
     def _apply(self, asked: ChangeRequest) -> None:
+        if isinstance(asked.change, BatchSizeChange):
+            self._change_batch(asked.change)
         if not isinstance(asked.change, WorkersChange):
             self.engine.apply(asked.change)
         elif self._members is None:
             raise JobError(
-                f"cannot apply {asked.change}: the job's workers are fixed; set parallel.elastic: true"
+                f"adapt: cannot apply {asked.change}: the job's workers are fixed; set parallel.elastic: true"
             )
         elif self.run.worker.rank == 0:
             self.run.worker.ask_to_resize(asked.change.workers, f"{asked.by}: {asked.why}")
+
+    def _change_batch(self, change: BatchSizeChange) -> None:
+        """Take batches of another size from the next step on; the samples go on where they are."""
+        run, workers = self.run, self.run.worker.world_size
+        if change.batch_size < workers or not math.isfinite(change.lr_factor) or change.lr_factor <= 0:
+            raise JobError(
+                f"adapt: found {change} for {workers} workers; expected at least one sample a worker, and a "
+                f"factor above 0 on the learning rate"
+            )
+        run.batch = run.batch.changed(change, run.step, by_samples=run.settings.epochs is not None)
+        run.metrics.batch_size = run.batch_size
+        if not self._until_data_ends:
+            self._steps = self._total_steps()
+            run.metrics.set_steps(self._steps)
 
     def _next_due(self) -> int:
         """The next step after which something is due."""

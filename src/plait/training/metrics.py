@@ -43,6 +43,9 @@ class MetricsLogger:
         self._steps = self._samples = self._all_samples = 0
         # None where the number of steps is unknown.
         self._total: int | None = 0
+        # Samples of a step from now on.
+        self.batch_size = settings.data.batch_size
+        self._signals_at = 0.0
         self._last: tuple[int, int, float, float | None] = (0, 0, 0.0, None)
         self._rate = 0.0
         self._training_s = 0.0
@@ -55,7 +58,7 @@ class MetricsLogger:
         self.diverged_at: int | None = None
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of steps of a run for which it was unknown."""
+        """Set the number of steps of a run for which it was unknown, or has changed."""
         self._total = steps
         self._progress["steps"] = steps
         self._report(force=True)
@@ -72,7 +75,7 @@ class MetricsLogger:
                 device=str(parts.device),
                 precision=settings.precision,
                 samples=parts.train_set.length,
-                batch_size=settings.data.batch_size,
+                batch_size=self.batch_size,
                 steps=steps,
                 step=step,
                 seed=settings.seed,
@@ -135,7 +138,7 @@ class MetricsLogger:
             "samples_per_s": round(self._rate, 1),
         }
         if self._total is not None:
-            left = max(self._total - step, 0) * self._settings.data.batch_size / max(self._rate, 1e-9)
+            left = max(self._total - step, 0) * self.batch_size / max(self._rate, 1e-9)
             self._progress["left_s"] = round(left, 1)
         self._report(force=step == self._total)
         self._loss, self._steps, self._samples, self._mark = 0.0, 0, 0, now
@@ -233,6 +236,13 @@ class MetricsLogger:
         """Note that what was built computes what the plain model computes; the run's result tells of it."""
         self._verified_s = event.seconds
         self._record(event)
+
+    def signals(self, signals: run_events.Signals) -> None:
+        """Write signals down, as often as steps."""
+        every, now = self._settings.log_every_steps, time.perf_counter()
+        if self._active and (signals.step % every == 0 if every else now - self._signals_at >= LOG_S):
+            self._signals_at = now
+            self._record(signals)
 
     def note(self, event: Event) -> None:
         """Write an event of another kind down."""

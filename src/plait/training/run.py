@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from plait.adapt.history import SignalHistory
 from plait.core.events import Event, EventLog
 from plait.data import loader
 from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches
@@ -17,6 +18,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_wish
+from plait.training.batch_size import BatchSize
 from plait.training.components import Components
 from plait.training.metrics import MetricsLogger
 
@@ -32,9 +34,20 @@ class Run:
         self.metrics = MetricsLogger(worker, settings, parts, folder)
         self.step = 0
         self.position = Position()
-        self.lr_factor: Callable[[int], float] = lambda step: 1.0
+        self.batch = BatchSize(settings.data.batch_size, settings.data.batch_size)
+        self.schedule: Callable[[int], float] = lambda step: 1.0
+        self.signals = SignalHistory(self.metrics.signals)
         self._keeps_record = worker.rank == 0
         self._own_events: EventLog | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step over all workers, from now on."""
+        return self.batch.size
+
+    def lr_factor(self, step: int) -> float:
+        """The factor on the learning rate at a step: the schedule's times that of the batch size."""
+        return self.schedule(self.batch.schedule_at(step)) * self.batch.lr_factor
 
     def lr(self, step: int) -> float:
         """The learning rate of the first parameter group."""
@@ -76,7 +89,7 @@ class Run:
         return batches(
             self.position,
             ENDLESS if source.length is None else len(source),
-            data.batch_size,
+            self.batch_size,
             seed=self.settings.seed,
             shuffle=data.shuffle and not source.is_stream,
             keep_last=data.last_batch == "keep",
@@ -112,7 +125,7 @@ class Run:
         settings, data, parts = self.settings, self.settings.data, self.parts
         source, worker = parts.train_set, self.worker
         order = StreamOrder(
-            self.position, data.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
+            self.position, self.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
         )
         pin = parts.device.type == "cuda"
         found = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.adapt.changes import ChangeSource
+from plait.adapt.policies.registry import make_policy
+from plait.adapt.policy_source import PolicySource
 from plait.core.codec import decode
 from plait.core.errors import PlaitError
 from plait.core.logs import show_logs
@@ -26,6 +29,9 @@ from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.loop import Follower, Loop
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
+
+# How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
+APART_STEPS = 25
 
 
 def check_order(order: dict[str, Any]) -> None:
@@ -82,8 +88,14 @@ def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder
     if settings.pipeline is not None:
         return _with_stages(run)
     if worker.world_size == 1 or settings.sync.kind == "all-reduce":
-        return Loop(run, DataParallelEngine(run))
-    return Loop(run, DecentralizedEngine(run, WholeModel(run, worker.hosts)))
+        return Loop(run, DataParallelEngine(run), make_sources(run, every_steps=1))
+    return Loop(run, DecentralizedEngine(run, WholeModel(run, worker.hosts)), make_sources(run))
+
+
+def make_sources(run: Run, every_steps: int = APART_STEPS) -> list[ChangeSource]:
+    """The policies of a job, asked after every `every_steps` steps."""
+    policies = [(each.kind, make_policy(each.kind, each.options)) for each in run.settings.adapt]
+    return [PolicySource(policies, run.signals, every_steps)] if policies else []
 
 
 def _with_stages(run: Run) -> Loop | Follower:
@@ -95,8 +107,8 @@ def _with_stages(run: Run) -> Loop | Follower:
 
     hosts = run.worker.hosts
     if run.settings.sync.kind == "all-reduce":
-        return Loop(run, PipelineEngine(run, hosts))
+        return Loop(run, PipelineEngine(run, hosts), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
     if run.worker.rank in [column.layout.worker(0, 0) for column in columns_of(layout)]:
-        return Loop(run, DecentralizedEngine(run, LeadPipeline(run, hosts, layout)))
+        return Loop(run, DecentralizedEngine(run, LeadPipeline(run, hosts, layout)), make_sources(run))
     return Follower(run, FollowerEngine(run, hosts, layout))

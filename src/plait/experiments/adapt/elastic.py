@@ -16,7 +16,6 @@ from typing import Any
 from plait.core import events
 from plait.core.run_events import Step, WorkersChanged
 from plait.experiments.bench import Bench, BenchClaim, Row
-from plait.jobs.train import train
 from plait.launch.control import ask_job
 from plait.launch.run import Silent
 from plait.launch.run_dir import RunDir
@@ -129,6 +128,8 @@ def _trained(
     name: str, parallel: Mapping[str, Any], steps: int, acts: Sequence[Callable[..., None]]
 ) -> list[events.Recorded]:
     """What was recorded of a run, by whichever worker, in the order of time."""
+    from plait.jobs.train import train  # reads job files
+
     with tempfile.TemporaryDirectory() as folder:
         made = train(_job(name, folder, parallel, steps), display=_Driver(acts))
         files = sorted(Path(made["run"]).glob("events/*.jsonl"))

@@ -5,24 +5,39 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position, mix
 from plait.pipeline import named_state
+from plait.schema.settings import TrainSettings
+from plait.schema.topology import TopologyError
+from plait.schema.topology_spec import TopologySpec, check_wish
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import Change, TopologyChange
 from plait.training.checkpoint import Checkpoint
 from plait.training.elastic import loss_of
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import evaluate_parts
+from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.run import Run
 
 # A joiner warms up on this part of a batch.
 WARM_UP_SHARES = 4
+
+
+def with_topology_for(settings: TrainSettings, workers: int) -> TrainSettings:
+    """The settings with a topology that this number of workers can sum over: a root may have left."""
+    try:
+        check_wish(settings.topology, workers)
+    except TopologyError:
+        return replace(settings, topology=TopologySpec())
+    return settings
 
 
 class DataParallelEngine:
@@ -33,6 +48,7 @@ class DataParallelEngine:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._step: TrainStep | None = None
+        self._monitor: StepMonitor | None = None
         # The batches to come; loader processes read them ahead, also while an evaluation runs.
         self._batches: Iterator[loader.Batch] | None = None
 
@@ -56,7 +72,10 @@ class DataParallelEngine:
         if self._step is not None:
             return
         run = self._run
-        self._step = TrainStep(run.worker, run.settings, run.parts)
+        if is_monitored(run.settings):
+            self._monitor = StepMonitor(run, shared=run.worker.world_size > 1)
+        settings = with_topology_for(run.settings, run.worker.world_size)
+        self._step = TrainStep(run.worker, settings, run.parts, monitor=self._monitor)
         if run.worker.memberships is not None:
             run.worker.memberships.on_loss(self._step.fail)
         if self._step.chosen is not None:
@@ -74,6 +93,8 @@ class DataParallelEngine:
             step = run.step + done
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
             loader.seed_all(mix(run.settings.seed, step, run.worker.rank))
+            if self._monitor is not None:
+                self._monitor.step = step + 1
             try:
                 with self._undone_by_losses():
                     loss, wishes = self._step.step(batch, run.lr_factor(step))
@@ -106,10 +127,12 @@ class DataParallelEngine:
 
     def evaluate(self) -> dict[str, float]:
         run = self._run
+        self._pause_monitor()
         self._average_buffers()
         return evaluate_parts(run.parts, run.settings, run.worker.rank, run.worker.world_size)
 
     def state(self) -> EngineState | None:
+        self._pause_monitor()
         self._average_buffers()
         return whole_state(self._run.parts) if self._run.worker.rank == 0 else None
 
@@ -117,11 +140,17 @@ class DataParallelEngine:
         save()
 
     def apply(self, change: Change) -> None:
-        if not isinstance(change, TopologyChange):
-            raise cannot_apply(change, "data parallel")
         assert self._step is not None
-        self._step.switch(change.topology)
-        self._run.set_topology(change.topology)
+        self._pause_monitor()
+        if isinstance(change, TopologyChange):
+            # Noted first: should a worker be lost now, the rest goes on with it.
+            self._run.set_topology(change.topology)
+            self._step.switch(change.topology)
+        elif isinstance(change, BatchSizeChange):
+            # What was read ahead is in batches of the size before.
+            self._batches = None
+        else:
+            raise cannot_apply(change, "data-parallel training")
 
     def synchronize(self) -> None:
         self._average_buffers()
@@ -145,6 +174,11 @@ class DataParallelEngine:
         step, self._step = self._step, None
         if step is not None:
             step.close()
+
+    def _pause_monitor(self) -> None:
+        """What comes now takes no time of a step."""
+        if self._monitor is not None:
+            self._monitor.pause()
 
     def _average_buffers(self) -> None:
         assert self._step is not None

@@ -27,6 +27,8 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducer import whole_world
 from plait.sync.buffers import average
 from plait.training.components import Components
+from plait.training.monitoring.own_pace import ShareMonitor
+from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.stragglers import StragglerInjector
 
 
@@ -42,14 +44,23 @@ class TrainStep:
     """Takes steps on `parts` together with the other workers, or, with `alone`, on its own gradients."""
 
     def __init__(
-        self, worker: Worker, settings: TrainSettings, parts: Components, alone: bool = False
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        parts: Components,
+        alone: bool = False,
+        monitor: StepMonitor | None = None,
+        own_monitor: ShareMonitor | None = None,
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._parts = parts
         together = worker.world_size > 1 and not alone
         self._members = whole_world(worker.rendezvous) if together else None
-        self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
+        self._monitor = monitor
+        # Of a worker alone, or at its own pace.
+        self._alone = own_monitor or monitor
+        self._sync = self._make_sync() if together else None
         self.chosen = self._start_topology()
         self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
         self._frozen = FrozenAtStart(parts.model.named_parameters())
@@ -58,6 +69,14 @@ class TrainStep:
         self._seen = 0
         # What comes between the gradients of a worker alone and its update.
         self.before_update: Callable[[], None] | None = None
+
+    def _make_sync(self) -> AllReduce:
+        parameters, monitor = list(self._parts.model.parameters()), self._monitor
+        if monitor is None:
+            return AllReduce(parameters, members=self._members)
+        sync = AllReduce(parameters, members=self._members, most_notes=3 + monitor.notes)
+        monitor.watch(sync)
+        return sync
 
     def _start_topology(self) -> TopologyChosen | None:
         """Sum as the settings ask; what was measured for it, if anything was."""
@@ -75,6 +94,8 @@ class TrainStep:
         if self._sync is not None and self._members is not None:
             wish, size = read_wish(topology), self._sync.gradient_bytes
             self._sync.switch(settle(wish, self._members, size, self._parts.device)[0])
+            if self._monitor is not None:
+                self._monitor.topology = topology
 
     def fail(self, failure: PeerError) -> None:
         """Have whoever waits for gradients of other workers fail; from any thread."""
@@ -98,14 +119,11 @@ class TrainStep:
         if self._sync is None:
             optimizer.zero_grad(set_to_none=True)
             loss, wishes = self._backward(batch), self._own_wishes()
+            if self._alone is not None:
+                self._alone.end_alone(loss, self._parts.model.parameters(), batch.total)
         else:
             self._sync.begin()
-            loss = self._backward(batch)
-            own = self._own_wishes()
-            flags = [torch.full_like(loss, float(flag)) for flag in (own.stop, own.change)]
-            notes = self._sync.agree(torch.stack([loss, *flags]))
-            loss, wishes = notes[0], self._flags.before()
-            self._flags.note(notes[1:])
+            loss, wishes = self._agree(self._sync, self._backward(batch), batch)
         if self.before_update is not None:
             self.before_update()
         self._update()
@@ -114,6 +132,21 @@ class TrainStep:
     def _own_wishes(self) -> Wishes:
         memberships = self._worker.memberships
         return Wishes(self._worker.stop_requested(), memberships is not None and memberships.is_asked)
+
+    def _agree(self, sync: AllReduce, loss: Tensor, batch: Batch) -> tuple[Tensor, Wishes]:
+        """Sum gradients, the loss, what workers wish for, and what the monitor has measured."""
+        own = self._own_wishes()
+        notes = torch.stack([loss, *(torch.full_like(loss, float(flag)) for flag in (own.stop, own.change))])
+        if self._monitor is None:
+            notes = sync.agree(notes)
+        else:
+            share = batch.count / batch.total
+            measured = self._monitor.begin_sum(share)
+            notes = sync.agree(torch.cat([notes, measured]), weigh_norm=1 / share if share else 0.0)
+            self._monitor.end_sum(sync, notes[0], notes[3:], batch.total)
+        wishes = self._flags.before()
+        self._flags.note(notes[1:3])
+        return notes[0], wishes
 
     def _backward(self, batch: Batch) -> Tensor:
         with self._slow.slowed():
@@ -137,6 +170,8 @@ class TrainStep:
                 self._sync.before_backward(last=i == len(pieces) - 1)
             parts.scaler.scale(weighted).backward()
             total += weighted.detach()
+            if self._alone is not None and i < len(pieces) - 1:
+                self._alone.after_microbatch(parts.model.parameters(), count / batch.total)
         return total
 
     def time_backward(self, batch: Batch) -> float:
