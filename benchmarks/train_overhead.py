@@ -57,8 +57,9 @@ class LoneWorker:
     """The trainer's view of a worker, with a real look at a stop file and a report that goes nowhere."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = self.local_rank = rank
+        self.rank = self.local_rank = self.id = rank
         self.world_size = world_size
+        self.memberships = None
         self.host = "localhost"
         self.timeout_s = 60.0
         self.hosts = (self.host,) * world_size

@@ -68,7 +68,7 @@ epochs: 4
 """
 
 
-@pytest.mark.parametrize("page", ["docs/jobs.md", "docs/sweep.md"])
+@pytest.mark.parametrize("page", ["docs/adapt.md", "docs/jobs.md", "docs/sweep.md"])
 def test_the_python_in_the_pages_runs(page: str, tmp_path: Path):
     """As it is written, each snippet by itself, with small jobs in the files that it names."""
     (tmp_path / "examples").mkdir()

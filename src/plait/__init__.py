@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plait.adapt.monitors.gradients import GradientNoiseScale, GradientVariance
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.jobs.sweep import sweep
     from plait.jobs.train import train
@@ -26,6 +27,8 @@ __all__ = [
     "Cluster",
     "FusedModule",
     "FusedOptimizer",
+    "GradientNoiseScale",
+    "GradientVariance",
     "Job",
     "Plan",
     "Profile",
@@ -50,6 +53,8 @@ _HOMES: dict[str, tuple[str, str]] = {
     "Cluster": ("plait.planner", "Cluster"),
     "FusedModule": ("plait.fusion", "FusedModule"),
     "FusedOptimizer": ("plait.fusion", "FusedOptimizer"),
+    "GradientNoiseScale": ("plait.adapt.monitors.gradients", "GradientNoiseScale"),
+    "GradientVariance": ("plait.adapt.monitors.gradients", "GradientVariance"),
     "Job": ("plait.schema.job", "Job"),
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),

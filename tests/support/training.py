@@ -49,7 +49,8 @@ class PlainWorker:
         stop_after: float = math.inf,
     ) -> None:
         in_world = dist.is_initialized()
-        self.rank = self.local_rank = dist.get_rank() if in_world else 0
+        self.rank = self.id = self.local_rank = dist.get_rank() if in_world else 0
+        self.memberships = None
         self.world_size = dist.get_world_size() if in_world else 1
         self.hosts = tuple(hosts or ("localhost",) * self.world_size)
         self.host = self.hosts[self.rank]

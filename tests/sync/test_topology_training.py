@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from plait.adapt.changes import StepTable, TopologyChange
 from plait.core import events as core_events
 from plait.core.errors import InputError
 from plait.core.run_events import Changed
@@ -19,7 +20,6 @@ from plait.schema.topology import TOPOLOGIES
 from plait.schema.topology_spec import read_wish
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
-from plait.training.changes import StepTable, TopologyChange
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.loop import Loop
 from plait.training.run import Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +15,10 @@ from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
-# Each has a function run(command=...) -> Bench; one that has PARTS by name takes parts=... besides.
+# Each has a function run(command=...) -> Bench; one that has PARTS by name takes parts=... besides, and one
+# with a shorter form quick=True.
 MODULES = {
+    "elastic": "plait.experiments.adapt.elastic",
     "fusion": "plait.experiments.fusion.bench",
     "pipeline": "plait.experiments.pipeline.bench",
     "planner": "plait.experiments.planner",
@@ -30,6 +33,7 @@ def bench(
     part: Annotated[
         list[str] | None, typer.Option(help="Only this part of it; may be given several times.")
     ] = None,
+    quick: Annotated[bool, typer.Option(help="Less of it, in under a minute, where it can.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the rows, where the experiment can.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -53,8 +57,13 @@ def bench(
         raise InputError(f"--png: {name} draws no picture; leave it out")
     if png is not None and png.suffix.lower() != ".png":
         raise InputError(f"--png: found {shown(str(png))}, expected a name that ends in .png")
-    command = " ".join([f"plait bench {name}", *(f"--part {each}" for each in part or ())])
-    done = module.run(command=command, **({"parts": part} if part else {}))
+    if quick and "quick" not in inspect.signature(module.run).parameters:
+        raise InputError(f"--quick: {name} has no shorter form; leave it out, or choose a --part")
+    words = [*(f"--part {each}" for each in part or ()), *(["--quick"] if quick else [])]
+    command = " ".join([f"plait bench {name}", *words])
+    done = module.run(
+        command=command, **({"parts": part} if part else {}), **({"quick": True} if quick else {})
+    )
     with os_errors_as_messages():
         if csv is not None:
             write_csv(done, csv)

@@ -16,7 +16,7 @@ from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.status_file import read_cause, read_status
 from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
-from plait.core.units import show_seconds
+from plait.core.units import count_of, show_seconds
 from plait.launch.run_dir import RunDir, find_run
 from plait.schema.results import show_metrics
 
@@ -84,6 +84,59 @@ def stop(
         is_sweep = (folder.path / "sweep.json").exists()
         on = f"sweep {folder.job} --resume" if is_sweep else f"train {folder.job} --resume --run"
         print(f"next: plait {on} {folder.path}")
+
+
+def resize(
+    run: RunArgument,
+    workers: Annotated[
+        int | None, typer.Argument(help="The number of workers to go on with.", show_default=False)
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option("-H", help="What each host may hold from now on: w0:2,w1:1.")
+    ] = None,
+    without: Annotated[
+        list[int] | None, typer.Option(help="A worker that is to leave, by its number (repeatable).")
+    ] = None,
+    if_version: Annotated[
+        int | None, typer.Option(help="Only if nobody has changed it since this version.")
+    ] = None,
+    why: Annotated[str, typer.Option(help="What to note in the run's record.")] = "",
+    wait: Annotated[float, typer.Option(help="Seconds to wait until all take part; 0: do not.")] = 120.0,
+    run_dir: RunsFolder = Path("runs"),
+    json_: JsonFlag = False,
+) -> None:
+    """Change the number of workers of a running job; without a number, tell of them.
+
+    Example: plait resize digits 4
+    """
+    if not 0 <= wait <= LONGEST_S:
+        raise InputError(f"--wait: found {wait:g}, expected seconds, {LONGEST_S:,.0f} at most")
+    if workers is not None and hosts is not None:
+        raise InputError("WORKERS and -H: found both; -H already says how many workers each host holds")
+    if workers is None and without:
+        raise InputError("--without: expected the number of workers to go on with before it")
+    from plait.launch.control import ask_job
+
+    with os_errors_as_messages():
+        folder = find_run(run, run_dir)
+        asked: dict[str, object] = {"version": if_version, "why": why}
+        if hosts is not None:
+            found = ask_job(folder, {**asked, "hosts": hosts.split(",")})
+        elif workers is not None:
+            found = ask_job(folder, {**asked, "workers": workers, "without": without or []})
+        else:
+            found = ask_job(folder)
+        version, end = found["version"], time.monotonic() + wait
+        while not found["is_settled"] and found["version"] == version and time.monotonic() < end:
+            time.sleep(0.1)
+            found = ask_job(folder)
+    if json_:
+        print(json.dumps({"run": str(folder.path), **found}))
+        return
+    now = len(found["members"])
+    rest = "" if found["is_settled"] else f", {found['workers']} wanted"
+    print(f"{folder.path}: {count_of(now, 'worker')}{rest} (version {found['version']})")
+    print(f"workers {', '.join(map(str, found['members']))}; next: plait status {folder.path}")
 
 
 def _ask_to_stop(folder: RunDir) -> None:

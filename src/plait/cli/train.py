@@ -12,6 +12,7 @@ import typer
 from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import JobError
 from plait.core.shown import shown
+from plait.core.yaml_text import YamlError, load_yaml
 from plait.launch.run_dir import RunDir
 from plait.schema.results import RunResult
 
@@ -35,6 +36,12 @@ def train(
     jitter: Annotated[
         str | None, typer.Option(help="Sleep at random: 0.1:0.5, half a second in a tenth of the steps.")
     ] = None,
+    adapt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let a policy change the job: topology, '{kind: batch-size, most: 512}' (repeatable)."
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: optimizer.lr=0.1 (repeatable).")
     ] = None,
@@ -54,7 +61,9 @@ def train(
     chosen = [("parallel.plan", plan)] if plan is not None else []
     slowed = _slowed(slow or [], jitter)
     with os_errors_as_messages():
-        asked = read_job(job, [*(set_ or []), *chosen, *placed(workers, hosts, nic), *slowed])
+        asked = read_job(
+            job, [*(set_ or []), *chosen, *placed(workers, hosts, nic), *slowed, *_adapted(adapt)]
+        )
         result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
     if json_:
         print(json.dumps(result.to_dict()))
@@ -88,6 +97,18 @@ def _slowed(slow: list[str], jitter: str | None) -> list[tuple[str, Any]]:
         pair = _numbers("--jitter", jitter, "probability:seconds, such as 0.1:0.5")
         overrides.append(("parallel.jitter", list(pair)))
     return overrides
+
+
+def _adapted(policies: list[str] | None) -> list[tuple[str, Any]]:
+    """What `--adapt` sets in the job: a kind alone, or a kind with its options as YAML."""
+    found: list[Any] = []
+    for text in policies or []:
+        try:
+            value = load_yaml(text)
+        except YamlError as failure:
+            raise JobError(f"--adapt: found {shown(text)}, expected a YAML value ({failure})") from None
+        found.append({"kind": value} if isinstance(value, str) else value)
+    return [("adapt", found)] if found else []
 
 
 def _numbers(flag: str, text: str, expected: str) -> tuple[float, float]:

@@ -15,14 +15,15 @@ import hmac
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from plait.comm.rendezvous import Rendezvous
+from plait.comm.rendezvous import CHECK_S, Rendezvous
 from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
 
@@ -32,7 +33,25 @@ PROOF_S = 5.0
 _SO_ATTACH_FILTER = 26
 
 
-def join_world(backend: str, rendezvous: Rendezvous) -> None:
+class WorldConnections:
+    """The TCP connections of a process group, so that a wait for a member that is gone can be ended."""
+
+    def __init__(self, descriptors: Mapping[int, int]) -> None:
+        self._descriptors = dict(descriptors)
+
+    def cut(self) -> None:
+        """Shut them down: whoever waits in the group, here or at the other end, fails at once.
+
+        gloo itself would wait for a stopped peer, or one behind a cut link, until the group's timeout.
+        """
+        for identity, descriptor in self._descriptors.items():
+            with contextlib.suppress(OSError):
+                if os.fstat(descriptor).st_ino == identity:
+                    with socket.socket(fileno=os.dup(descriptor)) as copy:
+                        copy.shutdown(socket.SHUT_RDWR)
+
+
+def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
     """Make the process group of all workers; every rank calls it."""
 
     def make(attempt: int) -> None:
@@ -46,7 +65,58 @@ def join_world(backend: str, rendezvous: Rendezvous) -> None:
             timeout=timedelta(seconds=rendezvous.timeout_s),
         )
 
-    _make_proven(rendezvous, range(len(rendezvous.hosts)), make)
+    before = _connected(rendezvous)
+    _make_proven(rendezvous, range(len(rendezvous.hosts)), _interruptible(make, rendezvous))
+    return WorldConnections({i: d for i, d in _connected(rendezvous).items() if i not in before})
+
+
+def _interruptible(make: Callable[[int], None], rendezvous: Rendezvous) -> Callable[[int], None]:
+    """`make` in a thread that is left behind where a member is lost meanwhile.
+
+    gloo connects to a peer that has died for five times the group's timeout, and nothing ends that.
+    """
+    if rendezvous.check is None:
+        return make
+    check = rendezvous.check
+
+    def made(attempt: int) -> None:
+        check()
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                make(attempt)
+            except BaseException as failure:
+                failures.append(failure)
+
+        thread = threading.Thread(target=run, name="plait-join", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(CHECK_S)
+            try:
+                check()
+            except BaseException:
+                # It may be about to succeed; a group that is made is ended by whoever makes the next one.
+                thread.join(CHECK_S)
+                raise
+        if failures:
+            raise failures.pop()
+
+    return made
+
+
+def _connected(rendezvous: Rendezvous) -> dict[int, int]:
+    """The descriptors of TCP connections to other workers, by a number that no other has."""
+    if rendezvous.check is None:
+        return {}
+    store = getattr(rendezvous.store, "address", "")
+    found = {}
+    for identity, descriptor in _tcp_sockets(listening=False).items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+            host, port = copy.getpeername()[:2]
+            if f"tcp:{host}:{port}" != store:
+                found[identity] = descriptor
+    return found
 
 
 def new_group(
@@ -150,6 +220,10 @@ def _sealing() -> Iterator[None]:
 
 def listening() -> dict[int, int]:
     """The descriptors on which this process listens for TCP connections, by a number that no other has."""
+    return _tcp_sockets(listening=True)
+
+
+def _tcp_sockets(listening: bool) -> dict[int, int]:
     found: dict[int, int] = {}
     if sys.platform != "linux":
         return found
@@ -158,8 +232,8 @@ def listening() -> dict[int, int]:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as copy:
-                listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if listens and copy.family in (socket.AF_INET, socket.AF_INET6):
+                listens = bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                if listens == listening and copy.family in (socket.AF_INET, socket.AF_INET6):
                     found[os.fstat(int(name)).st_ino] = int(name)
     return found
 

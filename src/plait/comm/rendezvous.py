@@ -9,13 +9,15 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from plait.comm.handshake import Address, Listener, connect
 from plait.core.errors import LostPeer, PeerError
+
+CHECK_S = 0.2
 
 
 def shares_memory() -> bool:
@@ -32,7 +34,8 @@ class Rendezvous:
     """Links this worker with others of its job.
 
     `hosts` names the host of each rank, `address` is where other hosts reach this one, and `timeout_s` is how
-    long the others may take to come.
+    long the others may take to come. `check` is called now and then while this worker waits; what it raises
+    ends the wait.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class Rendezvous:
         hosts: Sequence[str],
         address: str = "127.0.0.1",
         timeout_s: float = 300.0,
+        check: Callable[[], None] | None = None,
     ) -> None:
+        self.check = check
         self.store = store
         self.secret = secret
         self.rank = rank
@@ -127,16 +132,34 @@ class _Meeting:
         try:
             store.wait([key], timedelta(seconds=self._left_s()))
             address = Address(store.get(key).decode())
-            return connect(address, self._rendezvous.secret, self._purpose(peer), self._own, self._left_s())
+            while True:
+                seconds = self._slice_s()
+                try:
+                    return connect(address, self._rendezvous.secret, self._purpose(peer), self._own, seconds)
+                except TimeoutError:
+                    if time.monotonic() >= self._end:
+                        raise
         except (OSError, RuntimeError) as failure:
+            self._check()
             raise self._missing([peer]) from failure
+
+    def _check(self) -> None:
+        if self._rendezvous.check is not None:
+            self._rendezvous.check()
+
+    def _slice_s(self) -> float:
+        """How long to wait before looking whether waiting is still of use."""
+        self._check()
+        return self._left_s() if self._rendezvous.check is None else min(CHECK_S, self._left_s())
 
     def _accept(self, listener: Listener, waiting: set[int]) -> dict[int, socket.socket]:
         found: dict[int, socket.socket] = {}
         while waiting:
             try:
-                peer, connection = listener.accept(self._end)
+                peer, connection = listener.accept(time.monotonic() + self._slice_s())
             except TimeoutError as failure:
+                if time.monotonic() < self._end:
+                    continue
                 raise self._missing(sorted(waiting)) from failure
             if peer in found:  # it lost its first connection on the way and tried again
                 found[peer].close()

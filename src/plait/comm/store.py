@@ -262,6 +262,10 @@ class StoreServer(threading.Thread):
         client.connection.close()
 
 
+class StoreTimeout(PeerError):
+    """A key had no value within the time that was waited for it."""
+
+
 class StoreClient:
     """The store as another process uses it, from any number of threads: each call has a connection to itself.
 
@@ -333,7 +337,7 @@ class StoreClient:
             raise PeerError(f"the job's store does not answer: {failure}", LostPeer.GONE) from failure
         if status == _Status.TIMEOUT:
             keys = ", ".join(str(each) for each in (fields[1:4] if op is Op.WAIT else fields[:1]))
-            raise PeerError(f"waited {wait_s:g} s for another worker to set {keys}", LostPeer.SILENT)
+            raise StoreTimeout(f"waited {wait_s:g} s for another worker to set {keys}", LostPeer.SILENT)
         if status != _Status.OK:
             raise ValueError(f"the store refused {op.name} {fields[0]!r}: {found[0].decode()}")
         return found

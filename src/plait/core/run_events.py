@@ -268,3 +268,57 @@ class Changed(Event):
     change: dict[str, Any]
     by: str
     why: str
+
+
+@dataclass(frozen=True)
+class WorkersChanged(Event):
+    """After `step` steps other workers take part: `members` of that `version`, by their numbers.
+
+    `seconds` is how long those that stayed took no steps; `by` and `why` say who asked for it.
+    """
+
+    step: int
+    version: int
+    members: tuple[int, ...]
+    joined: tuple[int, ...]
+    left: tuple[int, ...]
+    lost: tuple[int, ...]
+    seconds: float
+    by: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Signals(Event):
+    """What monitors saw of one step, the same on all workers; policies decide by it.
+
+    `work_s` and `link_bytes_per_s` have a number for each worker, and are empty where a step was not timed.
+    """
+
+    step: int
+    loss: float | None
+    batch_size: int
+    lr_factor: float
+    workers: int
+    sync: str
+    topology: str
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    work_s: tuple[float, ...] = ()
+    link_bytes_per_s: tuple[float, ...] = ()
+    noise_scale: float | None = None
+    variance: float | None = None
+    squared_norm: float | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class TrialSignals(Event):
+    """What monitors saw of a trial's gradients up to `step`."""
+
+    trial: int
+    step: int
+    noise_scale: float | None
+    variance: float | None
+    squared_norm: float | None
+    note: str | None

@@ -2,11 +2,12 @@
 
 It exchanges JSON lines with the supervisor over its standard streams and decides nothing itself:
 
-    in   the order (one line), then {"go": store}, then possibly {"stop": true} and {"end": [rank, ...]};
+    in   the order (one line), then {"go": store}, then possibly {"stop": true}, {"end": [rank, ...]} and,
+         where workers come and go, {"start": {"rank": rank, "slot": slot}}, {"members": membership};
          the end of the stream ends everything here, whether the supervisor is through or gone
     out  {"ready": store}, {"refused": message}, {"workers": {rank: pid}}, {"line": text}, {"progress": ...},
          {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...}, {"silent": ...},
-         {"unreachable": host}, {"beat": true}
+         {"unreachable": host}, {"beat": true}, and what elastic workers tell (see `launch/worker.py`)
 
 It makes no files but the workers' logs, so nothing of it is left however it ends. It imports no torch.
 """
@@ -53,7 +54,7 @@ def main() -> None:
     sys.path[:0] = folders
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
-    order["threads"] = order["threads"] or max(1, len(_cores()) // order["slots"])
+    order["threads"] = order["threads"] or max(1, len(_cores()) // max(1, order["slots"]))
     os.environ["OMP_NUM_THREADS"] = str(order["threads"])
     # Memory that a step frees the next one needs again: giving pages back in between took 4% of the time.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
@@ -225,10 +226,10 @@ class _WorkerProcess:
             self.last_heard_s = time.monotonic()
             found += [json.loads(line) for line in self._lines.take(data)]
 
-    def stop(self) -> None:
-        """Pass on the request to stop."""
+    def tell(self, **message: Any) -> None:
+        """Pass on what the supervisor says."""
         with contextlib.suppress(OSError):
-            self.control.send(b'{"stop": true}\n')
+            self.control.send(json.dumps(message).encode() + b"\n")
 
     def kill(self) -> None:
         if self.pid is not None and not self.ended:
@@ -249,6 +250,7 @@ class Agent:
         self._beat = time.monotonic()
         self._server = ForkServer([order["entry"].partition(":")[0], *order["preload"]])
         self._store: StoreServer | None = None
+        self._store_address = ""
         self._address = ""
 
     def run(self) -> int:
@@ -293,7 +295,7 @@ class Agent:
             silent_s = now - worker.last_heard_s
             if worker.pid is None or worker.ended or worker.reported_silent:
                 continue
-            if silent_s > self._order["timeout_s"]:
+            if silent_s > self._order["heartbeat_s"]:
                 worker.reported_silent = True
                 self._supervisor.send(silent={"rank": worker.rank, "seconds": silent_s})
 
@@ -318,7 +320,12 @@ class Agent:
                 self._go(message["go"])
             elif "stop" in message:
                 for worker in self._workers:
-                    worker.stop()
+                    worker.tell(stop=True)
+            elif "members" in message:
+                for worker in self._workers:
+                    worker.tell(members=message["members"])
+            elif "start" in message:
+                self._start_worker(message["start"]["rank"], message["start"]["slot"], joins=True)
             elif "end" in message:
                 for worker in self._workers:
                     if worker.rank in message["end"]:
@@ -328,21 +335,30 @@ class Agent:
         """Start the workers, which meet in the store, and watch the links between the hosts."""
         order = self._order
         watch_hosts(order, store, self._secret, lambda index: self._supervisor.send(unreachable=index))
-        logs = Path(order["logs"]) if order["logs"] else None
-        if logs is not None:
-            logs.mkdir(parents=True, exist_ok=True)
+        self._store_address = store
+        if order["logs"]:
+            Path(order["logs"]).mkdir(parents=True, exist_ok=True)
         for local in range(order["slots"]):
-            rank = order["first_rank"] + local
-            worker = _WorkerProcess(rank, order["host"], logs)
-            self._start(worker, "plait.launch.worker:enter", self._argument(rank, local, store))
+            self._start_worker(order["first_rank"] + local, local)
+
+    def _start_worker(self, rank: int, local: int, joins: bool = False) -> None:
+        order = self._order
+        worker = _WorkerProcess(rank, order["host"], Path(order["logs"]) if order["logs"] else None)
+        argument = self._argument(rank, local, self._store_address)
+        if joins:
+            argument["membership"] = None
+        self._start(worker, "plait.launch.worker:enter", argument)
 
     def _argument(self, rank: int, local: int, store: str) -> dict[str, Any]:
         order = self._order
         return {
             "rank": rank,
-            "hosts": order["rank_hosts"],
+            "host": order["host"],
+            "elastic": order["elastic"],
+            "membership": order["membership"],
+            "world_size": len(order["membership"]["members"]),
             "local_rank": local,
-            "local_size": order["slots"],
+            "local_size": order["capacity"],
             "store": store,
             "secret": order["secret"],
             "address": self._address,
@@ -379,7 +395,9 @@ class Agent:
         worker.pid = pid
         worker.last_heard_s = time.monotonic()
         if worker.rank >= 0 and not self._starting:
-            self._supervisor.send(workers={w.rank: w.pid for w in self._workers if w.rank >= 0})
+            self._supervisor.send(
+                workers={w.rank: w.pid for w in self._workers if w.rank >= 0 and not w.ended}
+            )
 
     def _hear_worker(self, worker: _WorkerProcess) -> None:
         if worker.control.fileno() < 0:  # its end was noticed in the same moment

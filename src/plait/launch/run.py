@@ -199,7 +199,9 @@ class _Run:
     def supervise(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         folder = self._folder
         try:
-            result = finish(_of_lowest(Supervisor(task, self._status).run(self._prepare)))
+            supervisor = Supervisor(task, self._status)
+            with _controlled(supervisor, task.placement, folder):
+                result = finish(_of_lowest(supervisor.run(self._prepare)))
             write_atomic(folder.result, json.dumps(result, indent=1))
             folder.failure.unlink(missing_ok=True)
             self._status.finish(result)
@@ -243,6 +245,17 @@ class _Run:
         self._status.write(state="failed")
         with contextlib.suppress(DiskError):
             write_atomic(self._folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")
+
+
+def _controlled(
+    supervisor: Supervisor, placement: Placement, folder: RunDir
+) -> contextlib.AbstractContextManager[None]:
+    """The control endpoint of a job whose workers may come and go."""
+    if placement.elastic is None:
+        return contextlib.nullcontext()
+    from plait.launch.control import serving  # imports an HTTP server
+
+    return serving(folder, placement.elastic.control, supervisor.request_control)
 
 
 def _of_lowest(results: Mapping[int, Any]) -> Any:

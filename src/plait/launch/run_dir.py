@@ -34,6 +34,7 @@ class RunDir:
         self.result = path / "result.json"
         self.failure = path / "failure.txt"
         self.verified = path / "verified.json"
+        self.control = path / ".control"
 
     def events(self, rank: int = 0) -> Path:
         return self.path / "events" / f"rank{rank}.jsonl"
@@ -85,7 +86,7 @@ class RunDir:
         """
         if self.is_trained():
             return
-        written = [*files, self.status, self.failure, self._lock, self.path / ".token"]
+        written = [*files, self.status, self.failure, self._lock, self.control]
         for pattern in ("logs/rank*.out", "logs/rank*.err", "events/rank*.jsonl", "tensorboard/events.*"):
             written += self.path.glob(pattern)
         for path in written:

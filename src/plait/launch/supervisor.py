@@ -21,8 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from plait.comm.handshake import new_secret
+from plait.core.codec import encode
 from plait.core.errors import InputError, LaunchError
 from plait.launch.display import Display, WorkerState
+from plait.launch.elastic import ControlRequest, ElasticWorkers, as_message
+from plait.launch.membership import Membership
+from plait.launch.roster import Roster, Start
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import HostAccess, Placement, WorkerLimits
@@ -74,6 +78,10 @@ class Supervisor:
         self._first_done_at: float | None = None
         self._stops = 0
         self._begun = False
+        self._elastic: ElasticWorkers | None = None
+        if launch.placement.elastic is not None:
+            roster = Roster(launch.placement.hosts, self._capacity(), launch.placement.elastic)
+            self._elastic = ElasticWorkers(roster, self, self._show_members)
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
         """What each rank's entry returned; raises when any worker failed. No process is left behind.
@@ -116,6 +124,46 @@ class Supervisor:
         """Ask the workers to finish their step, write a checkpoint and end. Safe in a signal handler."""
         self._messages.put((-1, "stop", None))
 
+    def request_control(self, asked: ControlRequest) -> None:
+        """Have a request for another number of workers answered; from any thread."""
+        self._messages.put((-1, "control", asked))
+
+    def start_worker(self, start: Start) -> None:
+        """Have a host's agent start a worker that joins the job."""
+        host = self._placement.hosts[start.host].name
+        assert start.worker == len(self._ranks)
+        self._ranks.append(RankState(start.worker, host))
+        self._agents[start.host].send({"start": {"rank": start.worker, "slot": start.slot}})
+
+    def end_workers(self, workers: tuple[int, ...]) -> None:
+        for worker in workers:
+            self._ranks[worker].ended_here = True
+        self._tell_all(end=list(workers))
+
+    def tell_workers(self, membership: Membership) -> None:
+        self._tell_all(members=as_message(membership))
+
+    def stop_workers(self) -> None:
+        self._tell_all(stop=True)
+
+    def warn(self, words: str) -> None:
+        self._display.printed(f"warning: {words}")
+
+    def pid_of(self, worker: int) -> int | None:
+        return self._ranks[worker].pid
+
+    def _show_members(self, membership: Membership) -> None:
+        states = [self._ranks[member] for member in membership.members]
+        self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in states))
+
+    def _capacity(self) -> list[int]:
+        """How many workers each host may hold: all of them on this machine, else what its slots say."""
+        hosts, rules = self._placement.hosts, self._placement.elastic
+        slots = self._placement.capacity or tuple(host.slots for host in hosts)
+        if rules is not None and len(hosts) == 1 and hosts[0].name == LOCAL:
+            return [max(rules.most, slots[0])]
+        return list(slots)
+
     def _start_agent(self, index: int) -> None:
         host = self._placement.hosts[index]
         command = [*self._shell_of(host), self._placement.interpreter, "-u", "-m", "plait.launch.agent"]
@@ -136,10 +184,13 @@ class Supervisor:
         return {
             "host": host.name,
             "slots": host.slots,
+            "capacity": self._capacity()[index],
+            "heartbeat_s": launch.placement.longest_silence_s,
             "index": index,
             "hosts": len(launch.placement.hosts),
             "first_rank": sum(each.slots for each in launch.placement.hosts[:index]),
-            "rank_hosts": [state.host for state in self._ranks],
+            "elastic": launch.placement.elastic is not None,
+            "membership": encode(self._first_membership()),
             "secret": self._secret.hex(),
             "cwd": os.getcwd(),
             "entry": launch.entry,
@@ -150,6 +201,11 @@ class Supervisor:
             **values_of(HostAccess, launch.placement),
             **values_of(WorkerLimits, launch.placement),
         }
+
+    def _first_membership(self) -> Membership:
+        return Membership(
+            1, tuple(state.rank for state in self._ranks), tuple(state.host for state in self._ranks)
+        )
 
     def _tell_all(self, **message: Any) -> None:
         for agent in self._agents:
@@ -164,6 +220,9 @@ class Supervisor:
                 return None
             if kind == "stop":
                 self._on_stop()
+                continue
+            if kind == "control":
+                self._on_control(value)
                 continue
             self._agents[index].heard = time.monotonic()
             if kind == "line" or (kind == "message" and "line" in value):
@@ -184,7 +243,17 @@ class Supervisor:
         if not self._begun:
             raise Interrupted("stopped before any worker had started; nothing was run")
         self._display.stopping()
+        if self._elastic is not None:
+            self._elastic.stop()
         self._tell_all(stop=True)
+
+    def _on_control(self, asked: ControlRequest) -> None:
+        if self._elastic is None:
+            asked.answer.put(InputError("the job's workers are fixed; start it with parallel.elastic: true"))
+        elif self._stops and (asked.workers or asked.hosts):
+            asked.answer.put(InputError("the job is being stopped; its workers stay as they are"))
+        else:
+            self._elastic.serve(asked)
 
     def _await_ready(self) -> str:
         """The address of the job's store, once every host has accepted the order."""
@@ -218,13 +287,14 @@ class Supervisor:
             self._lose_host(index, self._agent_gone)
         elif "workers" in value:
             self._note_workers(value["workers"])
+        elif self._elastic is not None and self._elastic.take(value):
+            pass
         elif "progress" in value:
+            if self._elastic is not None:
+                self._elastic.on_progress(value["progress"].get("step", -1))
             self._display.progressed(value["progress"])
         elif "result" in value:
-            rank = value["result"]["rank"]
-            self._results[rank] = value["result"]["value"]
-            self._ranks[rank].done = True
-            self._first_done_at = self._first_done_at or time.monotonic()
+            self._note_result(value["result"]["rank"], value["result"]["value"])
         elif "tolerant" in value:
             self._tolerant.add(value["tolerant"])
         elif "left_out" in value:
@@ -234,6 +304,30 @@ class Supervisor:
         else:
             self._note_trouble(value)
 
+    def _note_result(self, rank: int, value: Any) -> None:
+        self._ranks[rank].done = True
+        if self._elastic is not None and self._elastic.has_left(rank):
+            return
+        self._results[rank] = value
+        self._first_done_at = self._first_done_at or time.monotonic()
+        if self._elastic is not None:
+            self._elastic.on_done(rank)
+
+    def _note_elastic_trouble(self, elastic: ElasticWorkers, state: RankState) -> None:
+        """Leave a worker out that has ended or hangs, unless it reports what others would meet too."""
+        if state.done or state.ended_here:
+            return
+        if state.failure is not None and state.lost_peer is None:
+            raise self._worker_failed(find_cause([state]))
+        if state.status is not None:
+            words = str(state.failure["summary"]) if state.failure else describe_status(state.status)
+            if state.silent_s is not None:
+                words = f"hung: no sign of life for {state.silent_s:.0f} s"
+            self.warn(f"worker {state.rank} on {state.host} is lost ({words}); the rest goes on")
+            elastic.on_gone(state.rank, words)
+        elif state.silent_s is not None:
+            self._tell_all(end=[state.rank])
+
     def _note_trouble(self, value: Mapping[str, Any]) -> None:
         """Note a worker's own report, its silence, or its end."""
         if "failure" in value:
@@ -242,7 +336,7 @@ class Supervisor:
         elif "silent" in value:
             state = self._ranks[value["silent"]["rank"]]
             state.silent_s = value["silent"]["seconds"]
-            if self._tolerates():  # the others leave it out by themselves, and take it in again
+            if self._elastic is None and self._tolerates():  # the others leave it out, and take it in again
                 return
         elif "ended" in value:
             state = self._ranks[value["ended"]["rank"]]
@@ -254,12 +348,18 @@ class Supervisor:
             state.order = self._signs
             if not self._tolerates():
                 self._first_sign_at = self._first_sign_at or time.monotonic()
+        if self._elastic is not None and self._tolerates():
+            self._note_elastic_trouble(self._elastic, state)
 
     def _tolerates(self) -> bool:
+        if self._elastic is not None:
+            return self._elastic.roster.has_begun
         return len(self._tolerant) == len(self._ranks)
 
     def _is_over(self) -> bool:
         """Whether all workers are done, or lost where that is tolerated; raises where the job has failed."""
+        if self._elastic is not None and self._tolerates():
+            return self._elastic.is_over()
         if self._tolerates():
             return self._is_over_with_losses()
         if self._first_sign_at is not None:
@@ -297,6 +397,8 @@ class Supervisor:
     def _note_workers(self, pids: Mapping[str, int]) -> None:
         for rank, pid in pids.items():
             self._ranks[int(rank)].pid = pid
+        if self._elastic is not None and self._elastic.roster.has_begun:
+            return
         if all(state.pid is not None for state in self._ranks):
             self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
 
@@ -314,8 +416,12 @@ class Supervisor:
 
     def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
         """A host's agent is gone or cannot be reached: its workers are lost, or else the job."""
-        first = sum(host.slots for host in self._placement.hosts[:index])
-        states = self._ranks[first : first + self._placement.hosts[index].slots]
+        if self._elastic is not None:
+            self._elastic.roster.close_host(index)
+            states = [s for s in self._ranks if self._elastic.roster.place_of(s.rank)[0] == index]
+        else:
+            first = sum(host.slots for host in self._placement.hosts[:index])
+            states = self._ranks[first : first + self._placement.hosts[index].slots]
         if not self._tolerates() or index == 0:
             if not all(state.done for state in self._ranks):
                 raise describe(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -19,15 +20,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from plait.comm.groups import join_world
+from plait.comm.groups import WorldConnections, join_world
 from plait.comm.handshake import Address
 from plait.comm.rendezvous import Rendezvous
-from plait.comm.store import StoreClient
+from plait.comm.store import StoreClient, StoreTimeout
+from plait.core.codec import decode
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
 from plait.core.names import resolve
 from plait.launch.lines import LineBuffer
+from plait.launch.membership import Membership, Memberships
 
 BEAT_S = 0.5
+# How often a wait in the store looks whether a member was lost.
+LOOK_S = 0.1
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # Torch's errors have no class of their own for a peer that is gone or silent, only words.
 _TORCH_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL error")
@@ -52,36 +57,54 @@ class Failure:
 
 
 class JobStore(dist.Store):
-    """The job's store with the face that torch's process groups know."""
+    """The job's store with the face that torch's process groups know: all its keys, or those below `prefix`.
 
-    def __init__(self, client: StoreClient) -> None:
+    A wait of one that has `memberships` ends when a member is lost: nobody would set the key.
+    """
+
+    def __init__(self, client: StoreClient, prefix: str = "", memberships: Memberships | None = None) -> None:
         super().__init__()
         self._client = client
+        self._prefix = prefix
+        self._memberships = memberships
         self.address = client.address.text
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._client.set(key, value)
+        self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        return self._client.get(key)
+        if self._memberships is not None:
+            self.wait([key])
+        return self._client.get(self._prefix + key)
 
     def add(self, key: str, number: int) -> int:
-        return self._client.add(key, number)
+        return self._client.add(self._prefix + key, number)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._client.compare_set(key, expected, desired)
+        return self._client.compare_set(self._prefix + key, expected, desired)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._client.check(keys)
+        return self._client.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._client.wait(keys, None if timeout is None else timeout.total_seconds())
+        names = [self._prefix + key for key in keys]
+        seconds = self._client.timeout_s if timeout is None else timeout.total_seconds()
+        if self._memberships is None:
+            self._client.wait(names, seconds)
+            return
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > LOOK_S:
+            self._memberships.raise_loss()
+            with contextlib.suppress(StoreTimeout):
+                self._client.wait(names, LOOK_S)
+                return
+        self._client.wait(names, max(0.0, left))
 
     def delete_key(self, key: str) -> bool:
-        return self._client.delete_key(key)
+        return self._client.delete_key(self._prefix + key)
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._client.append(key, value)
+        self._client.append(self._prefix + key, value)
 
     def num_keys(self) -> int:
         return self._client.num_keys()
@@ -98,11 +121,17 @@ class JobStore(dist.Store):
 class Worker(Protocol):
     """This process in its job: rank, world size, the job's store, and the request to stop.
 
-    `hosts` names the host of each rank, and `host` this worker's.
+    `hosts` names the host of each rank, and `host` this worker's. `id` is this process's number in the job;
+    where workers come and go (`memberships` is not None) its rank is its place among the members, and -1
+    until it is one of them.
     """
 
     @property
+    def id(self) -> int: ...
+    @property
     def rank(self) -> int: ...
+    @property
+    def memberships(self) -> Memberships | None: ...
     @property
     def local_rank(self) -> int: ...
     @property
@@ -140,22 +169,93 @@ class Worker(Protocol):
         """Make the process group of all workers; every rank calls it."""
 
 
+class ElasticWorker(Worker, Protocol):
+    """A worker of a job whose workers come and go."""
+
+    def enter(self, membership: Membership) -> None:
+        """Take the place that `membership` gives this worker; the process group is not made yet."""
+
+    def leave_world(self) -> None:
+        """End the process group, also where a member of it is lost."""
+
+    def tell_ready(self) -> None:
+        """This worker can take part as soon as it is made a member."""
+
+    def tell_joined(self) -> None:
+        """This worker has taken its place in the version that it entered, with the state of the others."""
+
+    def tell_left(self) -> None:
+        """This worker has left in agreement with the others, and ends."""
+
+    def tell_broken(self, loss: PeerError) -> None:
+        """The members of the version that this worker entered could not work together; it waits for another.
+
+        The worker to blame is named where it is known.
+        """
+
+    def ask_to_resize(self, workers: int, why: str) -> None:
+        """Ask the supervisor for that number of workers; they change once joiners are ready."""
+
+
 class LaunchedWorker:
     """A worker that an agent has started; `agent` links it with that agent."""
 
     def __init__(self, place: Mapping[str, Any], agent: AgentLink) -> None:
-        self.rank: int = place["rank"]
-        self.hosts: tuple[str, ...] = tuple(place["hosts"])
-        self.host = self.hosts[self.rank]
-        self.world_size = len(self.hosts)
+        self.id: int = place["rank"]
+        self.host: str = place["host"]
         self.local_rank: int = place["local_rank"]
         self.timeout_s: float = place["timeout_s"]
+        self.memberships = agent.memberships
         self._agent = agent
-        secret = bytes.fromhex(place["secret"])
-        self.store = JobStore(StoreClient(Address(place["store"]), secret, self.rank, self.timeout_s))
+        self._secret = bytes.fromhex(place["secret"])
+        self._address: str = place["address"]
+        self._client = StoreClient(Address(place["store"]), self._secret, self.id, self.timeout_s)
+        self.store = JobStore(self._client)
+        self._world: WorldConnections | None = None
+        self._world_lock = threading.Lock()
+        # Torch keeps no hold of a store that is made in Python.
+        self._stores = [self.store]
+        self.rank = -1
+        self.hosts: tuple[str, ...] = ()
+        if place["membership"] is not None:
+            self.enter(decode(Membership, place["membership"]))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.hosts)
+
+    def enter(self, membership: Membership) -> None:
+        self.rank = membership.rank_of(self.id)
+        self.hosts = membership.hosts
+        store = self.store
+        if self.memberships is not None:
+            self.memberships.enter(membership)
+            self.memberships.on_loss(self._cut_world)
+            store = JobStore(self._client, f"plait/version/{membership.version}/", self.memberships)
+            self._stores.append(store)
         self.rendezvous = Rendezvous(
-            self.store, secret, self.rank, self.hosts, place["address"], self.timeout_s
+            store,
+            self._secret,
+            self.rank,
+            self.hosts,
+            self._address,
+            self.timeout_s,
+            check=None if self.memberships is None else self.memberships.raise_loss,
         )
+
+    def leave_world(self) -> None:
+        if self.memberships is not None and self.rank >= 0 and (loss := self.memberships.loss()) is not None:
+            self._cut_world(loss)
+        with self._world_lock:
+            self._world = None
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _cut_world(self, loss: PeerError) -> None:
+        """Wake whoever waits for others in the process group."""
+        with self._world_lock:
+            if self._world is not None:
+                self._world.cut()
 
     def stop_requested(self) -> bool:
         return self._agent.stop_requested
@@ -173,7 +273,30 @@ class LaunchedWorker:
         self._agent.send(left_out={"rank": self.rank, "ranks": list(ranks)})
 
     def join(self, backend: str) -> None:
-        join_world(backend, self.rendezvous)
+        world = join_world(backend, self.rendezvous)
+        with self._world_lock:
+            self._world = world
+        if self.memberships is not None:
+            self.memberships.raise_loss()
+
+    def tell_ready(self) -> None:
+        self._agent.send(prepared=self.id)
+
+    def tell_joined(self) -> None:
+        assert self.memberships is not None
+        self._agent.send(joined={"rank": self.id, "version": self.memberships.current.version})
+
+    def tell_left(self) -> None:
+        self._agent.send(left=self.id)
+
+    def tell_broken(self, loss: PeerError) -> None:
+        assert self.memberships is not None
+        current = self.memberships.current
+        peer = None if loss.peer is None else current.members[loss.peer]
+        self._agent.send(broken={"rank": self.id, "version": current.version, "peer": peer, "why": str(loss)})
+
+    def ask_to_resize(self, workers: int, why: str) -> None:
+        self._agent.send(resize={"workers": workers, "why": why})
 
 
 class AgentLink:
@@ -183,9 +306,10 @@ class AgentLink:
     this process.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, memberships: Memberships | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
+        self.memberships = memberships
         self.stop_requested = False
         for target in (self._receive, self._send_beats):
             threading.Thread(target=target, name="plait-agent-link", daemon=True).start()
@@ -199,8 +323,11 @@ class AgentLink:
         lines = LineBuffer()
         while data := self._read():
             for line in lines.take(data):
-                if "stop" in json.loads(line):
+                message = json.loads(line)
+                if "stop" in message:
                     self.stop_requested = True
+                elif "members" in message and self.memberships is not None:
+                    self.memberships.put(decode(Membership, message["members"]))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _read(self) -> bytes:
@@ -227,14 +354,13 @@ def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 def enter(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Be one worker: run the order's entry and report what it returned. The fork server calls it."""
-    agent = AgentLink(descriptors[0])
+    rank, host = place["rank"], place["host"]
+    agent = AgentLink(descriptors[0], Memberships(rank) if place["elastic"] else None)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rank, host = place["rank"], place["hosts"][place["rank"]]
     try:
         _set_environment(place)
         torch.set_num_threads(place["threads"])
-        # Torch keeps no hold of a store that is made in Python.
         worker: Worker = LaunchedWorker(place, agent)
         value = resolve(place["entry"], "entry")(worker, place["settings"])
         agent.send(result={"rank": rank, "value": value})
@@ -248,7 +374,7 @@ def enter(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 def _set_environment(place: Mapping[str, Any]) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    numbers = (place["rank"], place["local_rank"], len(place["hosts"]), place["local_size"])
+    numbers = (place["rank"], place["local_rank"], place["world_size"], place["local_size"])
     os.environ.update({name: str(number) for name, number in zip(names, numbers)})
     if place["nic"] is not None:
         # The interface that the other hosts know; the libraries' own guess may be another.
@@ -283,6 +409,15 @@ _MISSED = {
 
 def _is_of_the_disk(failure: BaseException) -> bool:
     return isinstance(failure, OSError) and failure.errno in DISK_ERRORS
+
+
+def as_loss(failure: BaseException) -> PeerError | None:
+    """`failure` as the loss of another worker, where it says no more than that; without its traceback.
+
+    A traceback would keep the broken process group alive.
+    """
+    kind, peer = _lost_peer(failure)
+    return None if kind is None else PeerError(str(failure), kind, peer)
 
 
 def _lost_peer(failure: BaseException) -> tuple[LostPeer | None, int | None]:

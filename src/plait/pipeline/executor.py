@@ -137,6 +137,11 @@ class Pipeline:
         # What comes before each update, and what follows it before anything else uses the new weights.
         self.before_update: Callable[[], None] | None = None
         self.after_update: Callable[[], None] | None = None
+        # What follows the backward of a microbatch in a stage, and what comes once gradients are summed.
+        self.on_backward: Callable[[int, int], None] | None = None
+        self.on_gradients: Callable[[], None] | None = None
+        # Seconds that all operations so far have taken.
+        self.busy_s = 0.0
         self.clock_offset_s = 0.0
         self._channels = channels
         self._parts = parts
@@ -183,6 +188,7 @@ class Pipeline:
             rank, pipeline_layout, self.modules, self.optimizer, agreements, tied, overlapped
         )
         self._first_held = first_held(rank, pipeline_layout, stages_of)
+        self._stages_of = stages_of
         self._replicas = replica_groups(pipeline_layout, rendezvous)
         hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, pipeline_layout.stages))]
         evaluated, evaluated_stages = evaluation_stages(traced, pipeline_layout.stages)
@@ -254,6 +260,20 @@ class Pipeline:
             if state is not None:
                 self.optimizer.state[parameter] = {k: laid_out_as(parameter, v) for k, v in state.items()}
 
+    def counted_parameters(self) -> dict[int, list[Parameter]]:
+        """By stage, those of which this worker is the first holder and that no other stage uses."""
+        found: dict[int, list[Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            stages = self._stages_of[name]
+            if name in self._first_held and len(stages) == 1 and parameter.requires_grad:
+                found.setdefault(stages[0], []).append(parameter)
+        return found
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses, and so gradients until an update, are multiplied by."""
+        return 1.0 if self._parts.loss_scale is None else self._parts.loss_scale.value
+
     def average_buffers(self) -> None:
         """Give all replicas of each stage the mean of their running statistics; all workers call it."""
         for stage, group in self._replicas.items():
@@ -287,6 +307,7 @@ class Pipeline:
                     self._held[op.stage].landing = self._backward(op)
                 else:
                     self._backward(op).land()
+                    self._tell_of_backward(op)
             case BackwardInput():
                 self._backward(op)
             case BackwardWeight():
@@ -297,12 +318,18 @@ class Pipeline:
                     held.runner.backward_weight(flight)
                 flight.land()
                 self._note(op, start)
+                self._tell_of_backward(op)
         if len(self.spans) >= _SPANS_AT_ONCE and self.on_spans is not None:
             self.on_spans()
 
+    def _tell_of_backward(self, op: Backward | BackwardWeight) -> None:
+        if self.on_backward is not None:
+            self.on_backward(op.stage, op.microbatch)
+
     def _note(self, op: Op, start: float) -> None:
-        offset = self.clock_offset_s
-        self.spans.append(OpTiming(op, start + offset, time.time() + offset))
+        offset, end = self.clock_offset_s, time.time()
+        self.busy_s += end - start
+        self.spans.append(OpTiming(op, start + offset, end + offset))
 
     def _forward(self, op: Forward, work: Work) -> None:
         held = self._held[op.stage]
@@ -440,6 +467,8 @@ class Pipeline:
         for update in updates:
             check_still_trained(self.parameters, self._updates.frozen(update.stage))
         self._updates.agree(updates, work)
+        if self.on_gradients is not None:
+            self.on_gradients()
         is_finite = self._unscale()
         if self._parts.clip_norm is not None and is_finite:
             self._updates.clip(updates, self._parts.clip_norm, self._parts.device)

@@ -12,6 +12,7 @@ from plait.core.names import did_you_mean
 from plait.core.shown import shortened, shown
 from plait.schema.hosts import MOST_SLOTS
 from plait.schema.limits import LONGEST_S, MOST
+from plait.schema.placement import ElasticRules
 from plait.schema.settings import PlanRequest
 from plait.schema.sync_options import TOLERANT, read_options
 from plait.schema.topology_spec import check_wish, read_wish
@@ -26,7 +27,7 @@ def check_combinations(job: Job) -> None:
         found = "neither" if job.epochs is None else f"epochs: {job.epochs} and steps: {job.steps}"
         raise JobError(f"epochs: found {found}, expected one of epochs and steps")
     slots = sum(host.slots for host in job.hosts())
-    if job.cluster.hosts and job.parallel.workers not in (None, slots):
+    if job.cluster.hosts and job.parallel.workers not in (None, slots) and not job.parallel.elastic:
         raise JobError(
             f"parallel.workers: found {job.parallel.workers}, but cluster.hosts hold {slots}; "
             f"make them equal or leave one out"
@@ -41,9 +42,12 @@ def check_combinations(job: Job) -> None:
         _check_numbers(group.options, f"optimizer.groups[{number}]")
     _check_numbers(job.lr_schedule.options, "lr_schedule")
     _check_numbers(job.parallel.sync_options, "parallel.sync_options")
+    for number, policy in enumerate(job.adapt):
+        _check_numbers(policy.options, f"adapt[{number}]")
     _check_plan(job)
     _check_sync(job, slots)
     _check_topology(job, slots)
+    _check_elastic(job, slots)
     if job.early_stop is not None and job.evaluate.every_steps is None:
         raise JobError("early_stop: needs evaluations to judge by; add evaluate.every_steps")
 
@@ -109,6 +113,39 @@ def _check_topology(job: Job, workers: int) -> None:
             f"replicas of each stage need a topology of their own: use a name, or plan: data-parallel"
         )
     check_wish(wish, workers)
+
+
+def _check_elastic(job: Job, workers: int) -> None:
+    parallel = job.parallel
+    if not parallel.elastic:
+        if extra := {each.name for each in fields(ElasticRules)} & _given(job):
+            raise JobError(
+                f"parallel.{min(extra)}: belongs to workers that come and go; add parallel.elastic: true"
+            )
+        return
+    if parallel.plan != "data-parallel" or parallel.sync != "all-reduce":
+        in_plan = parallel.plan != "data-parallel"
+        key, found = ("plan", parallel.plan) if in_plan else ("sync", parallel.sync)
+        raise JobError(
+            f"parallel.elastic: found true with parallel.{key} {shown(found)}; workers come and go under "
+            f"plan: data-parallel with sync: all-reduce"
+        )
+    if not read_wish(parallel.topology).by_name:
+        raise JobError(
+            f"parallel.topology: found {shown(parallel.topology)} with parallel.elastic, whose number of "
+            f"workers changes; expected a topology by name"
+        )
+    rules = job.elastic_rules()
+    if not rules.min_workers <= workers <= rules.most:
+        raise JobError(
+            f"parallel.workers: found {workers}, expected parallel.min_workers ({rules.min_workers}) to "
+            f"parallel.max_workers ({rules.most})"
+        )
+    if rules.most > job.data.batch_size:
+        raise JobError(
+            f"parallel.max_workers: found {rules.most} for batches of {job.data.batch_size}; "
+            f"expected at least one sample a worker"
+        )
 
 
 def _given(job: Job) -> set[str]:

@@ -47,6 +47,7 @@ class MapContent(enum.Enum):
 
 Count = Annotated[int, KeyLimits(ge=1, le=MOST)]
 CountFromZero = Annotated[int, KeyLimits(ge=0, le=MOST)]
+Workers = Annotated[int, KeyLimits(ge=1, le=MOST_SLOTS)]
 Seconds = Annotated[float, KeyLimits(gt=0, le=LONGEST_S)]
 StageNumber = Annotated[int, KeyLimits(ge=0, le=MOST_SLOTS)]
 InFlight = Annotated[int, KeyLimits(ge=1, le=MOST_DEPTH)]

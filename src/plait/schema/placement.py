@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from plait.schema.hosts import LOCAL, Host
-from plait.schema.limits import KeyLimits, Seconds, Variables
+from plait.schema.hosts import LOCAL, MOST_SLOTS, Host
+from plait.schema.limits import KeyLimits, Seconds, Variables, Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,41 @@ class WorkerLimits:
 
 
 @dataclass(frozen=True)
+class ElasticRules:
+    """How many workers a job may have while it runs, and how long one may show no sign of life.
+
+    With fewer than `min_workers` it ends, with a checkpoint. `control` is where it takes requests for another
+    number of workers.
+    """
+
+    min_workers: Workers = 1
+    max_workers: Workers | None = None
+    heartbeat_s: Seconds = 10.0
+    control: Annotated[str, KeyLimits(pattern=r"^[^\s:/@]+:[0-9]{1,5}$")] = "127.0.0.1:0"
+
+    @property
+    def most(self) -> int:
+        """The most workers there may be."""
+        return self.max_workers or MOST_SLOTS
+
+
+@dataclass(frozen=True)
 class Placement(HostAccess, WorkerLimits):
-    """Where workers run and how their hosts are reached."""
+    """Where workers run and how their hosts are reached.
+
+    `capacity` is how many workers each host may hold, where a job starts with fewer than its slots; `elastic`
+    are the rules of workers that come and go.
+    """
 
     hosts: tuple[Host, ...] = (Host(LOCAL, 1),)
+    capacity: tuple[int, ...] = ()
+    elastic: ElasticRules | None = None
 
     @property
     def workers(self) -> int:
         return sum(host.slots for host in self.hosts)
+
+    @property
+    def longest_silence_s(self) -> float:
+        """How long a worker may show no sign of life."""
+        return self.timeout_s if self.elastic is None else self.elastic.heartbeat_s

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Annotated, Any, Literal, get_args
 
-from plait.schema.hosts import MOST_SLOTS
 from plait.schema.limits import (
     Count,
     CountFromZero,
@@ -20,8 +19,9 @@ from plait.schema.limits import (
     NonEmpty,
     OneOf,
     StageNumber,
+    Workers,
 )
-from plait.schema.placement import HostAccess, WorkerLimits
+from plait.schema.placement import ElasticRules, HostAccess, WorkerLimits
 from plait.schema.schedules import Schedule
 from plait.schema.sync_options import KINDS
 from plait.schema.topology_spec import TopologySpec
@@ -31,6 +31,7 @@ Precision = Literal["float32", "float64", "bf16", "fp16"]
 Verify = Literal["off", "first", "every_run"]
 # A sync, or `auto`: the first steps are measured, then one is chosen.
 SyncName = Annotated[str, OneOf((*KINDS, "auto"))]
+Monitor = Literal["loss", "throughput", "step-time", "link-throughput", "noise-scale", "variance"]
 SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
 SEARCHES: tuple[SearchKind, ...] = get_args(SearchKind)
 
@@ -156,10 +157,19 @@ class SlowSettings:
 
 
 @dataclass(frozen=True)
-class ParallelSettings(PlanRequest, WorkerLimits):
-    """How many workers there are and how they share the work."""
+class PolicySettings:
+    """A policy that may change the running job: a kind of ours, or `package.module:function`, and options."""
 
-    workers: Annotated[int, KeyLimits(ge=1, le=MOST_SLOTS)] | None = None
+    kind: str
+    options: FurtherKeys = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParallelSettings(PlanRequest, WorkerLimits, ElasticRules):
+    """How many workers there are, whether they may come and go, and how they share the work."""
+
+    workers: Workers | None = None
+    elastic: bool = False
     sync: SyncName = SyncSettings.kind
     sync_options: Mapping[str, Any] = field(default_factory=dict)
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -200,6 +210,8 @@ class CommonSettings:
     log_every_steps: Count | None = None
     stop_on_nan: bool = True
     verify: Verify = "first"
+    monitor: tuple[Monitor, ...] = ()
+    adapt: tuple[PolicySettings, ...] = ()
 
 
 def values_of(group: type[Any], source: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.engines.batch_streams import next_batches, reseated
 from plait.sweeping.engines.fused import Array, TrialInit, TrialTensors
@@ -124,6 +125,11 @@ class ArrayEngine:
             tuple(each for number, each in enumerate(joining) if number not in others),
             apart=tuple(joining[number] for number in others),
         )
+
+    def noise(self, place: int) -> GradientAverages | None:
+        """What is known of the noise of a trial's gradients; None where it is not measured."""
+        assert self._array is not None
+        return self._array.noise(place)
 
     def apply(self, change: TrialsChange) -> None:
         """Let trials leave and admitted ones join; an array without trials is gone.

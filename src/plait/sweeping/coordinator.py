@@ -142,8 +142,8 @@ class Coordinator:
         self._log.record(run_events.ArrayVerified(worker, trials, seconds, unfused, refused))
         return {}
 
-    def _on_note(self, losses: list[Any], metrics: list[Any]) -> Answer:
-        """Points of learning curves: (trial, step, loss) and (trial, step, metrics)."""
+    def _on_note(self, losses: list[Any], metrics: list[Any], signals: list[Any]) -> Answer:
+        """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals)."""
         for trial, step, loss in losses:
             before = self._latest.get(trial, (self.book.trials[trial].step, None))[0]
             self._trial_steps += max(0, step - before)
@@ -151,6 +151,8 @@ class Coordinator:
             self._log.record(run_events.TrialStep(trial, step, loss))
         for trial, step, found in metrics:
             self._log.record(run_events.TrialEvaluated(trial, step, found))
+        for each in signals:
+            self._log.record(run_events.TrialSignals(*each))
         return {}
 
     def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:

@@ -109,8 +109,9 @@ class SweepTraining:
         due = [place for place, trial in enumerate(trials) if trial.is_due()]
         if due:
             self._engine.collect_losses()
+            signals = self._signals([place for place in due if trials[place].is_loss_due])
             points = [self._loss_point(trials[place]) for place in due]
-            self._record([point for point in points if point is not None])
+            self._record([point for point in points if point is not None], signals=signals)
             diverged = [place for place in due if trials[place].has_diverged]
             for place in diverged:
                 self._end(place, "diverged", {})
@@ -208,11 +209,24 @@ class SweepTraining:
             return None
         return trial.trial, trial.step, finite(trial.take_mean_loss())
 
+    def _signals(self, places: Sequence[int]) -> list[tuple[Any, ...]]:
+        """What is known of the gradients of the trials at `places`, where the job asks for it."""
+        found = []
+        for place in places:
+            noise, trial = self._engine.noise(place), self._engine.trials[place]
+            if noise is not None and noise.steps:
+                numbers = (noise.noise_scale, noise.variance, noise.squared_norm, noise.note)
+                found.append((trial.trial, trial.step, *numbers))
+        return found
+
     def _record(
-        self, losses: list[tuple[int, int, float | None]], metrics: Sequence[tuple[int, int, Any]] = ()
+        self,
+        losses: list[tuple[int, int, float | None]],
+        metrics: Sequence[tuple[int, int, Any]] = (),
+        signals: Sequence[tuple[Any, ...]] = (),
     ) -> None:
         if losses or metrics:
-            self._coordinator.ask(ask="note", losses=losses, metrics=list(metrics))
+            self._coordinator.ask(ask="note", losses=losses, metrics=list(metrics), signals=list(signals))
 
     def _evaluate_and_report(self, places: Sequence[int]) -> list[int]:
         """Evaluate, save and report the trials for which it is time; the places of those that leave."""

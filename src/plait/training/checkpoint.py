@@ -105,11 +105,12 @@ def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
     model.load_state_dict(state)
 
 
-def broadcast(checkpoint: Checkpoint | None) -> Checkpoint:
-    """Rank 0's checkpoint, on all ranks, which call it together; the others give None."""
+def broadcast(checkpoint: Checkpoint | None, source: int = 0) -> Checkpoint:
+    """The checkpoint of rank `source`, on all ranks, which call it together; the others give None."""
     state = checkpoint or Checkpoint(0, {}, {}, {})
-    step, progress = broadcast_value([state.step, dict(state.progress)], 0)
-    model, optimizer, sync = (broadcast_named(each, 0) for each in (state.model, state.optimizer, state.sync))
+    step, progress = broadcast_value([state.step, dict(state.progress)], source)
+    tensors = (state.model, state.optimizer, state.sync)
+    model, optimizer, sync = (broadcast_named(each, source) for each in tensors)
     return Checkpoint(step, model, optimizer, progress, sync)
 
 

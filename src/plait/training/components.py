@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from plait.adapt.policies.registry import make_policy
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource
@@ -83,6 +84,8 @@ def check(settings: TrainSettings) -> None:
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     choose_device(settings.device, 0)
     check_lr_schedule(settings.lr_schedule)
+    for policy in settings.adapt:
+        make_policy(policy.kind, policy.options)
 
 
 def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
-from plait.core.errors import JobError
+from plait.adapt.changes import BatchSizeChange, Change, SyncChange, TopologyChange, WorkersChange
+from plait.core.errors import JobError, PeerError
 from plait.data.sampler import Position
 from plait.pipeline import named_state
 from plait.pipeline.named_state import Tensors
-from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint, Written
 from plait.training.components import Components
 
@@ -27,6 +27,10 @@ class Trained:
     # Whether a worker was asked to stop, and whether the data has ended.
     stopped: bool = False
     ended: bool = False
+    # Whether a worker was told that other workers are to take part.
+    change_asked: bool = False
+    # The loss of a worker that ended the interval; the step it was lost in is not counted, and not taken.
+    lost: PeerError | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,22 @@ class Engine(Starting, Protocol):
         """End the links to the other workers."""
 
 
+class ElasticEngine(Engine, Protocol):
+    """An engine whose workers may come and go: it can be closed and, among other workers, opened again."""
+
+    def synchronize(self) -> None:
+        """Bring all workers to the same state, where steps leave them apart."""
+
+    def warm_up(self) -> None:
+        """Compute what a step does, on this worker alone: the first one should take no longer than others."""
+
+
+def elastic_engine(engine: Engine) -> ElasticEngine:
+    """`engine`, whose workers may come and go; settings that ask for that with another one are refused."""
+    assert hasattr(engine, "synchronize")
+    return cast("ElasticEngine", engine)
+
+
 class Following(Starting, Protocol):
     """The engine of a worker that another one leads."""
 
@@ -106,7 +126,14 @@ class Following(Starting, Protocol):
 
 def cannot_apply(change: Change, engine: str) -> JobError:
     """What a user is told who asks for a change that an engine has no way to make."""
-    return JobError(f"cannot apply {change}: {engine} has no topology that can change")
+    reasons = {
+        TopologyChange: "has no topology that can change",
+        BatchSizeChange: "has batches that cannot change",
+        WorkersChange: "cannot change its number of workers",
+        SyncChange: "cannot change how its workers agree",
+    }
+    why = f"{engine} {reasons[type(change)]}"
+    return JobError(f"adapt: cannot apply {change}: {why}; leave the policy that asks for it out")
 
 
 def whole_state(parts: Components, sync: Mapping[str, torch.Tensor] | None = None) -> EngineState:

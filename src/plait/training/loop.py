@@ -5,29 +5,36 @@ How steps are computed is the engine's business (`engine.py`); what is due after
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from plait.comm.collectives import all_gather_values
+from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, SavedSource, WorkersChange
+from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
-from plait.core.errors import ArtefactError, CheckpointError, JobError
+from plait.core.errors import ArtefactError, CheckpointError, JobError, PeerError
 from plait.core.run_events import Changed
 from plait.data.sampler import Position
+from plait.launch.membership import Membership
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import ChangeSource
+from plait.training.batch_size import BatchSize, resumed
 from plait.training.checkpoint import Checkpoint
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
-from plait.training.engine import Engine, EngineState, Following, Starting
+from plait.training.elastic import NO_STATE, ElasticMembers, Mark, WorkerLeft, loss_of, most_advanced
+from plait.training.engine import Engine, EngineState, Following, Starting, elastic_engine
 from plait.training.loss_parts import describe_parts
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
+
+T = TypeVar("T")
 
 
 def keep_what_was_built() -> None:
@@ -88,8 +95,9 @@ def take_steps(training: Training) -> str:
 class _Starting:
     """A run's beginning: from its newest good checkpoint, the same on all workers."""
 
-    def __init__(self, run: Run, engine: Starting) -> None:
+    def __init__(self, run: Run, engine: Starting, sources: Sequence[ChangeSource] = ()) -> None:
         self.run = run
+        self._sources = tuple(sources)
         self._starting = engine
         self._best: dict[str, Any] | None = None
         self._early_stopping = EarlyStopping(run.settings.early_stop)
@@ -113,6 +121,8 @@ class _Starting:
             "loss_scale": run.parts.scaler.state_dict(),
             "optimizer": run.settings.optimizer.kind,
             "workers": run.worker.world_size,
+            "batch": asdict(run.batch),
+            "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
         }
         return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
 
@@ -142,11 +152,17 @@ class _Starting:
             position = decode(Position, progress["position"])
             best, early_best = progress["best"], progress["early_best"]
             without_gain, loss_scale = int(progress["evaluations_without_gain"]), progress["loss_scale"]
+            kept = decode(BatchSize, progress["batch"]) if "batch" in progress else run.batch
+            policies = list(progress.get("policies", ()))
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         check_order(progress, position, run.settings, run.parts.train_set.length)
         self._starting.load(state)
         run.step, run.position = state.step, position
+        run.batch = resumed(kept, run.settings.data.batch_size)
+        saved = [source for source in self._sources if isinstance(source, SavedSource)]
+        for source, own in zip(saved, policies):
+            source.load(own)
         self._best = best if best and checkpoints.has(run.folder.checkpoints, best.get("step")) else None
         self._early_stopping.best, self._early_stopping.without_gain = early_best, without_gain
         # A run that had no loss scale begins with a fresh one.
@@ -169,40 +185,83 @@ class _Starting:
 class Loop(_Starting):
     """Trains a run with an engine, from where the last good checkpoint left off.
 
-    `sources` are asked for changes between two steps; the loop alone applies them, and records them.
+    `sources` are asked for changes between two steps; the loop alone applies them, and records them. Where
+    workers may come and go, the engine is closed and opened again among others between two steps; where one
+    is lost, what it was lost in is done again by the rest.
     """
 
     def __init__(self, run: Run, engine: Engine, sources: Sequence[ChangeSource] = ()) -> None:
-        super().__init__(run, engine)
+        super().__init__(run, engine, sources)
         self.engine = engine
-        self._sources = tuple(sources)
         self._steps = 0
-        self._stopped = False
         over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
         self._until_data_ends = over_stream and engine.sees_end_of_data
+        # The step after which what was due is done, and what workers asked for in the steps up to it.
+        self._checked_step: int | None = None
+        self._stopped = self._change_asked = self._has_begun = False
+        memberships = run.worker.memberships
+        self._members = None if memberships is None else ElasticMembers(run, memberships)
 
-    def train(self, resume: bool) -> RunResult:
-        """Train to the end or until asked to stop; what the run came to. All ranks call it together."""
+    def train(self, resume: bool) -> RunResult | None:
+        """Train to the end or until asked to stop; what the run came to. All ranks call it together.
+
+        A worker that has left the run meanwhile has no result.
+        """
         run = self.run
-        self.start(resume)
-        # Counted from the position: the batch size may have changed since the steps before were taken.
-        self.begin(total_steps(run.settings, run.parts.train_set.length, run.step, run.position))
-        reason = take_steps(self)
-        run.metrics.log_rest()
-        # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
-        metrics = self._evaluate() if reason != "stopped" else {}
-        self.engine.finish(lambda: self._save(metrics))
+        try:
+            self._enter(resume)
+            reason = self._with_the_rest(lambda: take_steps(self))
+            run.metrics.log_rest()
+            metrics = self._with_the_rest(lambda: self._finish(reason))
+        except WorkerLeft:
+            self._leave()
+            return None
         self.engine.close()
         run.close()
         if run.metrics.diverged_at is not None:
             reason = "diverged"
         return run.metrics.end(run.step, reason, metrics, self._best)
 
+    def start(self, resume: bool) -> None:
+        super().start(resume)
+        self._checked_step = self.run.step
+
+    def _enter(self, resume: bool) -> None:
+        """Get ready to take steps, with the workers that start together or with those that train already."""
+        if self._members is not None and self._members.is_joining:
+            elastic_engine(self.engine).warm_up()
+            keep_what_was_built()
+            self._switch(self._members.first)
+            return
+        self.start(resume)
+        # Counted from the position: the batch size may have changed since the steps before were taken.
+        self.begin(self._total_steps())
+        if self._members is not None:
+            self._members.tell_joined()
+
+    def _finish(self, reason: str) -> dict[str, float]:
+        # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
+        with self._undone_by_losses():
+            metrics = self._evaluate() if reason != "stopped" else {}
+            self.engine.finish(lambda: self._save(metrics))
+        if self._members is not None and self.run.worker.world_size > 1:
+            # Were the one that writes lost, another would have to be there to do it.
+            all_gather_values(None)
+        return metrics
+
+    def _leave(self) -> None:
+        """End this worker; the others go on."""
+        assert self._members is not None
+        self.run.metrics.leave()
+        self.run.close()
+        self._members.worker.tell_left()
+
     def begin(self, steps: int) -> None:
         """Get ready to go on until `steps` steps are done."""
         run, metrics = self.run, self.run.metrics
         self._steps = steps
-        run.lr_factor = build_lr_factor(run.settings.lr_schedule, steps)
+        run.schedule = build_lr_factor(run.settings.lr_schedule, self._schedule_steps(steps))
+        metrics.batch_size = run.batch_size
         self._tell_of_parts()
         metrics.start(run.step, None if steps == UNKNOWN_STEPS else steps)
         if slow := emulated(run.settings.precision, run.parts.device):
@@ -210,6 +269,7 @@ class Loop(_Starting):
         if run.parts.train_set.is_stream:
             self._warn_of_skipping()
         self.engine.open()
+        self._has_begun = True
         keep_what_was_built()
         metrics.begin_steps()
 
@@ -230,34 +290,192 @@ class Loop(_Starting):
             )
 
     def ended(self) -> str | None:
-        if self._early_stopping.should_stop():
-            return "early-stop"
         if self._steps_left() == 0:
             return "finished"
+        if not self._is_checked():
+            return None
+        if self._early_stopping.should_stop():
+            return "early-stop"
         return "stopped" if self._stopped else None
+
+    def _is_checked(self) -> bool:
+        """Whether what was due after this step is done; not where a worker was lost meanwhile."""
+        return self._checked_step == self.run.step
 
     def advance(self, steps: int) -> None:
         run = self.run
         trained = self.engine.train(steps)
         run.step += trained.steps
         run.position = trained.position
+        self._stopped, self._change_asked = trained.stopped, trained.change_asked
         if trained.ended:
             self._until_data_ends, self._steps = False, run.step
             run.metrics.set_steps(run.step)
-        self._stopped = trained.stopped
+        if trained.lost is not None:
+            # Of the steps before the one that a worker was lost in, the last may have something due.
+            raise trained.lost
+
+    def _with_the_rest(self, work: Callable[[], T]) -> T:
+        """What `work` returns; where a worker is lost meanwhile, the rest does it again."""
+        while True:
+            try:
+                return work()
+            except RuntimeError as failure:
+                loss = loss_of(self.run.worker, failure)
+                if loss is None:
+                    raise
+            # Outside of the clause, whose traceback keeps the broken process group alive.
+            self._go_on_without(loss)
+
+    @contextlib.contextmanager
+    def _undone_by_losses(self) -> Iterator[None]:
+        """Forget what an evaluation said where a worker is lost in it, or in the checkpoint after it."""
+        stopping = self._early_stopping
+        kept = self._best, stopping.best, stopping.without_gain
+        try:
+            yield
+        except RuntimeError:
+            self._best, stopping.best, stopping.without_gain = kept
+            raise
+
+    def _go_on_without(self, loss: PeerError) -> None:
+        assert self._members is not None
+        self._switch(partial(self._members.after, loss), was_lost=True)
+
+    def _switch(self, find: Callable[[], Membership], was_lost: bool = False) -> None:
+        """Go on among the members that `find` returns; again with later ones where one is lost meanwhile.
+
+        Those that are behind, or have only just joined, go on from the state of the most advanced.
+        """
+        members = self._members
+        assert members is not None
+        while True:
+            try:
+                self.engine.close()
+                members.enter(find())
+                self._agree_on_state()
+                self._reopen(was_lost)
+                members.tell_joined()
+                return
+            except RuntimeError as failure:
+                loss = loss_of(self.run.worker, failure)
+                if loss is None:
+                    raise
+            find, was_lost = partial(members.after, loss), True
+
+    def _reopen(self, was_lost: bool) -> None:
+        if self.run.worker.rank == 0:
+            self.run.take_over_record()
+        self._change_asked = False
+        self.run.signals.forget()
+        if self._has_begun:
+            self.engine.open()
+        else:
+            self.begin(self._steps)
+        if was_lost:
+            # In agreement, all have done so before they parted.
+            elastic_engine(self.engine).synchronize()
+
+    def _agree_on_state(self) -> None:
+        """Go on from the most advanced state that one of the members has; all of them call it together."""
+        worker = self.run.worker
+        own = NO_STATE if self._checked_step is None and not self._has_begun else self._mark()
+        if worker.world_size == 1:
+            most_advanced([own])
+            return
+        marks = [tuple(mark) for mark in all_gather_values(list(own))]
+        source = most_advanced(marks)
+        if len(set(marks)) == 1:
+            return
+        given = worker.rank == source
+        state = checkpoints.broadcast(
+            self._checkpoint(self._starting.start_state()) if given else None, source
+        )
+        rest = broadcast_value(self._position_in_loop() if given else None, source)
+        if marks[worker.rank] != marks[source]:
+            self._take_position(rest)
+            self._take_up(state)
+            self._checked_step = self.run.step if marks[source][1] else None
+
+    def _mark(self) -> Mark:
+        return (self.run.step, int(self._checked_step == self.run.step))
+
+    def _position_in_loop(self) -> dict[str, Any]:
+        """What a worker that is behind must know beside the state of a checkpoint."""
+        return {
+            "steps": self._steps,
+            "until_data_ends": self._until_data_ends,
+            "stopped": self._stopped,
+            "settings": encode(self.run.settings),
+        }
+
+    def _take_position(self, found: Mapping[str, Any]) -> None:
+        self._steps, self._until_data_ends = found["steps"], found["until_data_ends"]
+        self._stopped = found["stopped"]
+        # As changes have left them.
+        self.run.settings = decode(TrainSettings, found["settings"])
 
     def _steps_left(self) -> int:
         return UNKNOWN_STEPS if self._until_data_ends else max(self._steps - self.run.step, 0)
 
+    def _total_steps(self) -> int:
+        """The steps of the whole run, counted from where it is with the batches that it takes now."""
+        run = self.run
+        data = replace(run.settings.data, batch_size=run.batch_size)
+        settings = replace(run.settings, data=data)
+        return total_steps(settings, run.parts.train_set.length, run.step, run.position)
+
+    def _schedule_steps(self, steps: int) -> int:
+        """The steps that the learning rate's schedule is made for, of a run of `steps`."""
+        run = self.run
+        if run.batch.since == 0 or run.settings.epochs is None:
+            return steps
+        # A schedule that follows the samples is made for batches of the job's own size.
+        return total_steps(run.settings, run.parts.train_set.length, 0, Position())
+
     def apply_changes(self) -> None:
+        if not self._is_checked():
+            return
         step = self.run.step
         for source in self._sources:
             for asked in source.due(step):
-                self.engine.apply(asked.change)
+                self._apply(asked)
                 kind = type(asked.change).__name__
                 self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
+        if self._change_asked and self._members is not None:
+            membership = self._members.agree()
+            elastic_engine(self.engine).synchronize()
+            self._switch(lambda: membership)
+
+    def _apply(self, asked: ChangeRequest) -> None:
+        if isinstance(asked.change, BatchSizeChange):
+            self._change_batch(asked.change)
+        if not isinstance(asked.change, WorkersChange):
+            self.engine.apply(asked.change)
+        elif self._members is None:
+            raise JobError(
+                f"adapt: cannot apply {asked.change}: the job's workers are fixed; set parallel.elastic: true"
+            )
+        elif self.run.worker.rank == 0:
+            self._members.worker.ask_to_resize(asked.change.workers, f"{asked.by}: {asked.why}")
+
+    def _change_batch(self, change: BatchSizeChange) -> None:
+        """Take batches of another size from the next step on; the samples go on where they are."""
+        run, workers = self.run, self.run.worker.world_size
+        if change.batch_size < workers or not math.isfinite(change.lr_factor) or change.lr_factor <= 0:
+            raise JobError(
+                f"adapt: found {change} for {workers} workers; expected at least one sample a worker, and a "
+                f"factor above 0 on the learning rate"
+            )
+        run.batch = run.batch.changed(change, run.step, by_samples=run.settings.epochs is not None)
+        run.metrics.batch_size = run.batch_size
+        if not self._until_data_ends:
+            self._steps = self._total_steps()
+            run.metrics.set_steps(self._steps)
 
     def steps_until_due(self) -> int:
+        if not self._is_checked():
+            return 0
         settings, step = self.run.settings, self.run.step
         periods = [settings.checkpoint.every_steps, settings.evaluate.every_steps]
         ends = [step + each - step % each for each in periods if each]
@@ -271,10 +489,12 @@ class Loop(_Starting):
             return
         settings, step = self.run.settings, self.run.step
         every = settings.evaluate.every_steps
-        metrics = self._evaluate() if every and step % every == 0 else {}
-        self._early_stopping.update(metrics)
-        if step % settings.checkpoint.every_steps == 0 or self._is_best(metrics):
-            self._save(metrics)
+        with self._undone_by_losses():
+            metrics = self._evaluate() if every and step % every == 0 else {}
+            self._early_stopping.update(metrics)
+            if step % settings.checkpoint.every_steps == 0 or self._is_best(metrics):
+                self._save(metrics)
+        self._checked_step = step
 
     def _evaluate(self) -> dict[str, float]:
         run = self.run

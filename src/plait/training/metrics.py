@@ -36,6 +36,7 @@ class MetricsLogger:
         self._worker = worker
         self._settings = settings
         self._parts = parts
+        self._folder = folder
         self._log = EventLog(folder.events(), worker.rank) if self._active else None
         self._board = _open_board(folder.tensorboard) if self._active and settings.tensorboard else None
         self._started = self._mark = self._reported = time.perf_counter()
@@ -43,6 +44,9 @@ class MetricsLogger:
         self._steps = self._samples = self._all_samples = 0
         # None where the number of steps is unknown.
         self._total: int | None = 0
+        # Samples of a step from now on.
+        self.batch_size = settings.data.batch_size
+        self._signals_at = 0.0
         self._last: tuple[int, int, float, float | None] = (0, 0, 0.0, None)
         self._rate = 0.0
         self._training_s = 0.0
@@ -55,7 +59,7 @@ class MetricsLogger:
         self.diverged_at: int | None = None
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of steps of a run for which it was unknown."""
+        """Set the number of steps of a run for which it was unknown, or has changed."""
         self._total = steps
         self._progress["steps"] = steps
         self._report(force=True)
@@ -72,7 +76,7 @@ class MetricsLogger:
                 device=str(parts.device),
                 precision=settings.precision,
                 samples=parts.train_set.length,
-                batch_size=settings.data.batch_size,
+                batch_size=self.batch_size,
                 steps=steps,
                 step=step,
                 seed=settings.seed,
@@ -135,7 +139,7 @@ class MetricsLogger:
             "samples_per_s": round(self._rate, 1),
         }
         if self._total is not None:
-            left = max(self._total - step, 0) * self._settings.data.batch_size / max(self._rate, 1e-9)
+            left = max(self._total - step, 0) * self.batch_size / max(self._rate, 1e-9)
             self._progress["left_s"] = round(left, 1)
         self._report(force=step == self._total)
         self._loss, self._steps, self._samples, self._mark = 0.0, 0, 0, now
@@ -217,12 +221,29 @@ class MetricsLogger:
     def take_over(self, log_: EventLog) -> None:
         """Keep the record from now on, in this worker's own file: the one that kept it is gone."""
         self._active, self._log = True, log_
+        if self._settings.tensorboard:
+            self._board = _open_board(self._folder.tensorboard)
         self._mark = time.perf_counter()
+
+    def leave(self) -> None:
+        """Close the record: another worker keeps it from now on, if this one did."""
+        self.log_rest()
+        if self._log is not None:
+            self._log.close()
+        if self._board is not None:
+            self._board.close()
 
     def verified(self, event: run_events.Verified) -> None:
         """Record that what was built computes what the plain model computes; the run's result says so."""
         self._verified_s = event.seconds
         self._record(event)
+
+    def signals(self, signals: run_events.Signals) -> None:
+        """Write signals down, as often as steps."""
+        every, now = self._settings.log_every_steps, time.perf_counter()
+        if self._active and (signals.step % every == 0 if every else now - self._signals_at >= LOG_S):
+            self._signals_at = now
+            self._record(signals)
 
     def note(self, event: Event) -> None:
         """Write an event of another kind down."""

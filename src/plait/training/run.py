@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from plait.adapt.history import SignalHistory
 from plait.core.events import Event, EventLog
 from plait.data import loader
 from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches
@@ -15,6 +17,8 @@ from plait.data.streams import StreamOrder, check_same_stream, has_state, stream
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
+from plait.schema.topology_spec import read_wish
+from plait.training.batch_size import BatchSize
 from plait.training.components import Components
 from plait.training.metrics import MetricsLogger
 
@@ -30,13 +34,28 @@ class Run:
         self.metrics = MetricsLogger(worker, settings, parts, folder)
         self.step = 0
         self.position = Position()
-        self.lr_factor: Callable[[int], float] = lambda step: 1.0
+        self.batch = BatchSize(settings.data.batch_size, settings.data.batch_size)
+        self.schedule: Callable[[int], float] = lambda step: 1.0
+        self.signals = SignalHistory(self.metrics.signals)
         self._keeps_record = worker.rank == 0
         self._own_events: EventLog | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step over all workers, from now on."""
+        return self.batch.size
+
+    def lr_factor(self, step: int) -> float:
+        """The factor on the learning rate at a step: the schedule's times that of the batch size."""
+        return self.schedule(self.batch.schedule_at(step)) * self.batch.lr_factor
 
     def lr(self, step: int) -> float:
         """The learning rate of the first parameter group."""
         return self.parts.base_lrs[0] * self.lr_factor(step)
+
+    def set_topology(self, name: str) -> None:
+        """Sum gradients over the topology of that name from now on, also among other workers."""
+        self.settings = replace(self.settings, topology=read_wish(name))
 
     def note(self, event: Event) -> None:
         """Record an event of this worker's, in the run's record or in a file of its own."""
@@ -61,7 +80,7 @@ class Run:
 
     def _events(self) -> EventLog:
         if self._own_events is None:
-            self._own_events = EventLog(self.folder.events(self.worker.rank), self.worker.rank)
+            self._own_events = EventLog(self.folder.events(self.worker.id), self.worker.id)
         return self._own_events
 
     def order(self) -> Iterator[GlobalBatch]:
@@ -70,7 +89,7 @@ class Run:
         return batches(
             self.position,
             ENDLESS if source.length is None else len(source),
-            data.batch_size,
+            self.batch_size,
             seed=self.settings.seed,
             shuffle=data.shuffle and not source.is_stream,
             keep_last=data.last_batch == "keep",
@@ -106,7 +125,7 @@ class Run:
         settings, data, parts = self.settings, self.settings.data, self.parts
         source, worker = parts.train_set, self.worker
         order = StreamOrder(
-            self.position, data.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
+            self.position, self.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
         )
         pin = parts.device.type == "cuda"
         found = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)

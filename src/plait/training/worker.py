@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.adapt.changes import ChangeSource
+from plait.adapt.policies.registry import make_policy
+from plait.adapt.policy_source import PolicySource
 from plait.core.codec import decode
 from plait.core.errors import PlaitError
 from plait.core.logs import show_logs
@@ -20,11 +23,15 @@ from plait.schema.sync_options import TOLERANT
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.components import Components
+from plait.training.elastic import BACKEND
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.loop import Follower, Loop
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
+
+# How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
+APART_STEPS = 25
 
 
 def check_order(order: dict[str, Any]) -> None:
@@ -41,13 +48,15 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     device = components.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if worker.world_size > 1 or settings.pipeline is not None:
+    if worker.memberships is not None and worker.world_size > 1:
+        worker.join(BACKEND)
+    elif worker.world_size > 1 or settings.pipeline is not None:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
     folder = RunDir(Path(order["folder"]))
     parts = components.build(settings, device, pieces=components.find_pieces(settings, device))
     result = make_loop(worker, settings, parts, folder).train(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
-    if dist.is_initialized() and settings.sync.kind not in TOLERANT:
+    if dist.is_initialized() and settings.sync.kind not in TOLERANT and worker.memberships is None:
         dist.destroy_process_group()
     if result is None:  # it followed another worker, which keeps the record
         return {}
@@ -81,8 +90,14 @@ def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder
     if settings.pipeline is not None:
         return _with_stages(run)
     if worker.world_size == 1 or settings.sync.kind == "all-reduce":
-        return Loop(run, DataParallelEngine(run))
-    return Loop(run, DecentralizedEngine(run, WholeModel(run, worker.hosts)))
+        return Loop(run, DataParallelEngine(run), make_sources(run, every_steps=1))
+    return Loop(run, DecentralizedEngine(run, WholeModel(run, worker.hosts)), make_sources(run))
+
+
+def make_sources(run: Run, every_steps: int = APART_STEPS) -> list[ChangeSource]:
+    """The policies of a job, asked after every `every_steps` steps."""
+    policies = [(each.kind, make_policy(each.kind, each.options)) for each in run.settings.adapt]
+    return [PolicySource(policies, run.signals, every_steps)] if policies else []
 
 
 def _with_stages(run: Run) -> Loop | Follower:
@@ -94,8 +109,8 @@ def _with_stages(run: Run) -> Loop | Follower:
 
     hosts = run.worker.hosts
     if run.settings.sync.kind == "all-reduce":
-        return Loop(run, PipelineEngine(run, hosts))
+        return Loop(run, PipelineEngine(run, hosts), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
     if run.worker.rank in [replica.layout.worker(0, 0) for replica in replica_layouts(layout)]:
-        return Loop(run, DecentralizedEngine(run, LeadPipeline(run, hosts, layout)))
+        return Loop(run, DecentralizedEngine(run, LeadPipeline(run, hosts, layout)), make_sources(run))
     return Follower(run, FollowerEngine(run, hosts, layout))

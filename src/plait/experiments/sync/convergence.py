@@ -118,6 +118,7 @@ class _Guest:
 
     def __init__(self, worker: Worker, number: int, target: float) -> None:
         self.rank, self.world_size, self.local_rank = worker.rank, worker.world_size, worker.local_rank
+        self.id, self.memberships = worker.id, worker.memberships
         self.host, self.hosts, self.timeout_s = worker.host, worker.hosts, worker.timeout_s
         self._target = target
         self._reached = False

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.calling import evaluation_mode, forward
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import mix
@@ -34,10 +35,12 @@ from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweeping.engines.cuda_graph import StepGraph
 from plait.sweeping.engines.microbatches import Piece, Round, most_rounds, rounds_of
+from plait.sweeping.engines.trial_norms import TrialNorms
 from plait.sweeping.worker_group import TeamSum, WorkerGroup, share_of
 from plait.training import checkpoint as checkpoints
 from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, means, sums_of, sums_over_share
+from plait.training.monitoring.asked import wants_norms
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
 
@@ -87,6 +90,9 @@ class Array(Protocol):
 
     def tensors(self, place: int) -> TrialTensors: ...
 
+    def noise(self, place: int) -> GradientAverages | None:
+        """What is known of the noise of a trial's gradients; None where it is not measured."""
+
     def close(self) -> None:
         """Let go of the trials; nothing is called after it."""
 
@@ -135,6 +141,8 @@ class FusedArray:
         self._sum = self._new_sum()
         # Whether a step may have made the running statistics of a team's workers differ.
         self._differs = False
+        monitored = any(wants_norms(entry.settings) for entry in entries)
+        self._norms = TrialNorms(len(entries)) if monitored else None
 
     def _new_graph(self) -> StepGraph | None:
         """On a GPU, what replays steps; anew whenever the trials change, whose numbers a graph holds."""
@@ -202,6 +210,8 @@ class FusedArray:
         index = torch.tensor(list(places), device=self._device)
         self._scales.scales = self._scales.scales[index]
         self._scales.good_steps = self._scales.good_steps[index]
+        if self._norms is not None:
+            self._norms.reorder(places)
 
     def _take_up(self, place: int, entry: TrialInit) -> None:
         """The state that a newcomer brings beside its weights."""
@@ -209,6 +219,8 @@ class FusedArray:
         self.fused.seeds[place], self.fused.ages[place] = self._seeds([entry])[0], entry.age
         self._load_scale(place, entry)
         self._entries[place] = _without_state(entry)
+        if self._norms is not None:
+            self._norms.begin(place)
 
     def _seeds(self, entries: Sequence[TrialInit]) -> list[int]:
         """Where the trials' random numbers start."""
@@ -245,7 +257,7 @@ class FusedArray:
         if self._sum is not None and self._team is not None:
             # Equal on all workers, whose shares may have been cut into fewer pieces.
             ages = self.fused.ages + self._vector(most_rounds(batches, accumulate, self._team.size)).long()
-            losses = self._team_step(self._sum, rounds)
+            losses = self._team_step(self._sum, rounds, batches)
             self.fused.ages.copy_(ages)
             return losses
         if len(rounds) == 1 and len({batch.count for batch in batches}) == 1:
@@ -253,19 +265,37 @@ class FusedArray:
             return self._whole_step(content) if self._graph is None else self._graph(content)
         self.optimizer.zero_grad()
         total = self._vector([0.0] * self.trials)
-        for pieces, weights in rounds:
+        for number, (pieces, weights) in enumerate(rounds):
             total += self._backward(pieces, weights)
+            self._measure_part(number, len(rounds), weights)
+        self._measure_whole(batches)
         self._update()
         return total
 
-    def _team_step(self, sum_: TeamSum, rounds: Sequence[Round]) -> Tensor:
+    def _measure_part(self, number: int, rounds: int, weights: Sequence[float]) -> None:
+        if self._norms is not None and number < rounds - 1:
+            self._norms.after_microbatch(self.optimizer.parameters, weights)
+
+    def _measure_whole(self, batches: Sequence[Batch]) -> None:
+        if self._norms is not None:
+            scales = self._scales.scales if self._is_scaled else torch.ones(self.trials)
+            totals = [batch.total for batch in batches]
+            self._norms.before_update(self.optimizer.parameters, totals, scales)
+
+    def noise(self, place: int) -> GradientAverages | None:
+        """What is known of the noise of a trial's gradients, where the job asks for it."""
+        return None if self._norms is None else self._norms.averages[place]
+
+    def _team_step(self, sum_: TeamSum, rounds: Sequence[Round], batches: Sequence[Batch]) -> Tensor:
         """A step on this worker's share, by the gradients of all shares."""
         sum_.begin()
         total = self._vector([0.0] * self.trials)
         for number, (pieces, weights) in enumerate(rounds):
             sum_.before_backward(last=number == len(rounds) - 1)
             total += self._backward(pieces, weights)
+            self._measure_part(number, len(rounds), weights)
         total = sum_.agree(total)
+        self._measure_whole(batches)
         self._update()
         self._differs = True
         return total

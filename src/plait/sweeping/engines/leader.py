@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.verify import Verdict
@@ -111,6 +112,10 @@ class LeaderArray:
         """Mean loss and metric over the test split, of which each worker of the team takes its share."""
         self._tell(commands.EvaluateCommand(tuple(places)))
         return self._array.evaluate(places)
+
+    def noise(self, place: int) -> GradientAverages | None:
+        """What this worker's share tells of the noise of a trial's gradients."""
+        return self._array.noise(place)
 
     def tensors(self, place: int) -> TrialTensors:
         self._tell(commands.CollectCommand(place))

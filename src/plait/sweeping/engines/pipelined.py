@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.errors import JobError
 from plait.data import loader
 from plait.data.loader import Batch
@@ -181,6 +182,10 @@ class PipelinedArray:
     def collect(self, place: int) -> None:
         """Let the leader have this stage's state of the trial at `place`."""
         self._gather(place)
+
+    def noise(self, place: int) -> GradientAverages | None:
+        """Not measured: no worker holds all of a trial's gradient."""
+        return None
 
     def tensors(self, place: int) -> TrialTensors:
         """The whole state of a trial, on the leader."""

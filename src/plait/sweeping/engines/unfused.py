@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.loader import Batch, seed_all
 from plait.data.sampler import mix
 from plait.pipeline import named_state
@@ -23,6 +24,7 @@ class _Alone:
 
     rank: int = 0
     world_size: int = 1
+    memberships: None = None
 
     def stop_requested(self) -> bool:
         return False
@@ -101,6 +103,10 @@ class UnfusedArray:
     def collect(self, place: int) -> None:
         """Let the team's leader have the state of the trial."""
         self.average()
+
+    def noise(self, place: int) -> GradientAverages | None:
+        """Not measured: trials that are not fused take their steps one by one."""
+        return None
 
     def tensors(self, place: int) -> TrialTensors:
         self.average()

@@ -77,6 +77,9 @@ def check(settings: SweepSettings) -> None:
     if not over:
         raise InputError("--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16")
     check_keys(over)
+    if settings.train.adapt:
+        kinds = ", ".join(policy.kind for policy in settings.train.adapt)
+        raise InputError(f"adapt: found {kinds}, but the trials of a sweep keep their settings; leave it out")
     if search.trials is not None and search.trials < 1:
         raise InputError(f"--trials: found {search.trials}, expected 1 or more")
     if settings.width is not None and settings.width < 1:

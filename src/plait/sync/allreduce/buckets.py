@@ -20,7 +20,7 @@ from plait.sync.allreduce.tree import OverTopology
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 LAST_BUCKET_BYTES = 2 << 20
-# The most numbers that may travel along with the gradients.
+# The most numbers that may travel along with the gradients, unless told otherwise.
 MOST_NOTES = 16
 
 
@@ -37,6 +37,9 @@ class Bucket:
     filled: list[bool] = field(default_factory=list)
     # What the gradients are multiplied by on their way into the buffer.
     factor: float = 1.0
+    # The squared norm of what goes out, where it is asked for; there once the bucket is filled.
+    measured: bool = False
+    square: Tensor | None = None
 
     @property
     def spec(self) -> Spec:
@@ -62,6 +65,7 @@ class Bucket:
                 torch._foreach_copy_(given, grads)
             if self.factor != 1.0:
                 self.flat.mul_(self.factor)
+            self.square = _squared(self.flat) if self.measured else None
         self.grads = []
 
     def look_at(self, flat: Tensor) -> None:
@@ -77,7 +81,8 @@ class AllReduce:
     Backward fills buckets from the last layer to the first, and each goes out as soon as it is full. All
     ranks send them in the same order, whatever order their backward had. Between `begin` and `agree` every
     rank runs the same number of backward passes or none; only the last one (`last=True`) sends. Sums go by
-    the backend's own way, or over a topology, which needs to know the `members`.
+    the backend's own way, or over a topology, which needs to know the `members`. Up to `most_notes` numbers
+    travel along.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class AllReduce:
         parameters: Sequence[Parameter],
         group: dist.ProcessGroup | None = None,
         members: Members | None = None,
+        most_notes: int = MOST_NOTES,
     ) -> None:
         self._group = group
         self._members = members
@@ -92,7 +98,8 @@ class AllReduce:
         specs = [bucket.spec for bucket in self._buckets]
         marks = sum(len(bucket.parameters) for bucket in self._buckets)
         device = specs[0].device if specs else torch.device("cpu")
-        self._specs = [*specs, Spec(MOST_NOTES + marks, torch.float64, device)]
+        self._most_notes = most_notes
+        self._specs = [*specs, Spec(most_notes + marks, torch.float64, device)]
         self._over: OverTopology | None = None
         self._buffers: Sequence[Tensor] = []
         self._look_at([torch.zeros(s.count, dtype=s.dtype, device=s.device) for s in self._specs])
@@ -139,6 +146,11 @@ class AllReduce:
         if self._over is not None:
             self._over.close()
 
+    def fail(self, failure: BaseException) -> None:
+        """Have whoever waits for a sum fail; from any thread. Of a worker that is lost nothing will come."""
+        if self._over is not None:
+            self._over.fail(failure)
+
     def begin(self) -> None:
         """Forget the gradients of the step before."""
         for bucket in self._buckets:
@@ -161,10 +173,27 @@ class AllReduce:
         self._weigh(factor)
         self._watch(leaves or {})
 
-    def agree(self, notes: Tensor, factor: float = 1.0) -> Tensor:
+    def measure_norms(self) -> None:
+        """Take the squared norm of what this rank sends at each step, from the next one on."""
+        for bucket in self._buckets:
+            bucket.measured = True
+
+    def squared_norm_of_share(self, place: int, places: int) -> Tensor:
+        """Of the summed gradients, that of this rank's share of the elements, after `agree`.
+
+        The shares of all `places` together are the squared norm of the sum.
+        """
+        squares = [
+            _squared(flat[flat.numel() * place // places : flat.numel() * (place + 1) // places])
+            for flat in self._buffers[:-1]
+        ]
+        return torch.stack(squares).sum()
+
+    def agree(self, notes: Tensor, factor: float = 1.0, weigh_norm: float | None = None) -> Tensor:
         """Every rank's gradients now hold the sum over all ranks; returns the sum of `notes` likewise.
 
-        This rank's gradients come in times `factor`: that which backward sent them with, if it did.
+        This rank's gradients come in times `factor`: that which backward sent them with, if it did. With
+        `weigh_norm`, the last note is the squared norm of what this rank sent times that number.
 
         `notes` is a small vector on the gradients' device (loss, flags) that travels along as float64. A
         parameter that no rank used keeps no gradient, as in one process.
@@ -176,13 +205,21 @@ class AllReduce:
         carried = self._buffers[-1]
         carried.zero_()
         carried[: len(notes)] = notes.detach()
-        carried[MOST_NOTES:] = torch.tensor(marks, dtype=torch.float64)
-        self._sending.append(self._reducer.start(len(self._buckets)))
+        carried[self._most_notes :] = torch.tensor(marks, dtype=torch.float64)
+
+        def add_norm() -> None:
+            # In the order of the sums, so all buckets are filled by now.
+            squares = [bucket.square for bucket in self._buckets if bucket.square is not None]
+            if squares and weigh_norm is not None:
+                carried[len(notes) - 1] = torch.stack(squares).sum() * weigh_norm
+
+        fill = add_norm if weigh_norm is not None else None
+        self._sending.append(self._reducer.start(len(self._buckets), fill))
         for sum_ in self._sending:
             sum_.wait()
         self._sending.clear()
         # What this rank filled was used; only for the rest must it look at what the others say.
-        used = marks if all(marks) else [count > 0 for count in carried[MOST_NOTES:].tolist()]
+        used = marks if all(marks) else [count > 0 for count in carried[self._most_notes :].tolist()]
         self._hand_back(used)
         return carried[: len(notes)].clone()
 
@@ -246,6 +283,12 @@ class AllReduce:
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views):
                 parameter.grad = view if next(marks) else None
+
+
+def _squared(flat: Tensor) -> Tensor:
+    """By a dot product: as fast as a norm, and right to the fifth digit over millions of elements."""
+    wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    return torch.dot(wide, wide).double()
 
 
 def make_buckets(parameters: Sequence[Parameter]) -> list[Bucket]:

@@ -126,6 +126,14 @@ class ReduceThread(threading.Thread):
 
         self._ask(end)
 
+    def fail(self, failure: BaseException) -> None:
+        """End the thread, and whoever waits for a job of it, with `failure`; from any thread."""
+
+        def end() -> None:
+            raise failure
+
+        self._ask(end)
+
     def wait(self, job: Reduction) -> None:
         """Return when the job is done, or raise what went wrong."""
         # The engine has a deadline and names whom it waits for; it may have failed before it saw the job.

@@ -93,6 +93,10 @@ class OverTopology:
         self._engine.use(topology)
         self.topology = topology
 
+    def fail(self, failure: BaseException) -> None:
+        """End the engine, and whoever waits for a sum, with `failure`; from any thread."""
+        self._engine.fail(failure)
+
     def close(self) -> None:
         """End the engine; no sum is under way here. Those of others that need nothing more go on."""
         self._engine.close()

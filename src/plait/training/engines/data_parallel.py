@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
 from plait.data import loader
-from plait.data.sampler import mix
+from plait.data.sampler import GlobalBatch, Position, mix
 from plait.pipeline import named_state
+from plait.schema.settings import TrainSettings
+from plait.schema.topology import TopologyError
+from plait.schema.topology_spec import TopologySpec, check_wish
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
-from plait.training.engine import EngineState, Trained, whole_state
+from plait.training.elastic import loss_of
+from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import evaluate_parts
+from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.run import Run
+
+# A joiner warms up on this part of a batch.
+WARM_UP_SHARES = 4
+
+
+def with_topology_for(settings: TrainSettings, workers: int) -> TrainSettings:
+    """The settings with a topology that this number of workers can sum over: a root may have left."""
+    try:
+        check_wish(settings.topology, workers)
+    except TopologyError:
+        return replace(settings, topology=TopologySpec())
+    return settings
 
 
 class WholeModelStart:
@@ -45,6 +67,7 @@ class DataParallelEngine(WholeModelStart):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._step: TrainStep | None = None
+        self._monitor: StepMonitor | None = None
         # The batches to come; loader processes read them ahead, also while an evaluation runs.
         self._batches: Iterator[loader.Batch] | None = None
 
@@ -55,9 +78,17 @@ class DataParallelEngine(WholeModelStart):
     def open(self) -> None:
         if self._step is not None:
             return
-        self._step = TrainStep(self._run.worker, self._run.settings, self._run.parts)
+        run = self._run
+        if is_monitored(run.settings):
+            self._monitor = StepMonitor(run, shared=run.worker.world_size > 1)
+        settings = with_topology_for(run.settings, run.worker.world_size)
+        self._step = TrainStep(run.worker, settings, run.parts, monitor=self._monitor)
+        if run.worker.memberships is not None:
+            run.worker.memberships.on_loss(self._step.fail)
         if self._step.chosen is not None:
-            self._run.metrics.note(self._step.chosen)
+            run.metrics.note(self._step.chosen)
+            # Measured once: workers that come and go must not wait for it again.
+            run.set_topology(self._step.chosen.topology)
 
     def train(self, steps: int) -> Trained:
         run = self._run
@@ -69,19 +100,46 @@ class DataParallelEngine(WholeModelStart):
             step = run.step + done
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
             loader.seed_all(mix(run.settings.seed, step, run.worker.rank))
-            loss, stop = self._step.step(batch, run.lr_factor(step))
+            if self._monitor is not None:
+                self._monitor.step = step + 1
+            try:
+                with self._undone_by_losses():
+                    loss, wishes = self._step.step(batch, run.lr_factor(step))
+            except RuntimeError as failure:
+                lost = loss_of(run.worker, failure)
+                if lost is None:
+                    raise
+                return Trained(done, position, lost=lost)
             done, position = done + 1, batch.after
             run.metrics.step(step + 1, batch.epoch, loss, run.lr(step), batch.total)
-            if batch.last or stop:
-                return Trained(done, position, stopped=stop, ended=batch.last)
+            if batch.last or wishes.stop or wishes.change:
+                return Trained(done, position, wishes.stop, batch.last, wishes.change)
         return Trained(done, position, ended=done < steps)
+
+    @contextlib.contextmanager
+    def _undone_by_losses(self) -> Iterator[None]:
+        """Give buffers back what they held where another worker is lost in a step: it is taken again."""
+        if self._run.worker.memberships is None:
+            yield
+            return
+        buffers = [buffer for buffer in self._run.parts.model.buffers() if buffer.numel()]
+        kept = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        except RuntimeError:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, kept):
+                    buffer.copy_(before)
+            raise
 
     def evaluate(self) -> dict[str, float]:
         run = self._run
+        self._pause_monitor()
         self._average_buffers()
         return evaluate_parts(run.parts, run.settings, run.worker.rank, run.worker.world_size)
 
     def state(self) -> EngineState | None:
+        self._pause_monitor()
         self._average_buffers()
         return whole_state(self._run.parts) if self._run.worker.rank == 0 else None
 
@@ -90,12 +148,44 @@ class DataParallelEngine(WholeModelStart):
 
     def apply(self, change: Change) -> None:
         assert self._step is not None
-        self._step.switch(change.topology)
+        self._pause_monitor()
+        if isinstance(change, TopologyChange):
+            # Noted first: should a worker be lost now, the rest goes on with it.
+            self._run.set_topology(change.topology)
+            self._step.switch(change.topology)
+        elif isinstance(change, BatchSizeChange):
+            # What was read ahead is in batches of the size before.
+            self._batches = None
+        else:
+            raise cannot_apply(change, "data-parallel training")
+
+    def synchronize(self) -> None:
+        self._average_buffers()
+
+    def warm_up(self) -> None:
+        run = self._run
+        source, size = run.parts.train_set, run.settings.data.batch_size
+        if source.is_stream:
+            return
+        buffers = list(run.parts.model.buffers())
+        kept = [buffer.clone() for buffer in buffers]
+        samples = tuple(range(min(len(source), -(-size // WARM_UP_SHARES))))
+        (batch,) = run.load(source, iter([GlobalBatch(0, samples, Position())]), loaders=0)
+        TrainStep(run.worker, run.settings, run.parts, alone=True).time_backward(batch)
+        with torch.no_grad():
+            for buffer, before in zip(buffers, kept):
+                buffer.copy_(before)
 
     def close(self) -> None:
         self._batches = None
-        if self._step is not None:
-            self._step.close()
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+    def _pause_monitor(self) -> None:
+        """What comes now takes no time of a step."""
+        if self._monitor is not None:
+            self._monitor.pause()
 
     def _average_buffers(self) -> None:
         assert self._step is not None

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from plait.adapt.changes import BatchSizeChange, Change
 from plait.core import run_events
 from plait.core.errors import LostPeer, PeerError
 from plait.data import loader
@@ -29,7 +30,6 @@ from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.peers import WaitTimer
 from plait.sync.averaging.whole_state import rest_of_state
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.averaging import PREFIX as SYNC_PREFIX
@@ -39,6 +39,8 @@ from plait.training.engines.throughput import ThroughputMeter
 from plait.training.engines.train_step import TrainStep
 from plait.training.engines.work_queue import Speed, WorkItem, WorkQueue
 from plait.training.evaluate import means, sums_over_share
+from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.run import Run
 
 LOOK_S = 0.01
@@ -54,6 +56,8 @@ class Member(Protocol):
     place: int
     places: int
     averaging: Averaging
+    # What measures its updates, where the job asks for signals.
+    monitor: ShareMonitor | None
 
     def workers_at(self, place: int) -> tuple[int, ...]:
         """The workers that are lost with a place; the first of them keeps a record."""
@@ -93,6 +97,8 @@ class WholeModel:
         sync = run.settings.sync
         self._options = read_options(sync.kind, sync.options, self.places)
         self._sync_state: named_state.Tensors = {}
+        self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
+        self._samples = 0
 
     def workers_at(self, place: int) -> tuple[int, ...]:
         return (place,)
@@ -106,7 +112,7 @@ class WholeModel:
 
     def open(self) -> bool:
         run, parts = self._run, self._run.parts
-        self._step = TrainStep(run.worker, run.settings, parts, alone=True)
+        self._step = TrainStep(run.worker, run.settings, parts, alone=True, own_monitor=self.monitor)
         weights, buffers = list(parts.model.parameters()), list(parts.model.buffers())
         rest = rest_of_state(run.worker.store, SYNC_PREFIX, weights, buffers, parts.optimizer, parts.scaler)
         self.averaging = make_averaging(
@@ -121,13 +127,24 @@ class WholeModel:
         if self._sync_state:
             self.averaging.load_state(self._by_weight(self._sync_state))
         if averages_gradients(self._options):
-            self._step.before_update = self.averaging.after_update
+            self._step.before_update = self._average_gradients
+        if self.monitor is not None:
+            self.monitor.warn_without_parts(averages_gradients(self._options))
         return False
+
+    def _average_gradients(self) -> None:
+        if self.monitor is None:
+            self.averaging.after_update()
+            return
+        parameters = list(self._run.parts.model.parameters())
+        with self.monitor.averaging_gradients(parameters, self._samples, self.averaging):
+            self.averaging.after_update()
 
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> torch.Tensor:
         # Random numbers depend on the seed, the step and the share alone, whichever worker takes it.
         loader.seed_all(mix(self._run.settings.seed, step, share))
         loss = torch.zeros((), dtype=torch.float64)
+        self._samples = batch.count
         if batch.count:
             loss, _ = self._step.step(batch, factor)
         if not averages_gradients(self._options):
@@ -234,7 +251,9 @@ class DecentralizedEngine:
         self._intervals += 1
         self._stale += queue.store_keys()
         done, after = queue.done()
-        self._record_step(sum(len(b.samples) for b in batches[:done]))
+        samples = sum(len(b.samples) for b in batches[:done])
+        self._record_step(samples)
+        self._exchange_signals(members, run.step + done, samples)
         self._note_throughput(force=True)
         self._note_members(members, run.step + done)
         return Trained(done, after or run.position, stopped=queue.stopped())
@@ -244,7 +263,7 @@ class DecentralizedEngine:
         run = self._run
         for item, batch in self._load(queue) if self._member.place not in self._idle else ():
             step = run.step + item.index
-            loss = self._member.update(step, item.place, batch, run.lr_factor(step))
+            loss = self._update(step, item, batch)
             # Others have taken the work before this.
             self._record_step(item.before)
             self._unrecorded = (step + 1, batch.epoch, loss, run.lr(step))
@@ -252,6 +271,20 @@ class DecentralizedEngine:
             self._note_throughput()
             if run.worker.stop_requested():
                 queue.stop()
+
+    def _update(self, step: int, item: WorkItem, batch: loader.Batch) -> torch.Tensor:
+        member, factor = self._member, self._run.lr_factor(step)
+        if member.monitor is None:
+            return member.update(step, item.place, batch, factor)
+        with member.monitor.updating(member.averaging):
+            return member.update(step, item.place, batch, factor)
+
+    def _exchange_signals(self, members: tuple[int, ...], step: int, samples: int) -> None:
+        """Let all living members know what each has measured in an interval."""
+        monitor = self._member.monitor
+        if monitor is not None:
+            told = self._gather(f"signals/{self._intervals}", monitor.take(), members, "signals")
+            monitor.arrive(step, samples, told)
 
     def _record_step(self, samples: int) -> None:
         """Record this worker's last step; `samples` of the interval were used by then, all workers'."""
@@ -290,38 +323,47 @@ class DecentralizedEngine:
             yield taken.popleft(), batch
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss and metric over the test split, shared among those who have just synchronized.
+        """Mean loss and metric over the test split, shared among those who have just synchronized."""
+        self._evaluations += 1
+        member, own = self._member, None
+        if member.place in self._members:
+            own = member.sums_over(self._members.index(member.place), len(self._members)).tolist()
+        told = self._gather(f"evaluation/{self._evaluations}", own, self._members, "the evaluation")
+        total = torch.tensor(list(told.values()), dtype=torch.float64).reshape(-1, 4).sum(0)
+        return means(self._run.parts, total)
 
-        A worker that ends meanwhile takes its share with it. The first that has all there is says what
+    def _gather(
+        self, name: str, own: list[float] | None, members: tuple[int, ...], what: str
+    ) -> dict[int, list[float]]:
+        """The numbers of all `members` that live, by place; the same on all that ask.
+
+        A worker that ends meanwhile takes its numbers with it. The first that has all there are says what
         holds, so that all decide alike.
         """
-        self._evaluations += 1
         member, worker = self._member, self._run.worker
-        key, store, place = f"{PREFIX}/evaluation/{self._evaluations}", worker.store, member.place
-        if place in self._members:
-            sums = member.sums_over(self._members.index(place), len(self._members))
-            store.set(f"{key}/{place}", json.dumps(sums.tolist()))
-        self._stale += [f"{key}/all", *(f"{key}/{each}" for each in self._members)]
-        waiting = set(self._members)
+        key, store = f"{PREFIX}/{name}", worker.store
+        if own is not None:
+            store.set(f"{key}/{member.place}", json.dumps(own))
+        self._stale += [f"{key}/all", *(f"{key}/{each}" for each in members)]
+        waiting, found = set(members), {}
         waited = WaitTimer(time.monotonic, worker.timeout_s)
-        total = torch.zeros(4, dtype=torch.float64)
         while waiting and not store.check([f"{key}/all"]):
             for each in [m for m in waiting if store.check([f"{key}/{m}"])]:
-                total += torch.tensor(json.loads(store.get(f"{key}/{each}")), dtype=torch.float64)
+                found[each] = json.loads(store.get(f"{key}/{each}"))
                 waiting.discard(each)
                 waited.restart()
             waiting &= set(member.averaging.living())
             if waiting and waited.is_over():
                 late = [member.workers_at(each)[0] for each in sorted(waiting)]
                 raise PeerError(
-                    f"worker {worker.rank} waited {waited.limit_s:g} s for the evaluation of worker "
+                    f"worker {worker.rank} waited {waited.limit_s:g} s for {what} of worker "
                     f"{', '.join(map(str, late))}; it hangs, or is slower than parallel.timeout_s allows",
                     LostPeer.SILENT,
                     late[0],
                 )
             time.sleep(LOOK_S if waiting else 0)
-        agreed = store.compare_set(f"{key}/all", "", json.dumps(total.tolist()))
-        return means(self._run.parts, torch.tensor(json.loads(agreed), dtype=torch.float64))
+        agreed = store.compare_set(f"{key}/all", "", json.dumps(sorted(found.items())))
+        return {int(place): numbers for place, numbers in json.loads(agreed)}
 
     def state(self) -> EngineState | None:
         return self._member.state() if self._is_writer() else None
@@ -343,7 +385,9 @@ class DecentralizedEngine:
             store.set(saved, "1")
 
     def apply(self, change: Change) -> None:
-        raise cannot_apply(change, f"sync {self._run.settings.sync.kind}")
+        # Work is drawn anew for each interval.
+        if not isinstance(change, BatchSizeChange):
+            raise cannot_apply(change, f"sync {self._run.settings.sync.kind}")
 
     def close(self) -> None:
         self._member.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from plait.adapt.changes import BatchSizeChange, Change
 from plait.comm.collectives import gather_in_turn
 from plait.core.codec import decode
 from plait.core.errors import JobError
@@ -28,7 +29,6 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.changes import Change
 from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.data_parallel import load_whole
@@ -43,6 +43,8 @@ from plait.training.engines.pipeline_setup import (
 from plait.training.engines.replica_layout import check_replicas
 from plait.training.engines.step_reduce import DeferredStepReduce
 from plait.training.evaluate import in_order, mean_of_all, sums_of
+from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.stages import StageMonitor
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
 
@@ -119,6 +121,7 @@ class PipelineEngine:
         self._tied = further_names(run.parts.model)
         # Of a model that no worker holds as a whole: the checkpoint that its tensors are read from.
         self._stored: checkpoints.StoredCheckpoint | None = None
+        self._monitor: StageMonitor | None = None
 
     @property
     def parts_of_a_batch(self) -> int:
@@ -158,17 +161,23 @@ class PipelineEngine:
             run.worker, run.settings, parts, found.traced, self._layout, self._hosts
         )
         self._pipeline.on_spans = self._record_operations
+        if is_monitored(run.settings):
+            self._monitor = StageMonitor(run, self._pipeline)
 
     def train(self, steps: int) -> Trained:
         """Take the steps through the pipeline; it is empty at their end."""
         run, layout = self._run, self._layout
         batches = list(itertools.islice(run.order(), steps))
-        usual, many = run.settings.data.batch_size, layout.microbatches
+        usual, many = run.batch_size, layout.microbatches
         pieces = [cut_step(run.step + i, batch, many, usual) for i, batch in enumerate(batches)]
         together = [m for piece in pieces for m in piece]
         # Read a step later: nobody waits for the sum of the step that has just ended.
         slack = layout.microbatches if layout.schedule.synchronous else layout.slack()
-        notes = DeferredStepReduce(run.worker, together, slack, self._recorder_of(batches))
+        monitor, record = self._monitor, self._recorder_of(batches)
+        if monitor is not None:
+            monitor.begin_interval()
+        numbers = list if monitor is None else monitor.numbers
+        notes = DeferredStepReduce(run.worker, together, slack, record, numbers)
         if layout.schedule.synchronous:
             done = self._take_batches(pieces, notes)
         else:
@@ -187,7 +196,10 @@ class PipelineEngine:
                 return done
             work = self._work(piece, lambda _: contents, lambda _: False)
             local = layout.local(len(piece), layout.pipeline_of(rank))
-            self._pipeline.run(one_batch(layout, rank, local), work)
+            ops = one_batch(layout, rank, local)
+            if self._monitor is not None:
+                self._monitor.begin_batch(ops, work)
+            self._pipeline.run(ops, work)
             notes.give(first + done, sum(float(loss) for loss in self._pipeline.losses.values()))
             self._pipeline.losses.clear()
         return len(pieces)
@@ -228,14 +240,16 @@ class PipelineEngine:
     def _set_lr(self, step: int) -> None:
         set_lr(self._pipeline.optimizer, self._pipeline.base_lrs, self._run.lr_factor(step))
 
-    def _recorder_of(self, batches: list[GlobalBatch]) -> Callable[[int, float, float], None]:
+    def _recorder_of(self, batches: list[GlobalBatch]) -> Callable[[int, float, float, list[float]], None]:
         """Records each step of an interval as its loss becomes known."""
         run, first = self._run, self._run.step
 
-        def record(step: int, loss: float, ended: float) -> None:
+        def record(step: int, loss: float, ended: float, sums: list[float]) -> None:
             batch = batches[step - first]
             value = torch.tensor(loss, dtype=torch.float64)
             run.metrics.step(step + 1, batch.epoch, value, run.lr(step), len(batch.samples), ended)
+            if self._monitor is not None:
+                self._monitor.arrive(step, loss, len(batch.samples), sums)
 
         return record
 
@@ -288,7 +302,9 @@ class PipelineEngine:
         save()
 
     def apply(self, change: Change) -> None:
-        raise cannot_apply(change, "a pipeline")
+        # Batches are cut anew for each interval; the number of microbatches stays, and their size changes.
+        if not isinstance(change, BatchSizeChange):
+            raise cannot_apply(change, "a pipeline")
 
     def close(self) -> None:
         self._pipeline.close()

@@ -22,6 +22,8 @@ from plait.training.engines.pipeline_setup import further_names, report_verifica
 from plait.training.engines.replica_layout import replica_layouts
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.evaluate import in_order
+from plait.training.monitoring.asked import is_monitored, wants_norms
+from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.run import Run
 
 
@@ -38,6 +40,8 @@ class LeadPipeline(WholeModelStart):
         self.place = next(i for i, workers in enumerate(self._pipelines) if run.worker.rank in workers)
         self.places = len(self._pipelines)
         self._tied = further_names(run.parts.model)
+        # Times alone: norms would have to be those of all its stages.
+        self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
 
     def workers_at(self, place: int) -> tuple[int, ...]:
         return self._pipelines[place]
@@ -46,6 +50,8 @@ class LeadPipeline(WholeModelStart):
         self._replica = _open(self._run, self._layout, self._hosts)
         self.averaging = self._replica.averaging
         report_verification(self._run.metrics, self._replica.checked)
+        if self.monitor is not None and wants_norms(self._run.settings):
+            self._run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
         return _needs_world(self._hosts)
 
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> Tensor:

@@ -20,7 +20,7 @@ class DeferredStepReduce:
 
     A step's sum is read when all workers have long given theirs: `slack` microbatches after its last one,
     which is more than they can be apart. All read the same, so all stop before the same step. `on_loss` is
-    called with each step, its loss, and when this worker was done with it.
+    called with each step, its loss, when this worker was done with it, and the sums of workers' `numbers`.
     """
 
     def __init__(
@@ -28,11 +28,13 @@ class DeferredStepReduce:
         worker: Worker,
         microbatches: Sequence[Microbatch],
         slack: int,
-        on_loss: Callable[[int, float, float], None],
+        on_loss: Callable[[int, float, float, list[float]], None],
+        numbers: Callable[[], list[float]] = list,
     ) -> None:
         self._worker = worker
         self._slack = slack
         self._on_loss = on_loss
+        self._numbers = numbers
         self._steps = Counter(m.step for m in microbatches)
         self._ends = _ends(microbatches)
         self._next_to_give = self._next_to_read = microbatches[0].step
@@ -43,7 +45,8 @@ class DeferredStepReduce:
         """Add this worker's part of a step's loss; called for each step in turn."""
         assert step == self._next_to_give
         self._next_to_give += 1
-        values = torch.tensor([loss, float(self._worker.stop_requested())], dtype=torch.float64)
+        own = [loss, float(self._worker.stop_requested()), *self._numbers()]
+        values = torch.tensor(own, dtype=torch.float64)
         shared = self._worker.world_size > 1
         work = dist.all_reduce(values, async_op=True) if shared else None
         self._given[step] = values, work, time.perf_counter()
@@ -69,9 +72,9 @@ class DeferredStepReduce:
         values, work, ended = self._given.pop(self._next_to_read)
         if work is not None:
             work.wait()
-        loss, stops = values.tolist()
+        loss, stops, *sums = values.tolist()
         self._stop = self._stop or stops > 0
-        self._on_loss(self._next_to_read, loss, ended)
+        self._on_loss(self._next_to_read, loss, ended, sums)
         self._next_to_read += 1
 
     def watch(

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from plait.core.errors import PeerError
 from plait.data.calling import forward
 from plait.data.loader import Batch, cut, to_device
 from plait.launch.worker import Worker
@@ -25,30 +27,57 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import whole_world
 from plait.sync.buffers import average
 from plait.training.components import Components
+from plait.training.monitoring.own_pace import ShareMonitor
+from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.stragglers import StragglerInjector
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What some worker wishes for after a step: to end the run, or that other workers take part."""
+
+    stop: bool
+    change: bool
 
 
 class TrainStep:
     """Takes steps on `parts` together with the other workers, or, with `alone`, on its own gradients."""
 
     def __init__(
-        self, worker: Worker, settings: TrainSettings, parts: Components, alone: bool = False
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        parts: Components,
+        alone: bool = False,
+        monitor: StepMonitor | None = None,
+        own_monitor: ShareMonitor | None = None,
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._parts = parts
         together = worker.world_size > 1 and not alone
         self._members = whole_world(worker.rendezvous) if together else None
-        self._sync = AllReduce(list(parts.model.parameters()), members=self._members) if together else None
+        self._monitor = monitor
+        # Of a worker alone, or at its own pace.
+        self._alone = own_monitor or monitor
+        self._sync = self._make_sync() if together else None
         self.chosen = self._start_topology()
         self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
         self._frozen = FrozenAtStart(parts.model.named_parameters())
-        self._stop = _StopFlag(parts.device)
+        self._flags = _Flags(parts.device)
         # Samples of this worker since all agreed on running statistics.
         self._seen = 0
         # What comes between the gradients of a worker alone and its update.
         self.before_update: Callable[[], None] | None = None
+
+    def _make_sync(self) -> AllReduce:
+        parameters, monitor = list(self._parts.model.parameters()), self._monitor
+        if monitor is None:
+            return AllReduce(parameters, members=self._members)
+        sync = AllReduce(parameters, members=self._members, most_notes=3 + monitor.notes)
+        monitor.watch(sync)
+        return sync
 
     def _start_topology(self) -> TopologyChosen | None:
         """Sum as the settings ask; what was measured for it, if anything was."""
@@ -66,31 +95,58 @@ class TrainStep:
         if self._sync is not None and self._members is not None:
             spec, size = read_wish(topology), self._sync.gradient_bytes
             self._sync.switch(resolve_topology(spec, self._members, size, self._parts.device)[0])
+            if self._monitor is not None:
+                self._monitor.topology = topology
+
+    def fail(self, failure: PeerError) -> None:
+        """Have whoever waits for gradients of other workers fail; from any thread."""
+        if self._sync is not None:
+            self._sync.fail(failure)
 
     def close(self) -> None:
         """End the threads that overlap with steps; called after the last one."""
         if self._sync is not None:
             self._sync.close()
 
-    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, bool]:
-        """Forward, backward, agree, update; the global batch's mean loss, and whether anyone wants to end."""
+    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, Wishes]:
+        """Forward, backward, agree, update; the global batch's mean loss, and what the workers wish for.
+
+        PeerError where another worker is lost: then nothing was updated.
+        """
         self._frozen.check()
         optimizer = self._parts.optimizer
         set_lr(optimizer, self._parts.base_lrs, lr_factor)
         if self._sync is None:
             optimizer.zero_grad(set_to_none=True)
-            loss, stop = self._backward(batch), self._worker.stop_requested()
+            loss, wishes = self._backward(batch), self._own_wishes()
+            if self._alone is not None:
+                self._alone.end_alone(loss, self._parts.model.parameters(), batch.total)
         else:
             self._sync.begin()
-            loss = self._backward(batch)
-            spec = torch.full_like(loss, float(self._worker.stop_requested()))
-            notes = self._sync.agree(torch.stack([loss, spec]))
-            loss, stop = notes[0], self._stop.before()
-            self._stop.note(notes[1:])
+            loss, wishes = self._agree(self._sync, self._backward(batch), batch)
         if self.before_update is not None:
             self.before_update()
         self._update()
-        return loss, stop
+        return loss, wishes
+
+    def _own_wishes(self) -> Wishes:
+        memberships = self._worker.memberships
+        return Wishes(self._worker.stop_requested(), memberships is not None and memberships.is_asked)
+
+    def _agree(self, sync: AllReduce, loss: Tensor, batch: Batch) -> tuple[Tensor, Wishes]:
+        """Sum gradients, the loss, what workers wish for, and what the monitor has measured."""
+        own = self._own_wishes()
+        notes = torch.stack([loss, *(torch.full_like(loss, float(flag)) for flag in (own.stop, own.change))])
+        if self._monitor is None:
+            notes = sync.agree(notes)
+        else:
+            share = batch.count / batch.total
+            measured = self._monitor.begin_sum(share)
+            notes = sync.agree(torch.cat([notes, measured]), weigh_norm=1 / share if share else 0.0)
+            self._monitor.end_sum(sync, notes[0], notes[3:], batch.total)
+        wishes = self._flags.before()
+        self._flags.note(notes[1:3])
+        return notes[0], wishes
 
     def _backward(self, batch: Batch) -> Tensor:
         with self._slow.slowed():
@@ -114,6 +170,8 @@ class TrainStep:
                 self._sync.before_backward(last=i == len(pieces) - 1)
             parts.scaler.scale(weighted).backward()
             total += weighted.detach()
+            if self._alone is not None and i < len(pieces) - 1:
+                self._alone.after_microbatch(parts.model.parameters(), count / batch.total)
         return total
 
     def time_backward(self, batch: Batch) -> float:
@@ -140,20 +198,21 @@ class TrainStep:
             self._seen = 0
 
 
-class _StopFlag:
-    """How many workers ask to stop, read one step after it was summed, so that no GPU is waited for."""
+class _Flags:
+    """The workers' wishes, read one step after they were summed, so that no GPU is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._value = torch.zeros(1, dtype=torch.float64, pin_memory=on_gpu)
+        self._values = torch.zeros(2, dtype=torch.float64, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None
 
-    def note(self, stops: Tensor) -> None:
-        self._value.copy_(stops, non_blocking=True)
+    def note(self, wishes: Tensor) -> None:
+        self._values.copy_(wishes, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
-    def before(self) -> bool:
+    def before(self) -> Wishes:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return bool(self._value.item() > 0)
+        stop, change = self._values.tolist()
+        return Wishes(stop > 0, change > 0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,34 @@ class TopologyChange:
     topology: str
 
 
+@dataclass(frozen=True)
+class BatchSizeChange:
+    """Take batches of `batch_size` samples over all workers, with `lr_factor` times the job's learning rate.
+
+    The factor is on the learning rate that the job file and its schedule give, not on the one before.
+    """
+
+    batch_size: int
+    lr_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class WorkersChange:
+    """Go on with that many workers: asked for now, made once those that join are ready."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
+class SyncChange:
+    """Let workers agree by this sync, with these options, from the next step on."""
+
+    sync: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 # What an engine can be asked to apply between two steps.
-Change = TopologyChange
+Change = TopologyChange | BatchSizeChange | WorkersChange | SyncChange
 
 
 @dataclass(frozen=True)
@@ -38,6 +64,17 @@ class ChangeSource(Protocol):
 
     def due(self, step: int) -> Sequence[ChangeRequest]:
         """The changes to apply now that `step` steps are done, in this order."""
+
+
+@runtime_checkable
+class SavedSource(ChangeSource, Protocol):
+    """A source whose state checkpoints hold, as plain values."""
+
+    def state(self) -> Any:
+        """What `load` goes on from."""
+
+    def load(self, state: Any) -> None:
+        """Go on from the state of a checkpoint."""
 
 
 class StepTable:

@@ -1,0 +1,297 @@
+"""Elastic jobs under fire: kills, hangs, pauses and resizes at random; each must end as a run in peace does.
+
+    python benchmarks/elastic_soak.py [--faults 200] [--seed 0] [--workers 4] [--out F.jsonl]
+
+Each trial starts `plait train` with `parallel.elastic`, does something terrible every now and then until the
+job ends, and looks: the exit status, the final weights against those of one worker in peace (float64, 1e-9),
+and whether processes are left. The state of a run lives in its members, so one of them is always spared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from plait.core.errors import PlaitError
+from plait.launch.control import ask_job
+from plait.launch.run_dir import RunDir
+from plait.training.checkpoint import list_checkpoints, load
+
+MARK = "PLAIT_SOAK"
+HEARTBEAT_S = 2.0
+TOLERANCE = 1e-9
+START_S = 60.0
+# More than anything takes here; a job that is not done by then hangs.
+LONGEST_S = 240.0
+# Every process of a job shows its stacks when asked to.
+SHOW_STACKS = """import faulthandler, signal
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+"""
+
+
+@dataclass
+class SoakResult:
+    """What was done to a job, and what was wrong with how it ended."""
+
+    seed: int
+    faults: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    difference: float | None = None
+    wrong: list[str] = field(default_factory=list)
+    said: str = ""
+    stacks: str = ""
+
+
+class ElasticSoak:
+    """Runs elastic jobs in `folder` and does things to them."""
+
+    def __init__(self, folder: Path, steps: int = 300, workers: int = 4, pause_s: float = 0.02) -> None:
+        self._folder = folder
+        self._steps = steps
+        self._workers = workers
+        self._pause_s = pause_s
+        self._peace: Mapping[str, Any] | None = None
+
+    def try_once(self, seed: int) -> SoakResult:
+        """One job with faults drawn from `seed`."""
+        result, draw, mark = SoakResult(seed), random.Random(seed), uuid.uuid4().hex
+        run = self._folder / f"run-{seed}"
+        started = time.monotonic()
+        with (self._folder / f"said-{seed}.txt").open("w+") as said:
+            job = self._start(run, {"workers": min(3, self._workers)} | self._elastic(), mark, said)
+            try:
+                self._torment(job, RunDir(run), draw, result)
+                status = job.wait(max(1.0, started + LONGEST_S - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                status = None
+                result.stacks = _stacks(mark, run)
+            finally:
+                job.kill()
+                job.wait()
+            said.seek(0)
+            result.said = said.read()
+        result.seconds = time.monotonic() - started
+        self._judge(run, status, mark, result)
+        return result
+
+    def _elastic(self) -> dict[str, Any]:
+        return {"elastic": True, "max_workers": self._workers, "heartbeat_s": HEARTBEAT_S}
+
+    def _start(self, run: Path, parallel: Mapping[str, Any], mark: str, said: Any) -> subprocess.Popen[str]:
+        job = {
+            "name": "soak",
+            "model": "plait.workloads.mlp:mlp_tiny",
+            "data": {"kind": "digits", "batch_size": 60},
+            "optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9},
+            "steps": self._steps,
+            "precision": "float64",
+            "device": "cpu",
+            "evaluate": {"every_steps": 40},
+            "checkpoint": {"every_steps": 60},
+            "parallel": {"threads": 1, "jitter": [1.0, self._pause_s], **parallel},
+        }
+        path = self._folder / f"{run.name}.yaml"
+        path.write_text(yaml.safe_dump(job))
+        command = [sys.executable, "-m", "plait", "train", str(path), "--run", str(run)]
+        (self._folder / "sitecustomize.py").write_text(SHOW_STACKS)
+        places = os.pathsep.join([str(self._folder), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, MARK: mark, "PYTHONPATH": places}
+        return subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment, text=True)
+
+    def _torment(
+        self, job: subprocess.Popen[str], folder: RunDir, draw: random.Random, result: SoakResult
+    ) -> None:
+        """Do things at random moments until the job ends."""
+        job_pid, end = psutil.Process(job.pid), time.monotonic() + LONGEST_S
+        faults = _Faults(folder, draw, self._workers, job_pid)
+        while job.poll() is None and time.monotonic() < end:
+            time.sleep(draw.uniform(0.05, 1.0))
+            try:
+                kind = faults.next()
+            except (PlaitError, psutil.Error, ProcessLookupError):
+                continue  # it has just ended, or what was aimed at has
+            if kind is not None:
+                result.faults[kind] += 1
+
+    def _judge(self, run: Path, status: int | None, mark: str, result: SoakResult) -> None:
+        if status != 0:
+            result.wrong.append("it hangs" if status is None else f"it ended with status {status}")
+        if left := _marked(mark):
+            result.wrong.append(f"left behind: {left}")
+        if status == 0:
+            checkpoint = load(list_checkpoints(RunDir(run).checkpoints)[0])
+            weights = self._weights_in_peace()
+            result.difference = max(
+                float((checkpoint.model[name] - weights[name]).abs().max()) for name in weights
+            )
+            if checkpoint.step != self._steps:
+                result.wrong.append(f"it ended at step {checkpoint.step} of {self._steps}")
+            if not result.difference <= TOLERANCE:
+                result.wrong.append(f"its weights differ by {result.difference:.3g}")
+
+    def _weights_in_peace(self) -> Mapping[str, Any]:
+        if self._peace is None:
+            run, parallel = self._folder / "peace", {"workers": 1, "jitter": [0.0, 0.0]}
+            with (self._folder / "peace.txt").open("w") as said:
+                job = self._start(run, parallel, "peace", said)
+                assert job.wait(LONGEST_S) == 0
+            self._peace = load(list_checkpoints(RunDir(run).checkpoints)[0]).model
+        return self._peace
+
+
+class _Faults:
+    """What can be done to a running job; a member that holds its state is always spared."""
+
+    def __init__(self, folder: RunDir, draw: random.Random, workers: int, job: psutil.Process) -> None:
+        self._folder = folder
+        self._draw = draw
+        self._workers = workers
+        self._job = job
+        self._settled: set[int] = set()
+        self._hit: set[int] = set()
+        kinds: Sequence[tuple[str, Callable[[dict[str, Any]], bool], int]] = (
+            ("kill", lambda now: self._signal(now, signal.SIGKILL), 4),
+            ("hang", lambda now: self._signal(now, signal.SIGSTOP), 1),
+            ("pause", self._pause, 2),
+            ("kill a joiner", self._kill_joiner, 1),
+            ("resize", self._resize, 3),
+            ("leave", self._leave, 1),
+        )
+        self._kinds = [(name, act) for name, act, weight in kinds for _ in range(weight)]
+
+    def next(self) -> str | None:
+        """Do something; what it was, or None where it would have ended the job."""
+        kind, act = self._draw.choice(self._kinds)
+        now = ask_job(self._folder)
+        if now["is_settled"]:
+            self._settled = set(now["members"])
+        if not self._settled:
+            return None  # it has not begun
+        return kind if act(now) else None
+
+    def _signal(self, now: dict[str, Any], number: signal.Signals) -> bool:
+        victim = self._draw.choice(now["members"])
+        spared = self._settled & set(now["members"]) - self._hit - {victim}
+        if not spared or victim in self._hit:
+            return False
+        self._hit.add(victim)
+        os.kill(now["pids"][str(victim)], number)
+        return True
+
+    def _pause(self, now: dict[str, Any]) -> bool:
+        pid = now["pids"][str(self._draw.choice(now["members"]))]
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self._draw.uniform(0.05, HEARTBEAT_S / 3))
+        os.kill(pid, signal.SIGCONT)
+        return True
+
+    def _kill_joiner(self, now: dict[str, Any]) -> bool:
+        workers = [
+            worker
+            for agent in self._job.children()
+            for server in agent.children()
+            for worker in server.children()
+            if worker.pid not in now["pids"].values()
+        ]
+        if not workers or (not now["is_settled"] and len(now["members"]) < 2):
+            return False
+        self._draw.choice(workers).kill()
+        return True
+
+    def _resize(self, now: dict[str, Any]) -> bool:
+        ask_job(self._folder, {"workers": self._draw.randint(1, self._workers), "why": "soak"})
+        return True
+
+    def _leave(self, now: dict[str, Any]) -> bool:
+        leaver = self._draw.choice(now["members"])
+        if len(now["members"]) < 2 or not self._settled - self._hit - {leaver}:
+            return False
+        workers = max(1, len(now["members"]) - self._draw.randint(0, 1))
+        ask_job(self._folder, {"workers": workers, "without": [leaver], "why": "soak"})
+        return True
+
+
+def _stacks(mark: str, run: Path) -> str:
+    """Where the processes of a job that hangs are, and what it says of its workers."""
+    with contextlib.suppress(PlaitError):
+        print(ask_job(RunDir(run)), flush=True)
+    for process in _processes(mark):
+        process.send_signal(signal.SIGUSR1)
+    time.sleep(2.0)
+    return "\n".join(f"{path.name}:\n{path.read_text()[-6000:]}" for path in sorted(run.glob("logs/*.err")))
+
+
+def _processes(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _marked(mark: str, seconds: float = 5.0) -> list[str]:
+    """Processes of the job that are left some seconds after its end."""
+    end = time.monotonic() + seconds
+    while True:
+        found = []
+        for process in _processes(mark):
+            with contextlib.suppress(psutil.Error):
+                found.append(" ".join(process.cmdline())[:80])
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds that each step sleeps")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    total: Counter[str] = Counter()
+    failed, seed = 0, asked.seed
+    with tempfile.TemporaryDirectory() as folder:
+        soak = ElasticSoak(Path(folder), asked.steps, asked.workers, asked.pause)
+        while total.total() < asked.faults:
+            result = soak.try_once(seed)
+            seed += 1
+            total += result.faults
+            failed += bool(result.wrong)
+            print(
+                f"seed {result.seed}: {result.faults.total()} faults {dict(result.faults)} in "
+                f"{result.seconds:.0f} s, difference {result.difference}; "
+                f"{'; '.join(result.wrong) or 'as in peace'}",
+                flush=True,
+            )
+            if result.wrong:
+                print(result.said, result.stacks, flush=True)
+            if asked.out is not None:
+                with asked.out.open("a") as file:
+                    file.write(json.dumps(vars(result)) + "\n")
+    print(f"{total.total()} faults in {seed - asked.seed} jobs: {dict(total)}; {failed} jobs went wrong")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The signals of a run so far: policies look at them, and the record keeps them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from plait.core.run_events import Signals
+
+KEPT = 200
+
+
+class SignalHistory:
+    """The newest signals, oldest first; `record` is called with each as it comes."""
+
+    def __init__(self, record: Callable[[Signals], None] = lambda _: None, kept: int = KEPT) -> None:
+        self._signals: deque[Signals] = deque(maxlen=kept)
+        self._record = record
+
+    def add(self, signals: Signals) -> None:
+        self._signals.append(signals)
+        self._record(signals)
+
+    def forget(self) -> None:
+        """Begin anew: all workers see the same signals, also those that have just joined."""
+        self._signals.clear()
+
+    def newest(self) -> tuple[Signals, ...]:
+        """All that are kept, oldest first."""
+        return tuple(self._signals)
+
+    @property
+    def last_step(self) -> int:
+        """The step that the newest signals tell of; 0 where there are none."""
+        return self._signals[-1].step if self._signals else 0

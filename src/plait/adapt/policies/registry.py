@@ -1,0 +1,53 @@
+"""The policies that a job can name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from plait.adapt.policies.batch_size import AdaptiveBatchSize
+from plait.adapt.policies.own_function import FunctionPolicy
+from plait.adapt.policies.policy import Policy
+from plait.adapt.policies.step_table import StepBased
+from plait.adapt.policies.sync import AdaptiveSync
+from plait.adapt.policies.topology import AdaptiveTopology
+from plait.adapt.policies.workers import AdaptiveWorkers
+from plait.core.codec import decode
+from plait.core.errors import ArtefactError, JobError
+from plait.core.names import did_you_mean
+from plait.core.shown import shown
+
+POLICIES: Mapping[str, Any] = {
+    "batch-size": AdaptiveBatchSize,
+    "steps": StepBased,
+    "sync": AdaptiveSync,
+    "topology": AdaptiveTopology,
+    "workers": AdaptiveWorkers,
+}
+
+
+def make_policy(kind: str, options: Mapping[str, Any]) -> Policy:
+    """The policy of a kind of ours, or a user's own named `package.module:function`."""
+    if ":" in kind:
+        return FunctionPolicy(kind, options)
+    if kind not in POLICIES:
+        raise JobError(
+            f"adapt.kind: found {shown(kind)}, expected a policy or package.module:function"
+            f"{did_you_mean(kind, POLICIES)}"
+        )
+    cls = POLICIES[kind]
+    known = [each.name for each in fields(cls)]
+    for key in options:
+        if key not in known:
+            raise JobError(f"adapt.{key}: {kind} has no such option{did_you_mean(key, known)}")
+    try:
+        made: Policy = decode(cls, options, f"adapt.{kind}")
+    except ArtefactError as failure:
+        raise JobError(str(failure)) from None
+    return made
+
+
+def needs_norms(kind: str) -> bool:
+    """Whether a policy looks at gradients; a user's own may."""
+    return kind == "batch-size" or ":" in kind

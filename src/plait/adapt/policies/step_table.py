@@ -1,0 +1,65 @@
+"""Step-based changes: a table of what to change after which step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from plait.adapt.changes import BatchSizeChange, Change, SyncChange, TopologyChange, WorkersChange
+from plait.adapt.policies.policy import Decision, Proposal
+from plait.core.codec import decode
+from plait.core.errors import ArtefactError, JobError
+from plait.core.names import did_you_mean
+from plait.core.run_events import Signals
+from plait.core.shown import shown
+
+# What an entry of the table is known by: the field that only this change has.
+_BY_FIELD: Mapping[str, type] = {
+    "batch_size": BatchSizeChange,
+    "topology": TopologyChange,
+    "workers": WorkersChange,
+    "sync": SyncChange,
+}
+
+
+def read_change(entry: Mapping[str, Any], where: str) -> Change:
+    """The change that `{batch_size: 128, lr_factor: 2}` and its like stand for."""
+    kinds = [kind for key, kind in _BY_FIELD.items() if key in entry]
+    if len(kinds) != 1:
+        near = did_you_mean(next(iter(entry), ""), _BY_FIELD)
+        raise JobError(f"{where}: found {shown(dict(entry))}, expected one of {', '.join(_BY_FIELD)}{near}")
+    for key in entry:
+        known = [each.name for each in fields(kinds[0])]
+        if key not in known:
+            raise JobError(f"{where}: found {shown(key)}{did_you_mean(key, known)}")
+    try:
+        found: Change = decode(kinds[0], entry, where)
+    except ArtefactError as failure:
+        raise JobError(str(failure)) from None
+    return found
+
+
+@dataclass(frozen=True)
+class StepBased:
+    """Make each change of `changes` once its step is done: {100: {batch_size: 128, lr_factor: 2.0}}."""
+
+    changes: Mapping[int, Mapping[str, Any]]
+    state_type: ClassVar[type | None] = None
+
+    def __post_init__(self) -> None:
+        for step, entry in self.changes.items():
+            read_change(entry, f"adapt.changes.{step}")
+
+    def next_due(self, step: int) -> int | None:
+        """The first step after `step` that has a change."""
+        return min((at for at in self.changes if at > step), default=None)
+
+    def at(self, step: int) -> list[Proposal]:
+        """The change that is due after `step` steps, if any."""
+        entry = self.changes.get(step)
+        return [Proposal(read_change(entry, f"adapt.changes.{step}"), f"step {step}")] if entry else []
+
+    def decide(self, signals: Sequence[Signals], state: Any) -> Decision:
+        """By signals, which are a step late; a loop asks `at` instead, which is exact."""
+        return Decision(tuple(self.at(signals[-1].step)))

@@ -1,0 +1,77 @@
+"""Policies as a source of changes: asked between steps, by the newest signals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.adapt.changes import ChangeRequest
+from plait.adapt.history import SignalHistory
+from plait.adapt.policies.policy import Policy
+from plait.adapt.policies.step_table import StepBased
+from plait.core.codec import decode, encode
+from plait.core.errors import ArtefactError
+from plait.core.run_events import Signals
+
+
+@dataclass
+class NamedPolicy:
+    """A policy by the name that the job gives it, with its state."""
+
+    name: str
+    policy: Policy
+    state: Any = None
+
+
+class PolicySource:
+    """Asks policies for changes after every `every_steps` steps that signals tell of.
+
+    Each policy sees the same signals; requests come in the order of the job file.
+    """
+
+    def __init__(
+        self, policies: Sequence[tuple[str, Policy]], history: SignalHistory, every_steps: int = 1
+    ) -> None:
+        self._policies = [NamedPolicy(name, policy) for name, policy in policies]
+        self._history = history
+        self._every_steps = every_steps
+        self._asked_at = 0
+
+    def next_due(self, step: int) -> int | None:
+        tables = [named.policy for named in self._policies if isinstance(named.policy, StepBased)]
+        found = [due for table in tables if (due := table.next_due(step)) is not None]
+        if len(tables) < len(self._policies):
+            found.append(step + self._every_steps - step % self._every_steps)
+        return min(found, default=None)
+
+    def due(self, step: int) -> list[ChangeRequest]:
+        signals = self._history.newest()
+        is_new = bool(signals) and signals[-1].step > self._asked_at
+        found: list[ChangeRequest] = []
+        for named in self._policies:
+            if isinstance(named.policy, StepBased):
+                found += [ChangeRequest(each.change, named.name, each.why) for each in named.policy.at(step)]
+            elif is_new:
+                found += self._ask(named, signals)
+        if is_new:
+            self._asked_at = signals[-1].step
+        return found
+
+    def _ask(self, named: NamedPolicy, signals: Sequence[Signals]) -> list[ChangeRequest]:
+        decision = named.policy.decide(signals, named.state)
+        named.state = decision.state
+        return [ChangeRequest(each.change, named.name, each.why) for each in decision.proposals]
+
+    def state(self) -> dict[str, Any]:
+        """What `load` goes on from, as plain values: each policy's state under its name and place."""
+        return {f"{i}/{named.name}": encode(named.state) for i, named in enumerate(self._policies)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; a policy that is new, or whose state cannot be read, begins afresh."""
+        for i, named in enumerate(self._policies):
+            kept, kind = state.get(f"{i}/{named.name}"), named.policy.state_type
+            try:
+                named.state = kept if kind is None or kept is None else decode(kind, kept)
+            except ArtefactError:
+                named.state = None

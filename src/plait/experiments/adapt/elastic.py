@@ -1,0 +1,246 @@
+"""Workers that come and go: how long a change holds up those that stay, and whether it changes the loss."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plait.core import events
+from plait.core.run_events import Step, WorkersChanged
+from plait.experiments.bench import Bench, BenchClaim, Row
+from plait.launch.control import ask_job
+from plait.launch.display import Silent, WorkerState
+from plait.launch.run_dir import RunDir, find_run
+
+SIZES = (2, 3, 4, 2, 1, 3)
+GOAL_S = 0.5
+LOSS_GOAL = 1e-9
+# Steps between a change and the next request, from which the time of a step is known.
+NAME = "elastic"
+QUIET_STEPS = 30
+# So that a change meets a job in the middle of its steps, also on few cores.
+STEP_S = 0.02
+
+# Name -> the job's model, and by how much its loss may differ from a run of fixed size.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "mlp": {"model": "plait.workloads.mlp:mlp_tiny", "precision": "float64"},
+    "mlp-30-million": {
+        "model": "plait.workloads.mlp:mlp",
+        "model_args": {"inputs": 64, "hidden": [5000, 5000, 1000]},
+        "precision": "float32",
+    },
+}
+
+
+def run(command: str = "plait bench elastic", quick: bool = False) -> Bench:
+    """Resize jobs while they run and lose a worker of one; beside them, a run of fixed size."""
+    rows: list[Row] = []
+    claims: list[BenchClaim] = []
+    for name in ("mlp",) if quick else MODELS:
+        rows += _resized(name)
+        claims += _stall_claims(name, rows)
+        if name == "mlp":
+            rows.append(_fixed_row(name))
+            claims.append(_loss_claim(rows))
+    rows += _lost("mlp")
+    claims.append(_loss_of_worker_claim(rows))
+    return Bench("elastic", command, tuple(_without_curves(rows)), tuple(claims))
+
+
+def _without_curves(rows: Sequence[Row]) -> list[Row]:
+    return [{key: value for key, value in row.items() if key != "curve"} for row in rows]
+
+
+def _job(name: str, folder: str, parallel: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    return {
+        "name": NAME,
+        **MODELS[name],
+        "data": {"kind": "digits", "batch_size": 48},
+        "optimizer": {"kind": "sgd", "lr": 0.02, "momentum": 0.9},
+        "steps": steps,
+        "device": "cpu",
+        "log_every_steps": 1,
+        "checkpoint": {"every_steps": 1_000_000},
+        "parallel": {"threads": 1, "jitter": [1.0, STEP_S], **parallel},
+        "run_dir": folder,
+    }
+
+
+class _Driver(Silent):
+    """Does what is left to do, one thing after the other, each some steps after the one before."""
+
+    def __init__(
+        self, acts: Sequence[Callable[[RunDir, tuple[WorkerState, ...]], None]], run_dir: Path
+    ) -> None:
+        self._acts = list(acts)
+        self._run_dir = run_dir
+        self._quiet_since: int | None = None
+        self._busy = False
+
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        self._workers = workers
+        self._quiet_since, self._busy = None, False
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        step = int(progress["step"])
+        if self._quiet_since is None:
+            self._quiet_since = step
+        if self._busy or step < self._quiet_since + QUIET_STEPS or not self._acts:
+            return
+        self._busy = True
+        # In a thread of its own: this one answers the request.
+        act = self._acts.pop(0)
+        threading.Thread(target=act, args=(find_run(NAME, self._run_dir), self._workers), daemon=True).start()
+
+
+def _ask(workers: int) -> Callable[[RunDir, tuple[WorkerState, ...]], None]:
+    def ask(folder: RunDir, _: tuple[WorkerState, ...]) -> None:
+        ask_job(folder, {"workers": workers, "why": f"at {time.time():.6f}"})
+
+    return ask
+
+
+def _kill_first(_: RunDir, workers: tuple[WorkerState, ...]) -> None:
+    os.kill(workers[0].pid, signal.SIGKILL)
+
+
+def _resized(name: str) -> list[Row]:
+    """A row for each change of a job that is resized while it runs."""
+    steps = 4 * QUIET_STEPS * (len(SIZES) + 1)
+    parallel = {"workers": SIZES[0], "elastic": True, "max_workers": max(SIZES)}
+    recorded = _trained(name, parallel, steps, [_ask(size) for size in SIZES[1:]])
+    return _change_rows("resize", name, recorded)
+
+
+def _lost(name: str) -> list[Row]:
+    """A row for the loss of the worker that keeps the record, and one for the worker in its place."""
+    parallel = {"workers": 3, "elastic": True, "max_workers": 3}
+    recorded = _trained(name, parallel, 8 * QUIET_STEPS, [_kill_first])
+    return _change_rows("kill -9 of worker 0", name, recorded)
+
+
+def _trained(
+    name: str, parallel: Mapping[str, Any], steps: int, acts: Sequence[Callable[..., None]]
+) -> list[events.Recorded]:
+    """What was recorded of a run, by whichever worker, in the order of time."""
+    from plait.jobs.train import train  # reads job files
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = train(_job(name, folder, parallel, steps), display=_Driver(acts, Path(folder)))
+        files = sorted(Path(made.run).glob("events/*.jsonl"))
+        found = [line for path in files for line in events.read(path)]
+    return sorted(found, key=lambda line: line.t)
+
+
+def _change_rows(case: str, name: str, recorded: Sequence[events.Recorded]) -> list[Row]:
+    """How long each change held up the steps, beyond the time of a step."""
+    rows: list[Row] = []
+    for index, line in enumerate(recorded):
+        event = line.event
+        if isinstance(event, WorkersChanged):
+            last = [each for each in recorded[:index] if isinstance(each.event, Step)]
+            first = next(each for each in recorded[index:] if isinstance(each.event, Step))
+            ahead = [each for each in recorded[index:] if isinstance(each.event, Step)][1 : QUIET_STEPS // 2]
+            # Two steps in a row that a worker records end one step apart.
+            step_s = statistics.median(b.t - a.t for a, b in itertools.pairwise(ahead))
+            gap_s = first.t - last[-1].t
+            rows.append(
+                {
+                    "case": case,
+                    "model": name,
+                    "workers": len(event.members) - len(event.joined) + len(event.left) + len(event.lost),
+                    "then": len(event.members),
+                    "step": event.step,
+                    "step_s": round(step_s, 4),
+                    "stall_s": round(max(0.0, gap_s - step_s), 4),
+                    "switch_s": round(event.seconds, 4),
+                    "asked_before_s": _asked_before_s(event, line.t),
+                    "why": event.why.partition(" at ")[0] if event.lost else "",
+                }
+            )
+    losses = {line.event.step: line.event.loss for line in recorded if isinstance(line.event, Step)}
+    if rows:
+        rows[0]["curve"] = " ".join(f"{losses[step]!r}" for step in sorted(losses))
+    return rows
+
+
+def _asked_before_s(event: WorkersChanged, at: float) -> float | None:
+    """Seconds from the request to the change, while steps went on."""
+    word, _, moment = event.why.partition("at ")
+    return round(at - float(moment), 3) if not word and moment else None
+
+
+def _fixed_row(name: str) -> Row:
+    """The same job on two workers throughout."""
+    steps = 4 * QUIET_STEPS * (len(SIZES) + 1)
+    recorded = _trained(name, {"workers": 2, "jitter": [0.0, 0.0]}, steps, [])
+    losses = {line.event.step: line.event.loss for line in recorded if isinstance(line.event, Step)}
+    curve = " ".join(f"{losses[step]!r}" for step in sorted(losses))
+    return {"case": "fixed size", "model": name, "workers": 2, "then": 2, "curve": curve}
+
+
+def _stall_claims(name: str, rows: Sequence[Row]) -> list[BenchClaim]:
+    stalls = [
+        float(row["stall_s"] or 0.0) for row in rows if row["case"] == "resize" and row["model"] == name
+    ]
+    done = len(stalls) == len(SIZES) - 1
+    words = f"{name}: the longest stall of workers that stay, over {' -> '.join(map(str, SIZES))}, s"
+    worst = max(stalls, default=None)
+    return [
+        BenchClaim(
+            words,
+            worst,
+            f"at most {GOAL_S:g}, each change made",
+            done and worst is not None and worst <= GOAL_S,
+        )
+    ]
+
+
+def _loss_claim(rows: Sequence[Row]) -> BenchClaim:
+    resized, fixed = (_curve(rows, case) for case in ("resize", "fixed size"))
+    same_steps = bool(fixed) and len(resized) == len(fixed)
+    apart = max((abs(a - b) for a, b in zip(resized, fixed)), default=None)
+    words = "the largest difference of a step's loss from the run of fixed size (float64)"
+    holds = same_steps and apart is not None and apart <= LOSS_GOAL
+    return BenchClaim(words, apart, f"at most {LOSS_GOAL:g}, over all steps", holds)
+
+
+def _curve(rows: Sequence[Row], case: str) -> list[float]:
+    found = next(str(row["curve"]) for row in rows if row["case"] == case and "curve" in row)
+    return [float(value) for value in found.split()]
+
+
+def _loss_of_worker_claim(rows: Sequence[Row]) -> BenchClaim:
+    stalls = [float(row["stall_s"] or 0.0) for row in rows if str(row["case"]).startswith("kill")]
+    words = "from kill -9 of the worker that keeps the record to the next step of the others, s"
+    value = stalls[0] if stalls else None
+    goal = f"at most {GOAL_S:g} beyond a step, and another takes its place"
+    return BenchClaim(words, value, goal, len(stalls) == 2 and stalls[0] <= GOAL_S)
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """The stall of each change, by what was changed."""
+    import matplotlib  # loaded only where a picture is asked for
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in bench.rows if "stall_s" in row]
+    labels = [f"{row['model']}\n{row['workers']} -> {row['then']}" for row in rows]
+    figure, axis = plt.subplots(figsize=(1.0 + 0.8 * len(rows), 4))
+    colours = ["tab:red" if str(row["case"]).startswith("kill") else "tab:blue" for row in rows]
+    axis.bar(range(len(rows)), [float(row["stall_s"] or 0.0) for row in rows], color=colours)
+    axis.axhline(GOAL_S, color="black", linestyle="--", linewidth=1)
+    axis.set_xticks(range(len(rows)), labels, fontsize=6)
+    axis.set(ylabel="seconds without a step, beyond one step", title="blue: resized; red: a worker killed")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

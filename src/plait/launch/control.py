@@ -1,0 +1,201 @@
+"""The control endpoint of an elastic job: HTTP on loopback, behind a token, for another number of workers.
+
+    GET /workers   {"workers": 4, "version": 3, "members": [0, 2, 3, 5], "hosts": {"w0": 2, "w1": 2}, ...}
+    PUT /workers   {"workers": 6, "version": 3} or {"hosts": ["w0:4", "w1:2"]}; 409 where the version is stale
+
+Where it listens and its token are in the run's folder, in a file that only its owner can read. Requests are
+answered by the supervisor's own thread, one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import queue
+import secrets
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from plait.core.errors import InputError, PlaitError
+from plait.core.files import write_atomic
+from plait.core.shown import shown
+from plait.launch.elastic import ControlRequest
+from plait.launch.roster import StaleVersionError
+from plait.launch.run_dir import RunDir
+from plait.schema.hosts import parse_hosts
+
+MOST_BYTES = 64 << 10
+# For the supervisor to answer, and for a client to send what it has to say.
+ANSWER_S = 10.0
+PATH = "/workers"
+# How long the end of a job waits for its endpoint.
+POLL_S = 0.05
+
+
+@contextlib.contextmanager
+def serving(folder: RunDir, address: str, ask: Callable[[ControlRequest], None]) -> Iterator[None]:
+    """Serve requests at `address` (host:port, port 0 for any); `ask` passes them to the supervisor."""
+    host, _, port = address.rpartition(":")
+    token = secrets.token_urlsafe(32)
+    try:
+        server = _ControlServer((host, int(port)), _Handler)
+    except (OSError, OverflowError) as failure:
+        raise InputError(
+            f"parallel.control: found {shown(address)}, but nobody can listen there: {failure}; use a free "
+            f"port, or 0 for any"
+        ) from None
+    server.token, server.ask = token, ask
+    url = f"http://{host}:{server.server_address[1]}{PATH}"
+    write_atomic(folder.control, json.dumps({"url": url, "token": token}), private=True)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="plait-control", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        folder.control.unlink(missing_ok=True)
+        server.shutdown()
+        server.server_close()
+
+
+class _ControlServer(ThreadingHTTPServer):
+    daemon_threads = True
+    token: str
+    ask: Callable[[ControlRequest], None]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _ControlServer
+    server_version = "plait"
+    sys_version = ""
+    timeout = ANSWER_S
+
+    def do_GET(self) -> None:
+        self._serve(lambda: ControlRequest())
+
+    def do_PUT(self) -> None:
+        self._serve(lambda: read_request(self._body()))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _serve(self, read: Callable[[], ControlRequest]) -> None:
+        known = f"Bearer {self.server.token}".encode()
+        if not hmac.compare_digest(self.headers.get("Authorization", "").encode(errors="replace"), known):
+            self._answer(HTTPStatus.UNAUTHORIZED, {"error": "the token of the run's folder is needed"})
+            return
+        if self.path != PATH:
+            self._answer(HTTPStatus.NOT_FOUND, {"error": f"found {shown(self.path)}, expected {PATH}"})
+            return
+        try:
+            request = read()
+            self.server.ask(request)
+            found = request.answer.get(timeout=ANSWER_S)
+        except InputError as failure:
+            found = failure
+        except queue.Empty:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the job does not answer"})
+            return
+        if isinstance(found, StaleVersionError):
+            self._answer(HTTPStatus.CONFLICT, {"error": str(found)})
+        elif isinstance(found, PlaitError):
+            self._answer(HTTPStatus.BAD_REQUEST, {"error": str(found)})
+        else:
+            self._answer(HTTPStatus.OK, found)
+
+    def _body(self) -> Any:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MOST_BYTES:
+            raise InputError(f"Content-Length: found {shown(length)}, expected {MOST_BYTES} bytes at most")
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as failure:
+            raise InputError(f"the request is no JSON: {failure}") from None
+
+    def _answer(self, status: HTTPStatus, content: Mapping[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        # What a refused request has sent is not read.
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+
+def read_request(content: Any) -> ControlRequest:
+    """What a client asks for; InputError where it makes no sense."""
+    expected = 'an object with workers or hosts, such as {"workers": 4, "version": 1}'
+    if not isinstance(content, dict) or ("workers" in content) == ("hosts" in content):
+        raise InputError(f"found {shown(content)}, expected {expected}")
+    if unknown := sorted(content.keys() - {"workers", "hosts", "version", "without", "why"}):
+        raise InputError(f"{shown(unknown[0])}: expected {expected}")
+    whole = {key: content[key] for key in ("workers", "version") if content.get(key) is not None}
+    for key, value in whole.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InputError(f"{key}: found {shown(value)}, expected a whole number")
+    without = content.get("without", [])
+    if not isinstance(without, list) or not all(type(each) is int for each in without):
+        raise InputError(f"without: found {shown(without)}, expected a list of worker numbers")
+    why = content.get("why", "")
+    if not isinstance(why, str) or len(why) > 1000:
+        raise InputError(f"why: found {shown(why)}, expected text")
+    hosts = content.get("hosts")
+    if hosts is not None and not (isinstance(hosts, list) and all(isinstance(each, str) for each in hosts)):
+        raise InputError(f"hosts: found {shown(hosts)}, expected a list such as ['w0:2', 'w1:2']")
+    return ControlRequest(
+        workers=whole.get("workers"),
+        hosts=None if hosts is None else parse_hosts(hosts, "hosts"),
+        version=whole.get("version"),
+        without=tuple(without),
+        by="control endpoint",
+        why=why,
+    )
+
+
+def ask_job(folder: RunDir, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the running job of that folder answers; with `content`, it is asked to change its workers."""
+    if folder.holder() is None:
+        raise InputError(f"{folder.path}: not running; only a running job has workers to change")
+    try:
+        known = json.loads(folder.control.read_text())
+        url, token = str(known["url"]), str(known["token"])
+    except FileNotFoundError:
+        raise InputError(
+            f"{folder.path}: its workers are fixed, or it has just begun; start a job whose workers may come "
+            f"and go with parallel.elastic: true"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise InputError(f"{folder.control}: cannot be read: {failure}") from None
+    request = urllib.request.Request(
+        url,
+        None if content is None else json.dumps(content).encode(),
+        {"Authorization": f"Bearer {token}"},
+        method="GET" if content is None else "PUT",
+    )
+    # No proxy stands between a machine and itself.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=ANSWER_S + 5.0) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+    except urllib.error.HTTPError as failure:
+        raise _refusal(failure) from None
+    except OSError as failure:
+        raise PlaitError(f"{folder.path}: the job does not answer: {failure}") from None
+
+
+def _refusal(failure: urllib.error.HTTPError) -> PlaitError:
+    try:
+        words = str(json.loads(failure.read())["error"])
+    except (ValueError, KeyError, TypeError, OSError):
+        words = str(failure)
+    if failure.code == HTTPStatus.CONFLICT:
+        return StaleVersionError(words)
+    return InputError(words) if failure.code < HTTPStatus.INTERNAL_SERVER_ERROR else PlaitError(words)

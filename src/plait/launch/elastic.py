@@ -1,0 +1,176 @@
+"""The workers of an elastic job: what agents report goes to the roster, and what it answers is done."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from plait.core.codec import encode
+from plait.core.errors import LaunchError, PlaitError
+from plait.launch.membership import Membership
+from plait.launch.roster import NextSteps, Roster, Start
+from plait.schema.hosts import Host
+
+POLICY = "policy"
+# For the end of a worker to become known, which explains why others cannot work together.
+GRACE_S = 2.0
+
+
+@dataclass(frozen=True)
+class ControlRequest:
+    """Somebody wants another number of workers, or other hosts to hold them, or just to know of them.
+
+    The answer is what is wanted and who takes part then, or why not.
+    """
+
+    workers: int | None = None
+    hosts: tuple[Host, ...] | None = None
+    version: int | None = None
+    without: tuple[int, ...] = ()
+    by: str = "resize"
+    why: str = ""
+    answer: queue.SimpleQueue[dict[str, Any] | PlaitError] = field(default_factory=queue.SimpleQueue)
+
+
+class Processes(Protocol):
+    """What the supervisor does for its elastic workers."""
+
+    def start_worker(self, start: Start) -> None: ...
+    def end_workers(self, workers: tuple[int, ...]) -> None: ...
+    def tell_workers(self, membership: Membership) -> None: ...
+    def stop_workers(self) -> None: ...
+    def warn(self, words: str) -> None: ...
+    def pid_of(self, worker: int) -> int | None: ...
+
+
+class ElasticWorkers:
+    """Keeps the workers of a job at the number that is wanted, whoever is lost."""
+
+    def __init__(self, roster: Roster, processes: Processes, settled: Callable[[Membership], None]) -> None:
+        self.roster = roster
+        self._processes = processes
+        self._settled = settled
+        self._settled_version = 1
+        self._left: set[int] = set()
+        self._broken: tuple[int, str, float] | None = None
+        self.too_few: str | None = None
+
+    def take(self, value: Mapping[str, Any]) -> bool:
+        """Take up what a worker reported; False where it is about something else."""
+        roster = self.roster
+        if "prepared" in value:
+            roster.on_ready(value["prepared"])
+        elif "joined" in value:
+            roster.on_joined(value["joined"]["rank"], value["joined"]["version"])
+        elif "left" in value:
+            self._left.add(value["left"])
+            roster.on_left(value["left"])
+        elif "broken" in value:
+            found = value["broken"]
+            self._broken = self._broken or (found["version"], found["why"], time.monotonic())
+        elif "resize" in value:
+            wish = value["resize"]
+            self.serve(ControlRequest(wish["workers"], by=POLICY, why=wish["why"]))
+        else:
+            return False
+        self.proceed()
+        return True
+
+    def serve(self, asked: ControlRequest) -> None:
+        """Want another number of workers from now on, if that is asked for; whoever asked is answered."""
+        more: dict[str, Any] = {"version": asked.version, "by": asked.by, "why": asked.why}
+        try:
+            if asked.hosts is not None:
+                self.roster.use_hosts(asked.hosts, **more)
+            elif asked.workers is not None:
+                self.roster.resize(asked.workers, without=asked.without, **more)
+        except PlaitError as failure:
+            asked.answer.put(failure)
+            if asked.by == POLICY:
+                self._processes.warn(f"a policy asked for {asked.workers} workers: {failure}")
+            return
+        asked.answer.put(self._described())
+        self.proceed()
+
+    def _described(self) -> dict[str, Any]:
+        roster = self.roster
+        return {
+            "workers": roster.wanted.workers,
+            "version": roster.wanted.version,
+            "members": list(roster.membership.members),
+            "pids": {member: self._processes.pid_of(member) for member in roster.membership.members},
+            "is_settled": roster.is_settled and len(roster.membership.members) == roster.wanted.workers,
+            "hosts": {host.name: slots for host, slots in zip(roster.hosts, roster.capacity)},
+        }
+
+    def has_left(self, worker: int) -> bool:
+        return worker in self._left
+
+    def on_done(self, worker: int) -> None:
+        self.roster.on_done(worker)
+        self.proceed()
+
+    def on_progress(self, step: int) -> None:
+        self.roster.on_progress(step)
+
+    def on_gone(self, worker: int, why: str) -> None:
+        """A worker's process has ended; `why` in words."""
+        if not self.has_left(worker):
+            self.roster.on_gone(worker, why)
+            self.proceed()
+
+    def stop(self) -> None:
+        self.roster.stop()
+
+    def is_over(self) -> bool:
+        """Whether the job has ended; LaunchError where it had to, for want of workers."""
+        self._form_again_if_due()
+        if not self.roster.is_over():
+            return False
+        if self.too_few is not None:
+            raise LaunchError(f"{self.too_few}; a checkpoint was written: go on with --resume")
+        return True
+
+    def _form_again_if_due(self) -> None:
+        if self._broken is not None and time.monotonic() > self._broken[2] + GRACE_S:
+            version, why, _ = self._broken
+            self._broken = None
+            self._do(self.roster.form_again(version, why))
+
+    def proceed(self) -> None:
+        """Do what there is to do now."""
+        roster = self.roster
+        if roster.is_settled and roster.membership.version > self._settled_version:
+            self._settled_version = roster.membership.version
+            self._settled(roster.membership)
+        while self._do(roster.next_steps()):
+            pass
+
+    def _do(self, steps: NextSteps) -> bool:
+        """Do it; whether there was anything."""
+        for start in steps.start:
+            self._processes.start_worker(start)
+        if steps.end:
+            for worker in steps.end:
+                self.roster.on_left(worker)
+                self._left.add(worker)
+            self._processes.end_workers(steps.end)
+        if steps.publish is not None:
+            self._broken = None
+            self._processes.tell_workers(steps.publish)
+        if steps.too_few is not None:
+            if steps.publish is None:
+                raise LaunchError(f"{steps.too_few}; go on with --resume from the newest checkpoint")
+            self.too_few = steps.too_few
+            self._processes.warn(f"{steps.too_few}; the run ends")
+            self._processes.stop_workers()
+        return steps.publish is not None or bool(steps.end)
+
+
+def as_message(membership: Membership) -> dict[str, Any]:
+    """What agents pass on to their workers."""
+    found: dict[str, Any] = encode(membership)
+    return found

@@ -1,0 +1,135 @@
+"""Who trains together: versions of a job's membership, and what one worker has been told of them.
+
+Workers have numbers (ids) that are never used twice; a worker's rank is its place among the members of a
+version. The supervisor alone makes versions. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from plait.core.errors import LostPeer, PeerError
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The members of a version in the order of their ranks, the host of each, and who was lost so far.
+
+    `lost` holds the workers of earlier versions that died; those that left in agreement are not among them.
+    """
+
+    version: int
+    members: tuple[int, ...]
+    hosts: tuple[str, ...]
+    lost: tuple[int, ...] = ()
+    by: str = "launch"
+    why: str = ""
+
+    def rank_of(self, worker: int) -> int:
+        return self.members.index(worker)
+
+
+class Memberships:
+    """The versions that this worker has been told of; its agent's thread adds them, the main thread waits.
+
+    `on_loss` functions are called, in the thread that learnt of it, when a member of the version that this
+    worker has entered is lost: whoever waits for that member must be woken.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self._known: dict[int, Membership] = {}
+        self._current: Membership | None = None
+        self._changed = threading.Condition()
+        self._on_loss: list[Callable[[PeerError], None]] = []
+
+    @property
+    def current(self) -> Membership:
+        """The version that this worker has entered."""
+        assert self._current is not None
+        return self._current
+
+    def latest(self) -> Membership:
+        with self._changed:
+            return self._known[max(self._known)]
+
+    def put(self, membership: Membership) -> None:
+        """Note a version; wake whoever waits for a member that it says is lost."""
+        with self._changed:
+            broken_before = self._loss()
+            self._known[membership.version] = membership
+            self._changed.notify_all()
+            loss = None if broken_before else self._loss()
+            woken = list(self._on_loss) if loss is not None else []
+        for call in woken:
+            assert loss is not None
+            call(loss)
+
+    def enter(self, membership: Membership) -> None:
+        """This worker is a member of that version from now on."""
+        with self._changed:
+            self._current = membership
+            self._known[membership.version] = membership
+            self._on_loss.clear()
+            for version in [v for v in self._known if v < membership.version]:
+                del self._known[version]
+
+    def on_loss(self, call: Callable[[PeerError], None]) -> None:
+        """Have `call` woken by the loss of a member; at once where it is known already."""
+        with self._changed:
+            self._on_loss.append(call)
+            loss = self._loss()
+        if loss is not None:
+            call(loss)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is a version later than the one that this worker has entered."""
+        return self._current is not None and max(self._known) > self._current.version
+
+    def loss(self) -> PeerError | None:
+        """The loss of a member of the version that this worker has entered, if one is known."""
+        with self._changed:
+            return self._loss()
+
+    def raise_loss(self) -> None:
+        if (loss := self.loss()) is not None:
+            raise loss
+
+    def get(self, version: int, seconds: float) -> Membership:
+        """That version, once this worker is told of it; PeerError where it is not within `seconds`."""
+        return self._await(lambda: self._known.get(version), f"version {version} of the members", seconds)
+
+    def after(self, version: int, seconds: float) -> Membership:
+        """The latest version after `version`, once there is one; PeerError where there is none in time."""
+
+        def later() -> Membership | None:
+            latest = max(self._known, default=version)
+            return self._known[latest] if latest > version else None
+
+        return self._await(later, "the members that are left", seconds)
+
+    def _await(self, find: Callable[[], Membership | None], what: str, seconds: float) -> Membership:
+        end = time.monotonic() + seconds
+        with self._changed:
+            while (found := find()) is None:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise PeerError(
+                        f"worker {self.worker} was not told of {what} within {seconds:.0f} s",
+                        LostPeer.SILENT,
+                    )
+                self._changed.wait(left)
+        return found
+
+    def _loss(self) -> PeerError | None:
+        if self._current is None or not self._known:
+            return None
+        lost = set(self._known[max(self._known)].lost) & set(self._current.members)
+        if not lost:
+            return None
+        first = min(lost)
+        return PeerError(f"worker {first} is lost", LostPeer.GONE, self._current.rank_of(first))

@@ -1,0 +1,310 @@
+"""The members of an elastic job: which workers to start, end and train with, from what is wanted and happens.
+
+Pure: it starts nothing and waits for nothing. The supervisor tells it what happened and does what it answers.
+Versions of the wanted number of workers are for those who ask (compare and set); versions of the
+membership are for the workers.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from plait.core.errors import InputError
+from plait.launch.membership import Membership
+from plait.schema.hosts import Host
+from plait.schema.placement import ElasticRules
+
+# Workers that die before they are ready, one after the other: more of them would die too.
+MOST_FAILED_STARTS = 3
+
+
+class StaleVersionError(InputError):
+    """Somebody else has changed the number of workers since it was looked at."""
+
+
+class _Phase(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    MEMBER = "member"
+    DONE = "done"
+    GONE = "gone"
+
+
+@dataclass
+class _Entry:
+    host: int
+    slot: int
+    state: _Phase
+
+
+@dataclass(frozen=True)
+class Start:
+    """A worker to start: its number, the index of its host, and its place there."""
+
+    worker: int
+    host: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class NextSteps:
+    """What the supervisor does now. `too_few` says, in words, why the job has to end."""
+
+    start: tuple[Start, ...] = ()
+    publish: Membership | None = None
+    end: tuple[int, ...] = ()
+    too_few: str | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The number of workers that is asked for, its version, and those that are to leave."""
+
+    workers: int
+    version: int = 1
+    without: frozenset[int] = frozenset()
+    by: str = "launch"
+    why: str = ""
+
+
+@dataclass
+class Roster:
+    """What is known of the workers of an elastic job.
+
+    `capacity` says how many workers each host may hold, beside those that `hosts` say it starts with.
+    `has_begun` is set once all of these have taken their places.
+    """
+
+    hosts: Sequence[Host]
+    capacity: list[int]
+    rules: ElasticRules
+    wanted: Wanted = field(init=False)
+    membership: Membership = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        for index, host in enumerate(self.hosts):
+            for slot in range(host.slots):
+                self._entries[len(self._entries)] = _Entry(index, slot, _Phase.MEMBER)
+        self.wanted = Wanted(len(self._entries))
+        self.membership = self._made(1, tuple(self._entries), "launch", "")
+        self._lost: list[int] = []
+        self._fresh_losses: list[tuple[int, str]] = []
+        self._joined: set[int] = set()
+        # All that ever took their places: only they hold the state of the run.
+        self._holders: set[int] = set()
+        self.has_begun = False
+        self._failed_starts = 0
+        self._losses_at_step = 0
+        self._step = -1
+        self._stopping = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all members have taken their places in the version that was published last."""
+        return self._joined >= {m for m in self.membership.members if self._is(m, _Phase.MEMBER)}
+
+    def place_of(self, worker: int) -> tuple[int, int]:
+        """The index of the worker's host, and its place there."""
+        return self._entries[worker].host, self._entries[worker].slot
+
+    def resize(
+        self,
+        workers: int,
+        *,
+        version: int | None = None,
+        without: Iterable[int] = (),
+        by: str = "resize",
+        why: str = "",
+    ) -> Wanted:
+        """Ask for that many workers, without those of these numbers; what is wanted then.
+
+        With a `version`, only where nobody else has asked since: StaleVersionError otherwise.
+        """
+        if version is not None and version != self.wanted.version:
+            raise StaleVersionError(
+                f"version: found {version}, but the number of workers has changed since, to "
+                f"{self.wanted.workers} (version {self.wanted.version}); look at it again and ask anew"
+            )
+        most = min(self.rules.most, sum(self.capacity))
+        if not self.rules.min_workers <= workers <= most:
+            raise InputError(
+                f"workers: found {workers}, expected {self.rules.min_workers} to {most}, as "
+                f"parallel.min_workers, parallel.max_workers and the hosts allow"
+            )
+        leaving = frozenset(without)
+        if unknown := sorted(leaving - set(self.membership.members)):
+            raise InputError(
+                f"without: found {unknown[0]}, expected workers of the job: {list(self.membership.members)}"
+            )
+        self._failed_starts = 0
+        self.wanted = Wanted(workers, self.wanted.version + 1, leaving, by, why)
+        return self.wanted
+
+    def use_hosts(
+        self, hosts: Sequence[Host], *, version: int | None = None, by: str = "resize", why: str = ""
+    ) -> Wanted:
+        """Ask for as many workers as these hosts hold, on each no more than it holds; what is wanted then."""
+        known = [host.name for host in self.hosts]
+        if unknown := [host.name for host in hosts if host.name not in known]:
+            raise InputError(
+                f"hosts: found {unknown[0]!r}, expected hosts that the job has: {', '.join(known)}"
+            )
+        slots = {host.name: host.slots for host in hosts}
+        capacity = [slots.get(name, 0) for name in known]
+        leaving = set()
+        for index, most in enumerate(capacity):
+            here = [m for m in self.membership.members if self._entries[m].host == index]
+            leaving |= set(here[most:])
+        before, self.capacity = self.capacity, capacity
+        try:
+            return self.resize(sum(capacity), version=version, without=leaving, by=by, why=why)
+        except InputError:
+            self.capacity = before
+            raise
+
+    def close_host(self, index: int) -> None:
+        """Start no more workers on that host: nobody can reach it."""
+        self.capacity[index] = 0
+
+    def stop(self) -> None:
+        """The job ends: nobody joins or leaves any more; those that are lost are still left out."""
+        self._stopping = True
+
+    def on_ready(self, worker: int) -> None:
+        if self._is(worker, _Phase.STARTING):
+            self._entries[worker].state = _Phase.READY
+            self._failed_starts = 0
+
+    def on_joined(self, worker: int, version: int) -> None:
+        self._holders.add(worker)
+        if version == self.membership.version:
+            self._joined.add(worker)
+        self.has_begun = self.has_begun or self.is_settled
+
+    def on_left(self, worker: int) -> None:
+        self._entries[worker].state = _Phase.GONE
+
+    def on_done(self, worker: int) -> None:
+        if not self._is(worker, _Phase.GONE):
+            self._entries[worker].state = _Phase.DONE
+
+    def on_progress(self, step: int) -> None:
+        if step > self._step:
+            self._step, self._losses_at_step = step, 0
+
+    def on_gone(self, worker: int, why: str) -> None:
+        """The worker has died, or is ended because nobody can reach it."""
+        state, self._entries[worker].state = self._entries[worker].state, _Phase.GONE
+        if state in (_Phase.STARTING, _Phase.READY):
+            self._failed_starts += 1
+        elif state is _Phase.MEMBER:
+            self._fresh_losses.append((worker, why))
+
+    def is_over(self) -> bool:
+        """Whether all workers that took part are done or gone, and some are done.
+
+        A joiner may wait for members that have finished the run meanwhile.
+        """
+        running = [worker for worker in self._holders if self._is(worker, _Phase.MEMBER)]
+        return not running and any(entry.state is _Phase.DONE for entry in self._entries.values())
+
+    def next_steps(self) -> NextSteps:
+        """What to do now; called after each thing that happened."""
+        if self._fresh_losses:
+            return self._leave_out_lost()
+        if self._stopping or not self.has_begun or not self.is_settled:
+            return NextSteps()
+        if any(self._is(m, _Phase.DONE) for m in self.membership.members):
+            return NextSteps()
+        return self._approach_wanted()
+
+    def form_again(self, version: int, why: str) -> NextSteps:
+        """What to do where the members of that version cannot work together, though none is known to be lost.
+
+        A connection may have broken by itself: they are given a few more chances.
+        """
+        if version != self.membership.version or self._fresh_losses:
+            return NextSteps()
+        self._losses_at_step += 1
+        rest = tuple(m for m in self.membership.members if self._is(m, _Phase.MEMBER))
+        if self._losses_at_step > self._most_losses() or not rest:
+            return NextSteps(too_few=f"the workers cannot work together: {why}")
+        return NextSteps(publish=self._publish(rest, "supervisor", why))
+
+    def _most_losses(self) -> int:
+        """Losses without a step in between after which nobody expects another step to be finished."""
+        return 3 + 2 * self.wanted.workers
+
+    def _leave_out_lost(self) -> NextSteps:
+        losses, self._fresh_losses = self._fresh_losses, []
+        self._losses_at_step += len(losses)
+        self._lost += [worker for worker, _ in losses]
+        words = ", ".join(f"worker {worker} {why}" for worker, why in losses)
+        rest = tuple(m for m in self.membership.members if self._is(m, _Phase.MEMBER))
+        if self.is_over():
+            return NextSteps()
+        if not rest:
+            return NextSteps(too_few=f"no worker is left: {words}")
+        if self._losses_at_step > self._most_losses():
+            return NextSteps(
+                too_few=f"{self._losses_at_step} workers were lost and no step was finished: {words}"
+            )
+        publish = self._publish(rest, "supervisor", words)
+        least = self.rules.min_workers
+        too_few = None
+        if len(rest) < least and not any(self._is(m, _Phase.DONE) for m in self._entries):
+            too_few = f"{len(rest)} of at least {least} workers (parallel.min_workers) are left: {words}"
+            self._stopping = True
+        return NextSteps(publish=publish, too_few=too_few)
+
+    def _approach_wanted(self) -> NextSteps:
+        members = self.membership.members
+        keep = [m for m in members if m not in self.wanted.without][: self.wanted.workers]
+        missing = self.wanted.workers - len(keep)
+        ready = [w for w in self._entries if self._is(w, _Phase.READY)]
+        starting = [w for w in self._entries if self._is(w, _Phase.STARTING)]
+        surplus = tuple((ready + starting)[missing:])
+        if surplus:
+            return NextSteps(end=surplus)
+        start = self._to_start(missing - len(ready) - len(starting))
+        if start or starting:
+            return NextSteps(start=start)
+        chosen = (*keep, *ready)
+        if chosen == members or not chosen:
+            return NextSteps()
+        for worker in ready:
+            self._entries[worker].state = _Phase.MEMBER
+        is_replaced = len(chosen) > len(members) and bool(self._lost)
+        why = self.wanted.why or ("in the place of lost workers" if is_replaced else "")
+        return NextSteps(publish=self._publish(chosen, self.wanted.by, why))
+
+    def _to_start(self, count: int) -> tuple[Start, ...]:
+        if self._failed_starts >= MOST_FAILED_STARTS:
+            return ()
+        found: list[Start] = []
+        for host, slots in enumerate(self.capacity):
+            here = [e for e in self._entries.values() if e.host == host and e.state is not _Phase.GONE]
+            taken = {entry.slot for entry in here}
+            free = (slot for slot in range(len(here) + slots) if slot not in taken)
+            for slot in itertools.islice(free, max(0, min(count - len(found), slots - len(here)))):
+                worker = len(self._entries)
+                self._entries[worker] = _Entry(host, slot, _Phase.STARTING)
+                found.append(Start(worker, host, slot))
+        return tuple(found)
+
+    def _publish(self, members: tuple[int, ...], by: str, why: str) -> Membership:
+        self._joined = set()
+        self.membership = self._made(self.membership.version + 1, members, by, why)
+        return self.membership
+
+    def _made(self, version: int, members: tuple[int, ...], by: str, why: str) -> Membership:
+        hosts = tuple(self.hosts[self._entries[m].host].name for m in members)
+        lost = tuple(self._lost) if version > 1 else ()
+        return Membership(version, members, hosts, lost, by, why)
+
+    def _is(self, worker: int, state: _Phase) -> bool:
+        return self._entries[worker].state is state

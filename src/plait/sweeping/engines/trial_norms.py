@@ -1,0 +1,44 @@
+"""Gradient noise of each trial of a fused array, from norms along the trials axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
+from plait.adapt.monitors.squared_norms import gradients, trial_squared_norms
+
+
+class TrialNorms:
+    """Compares each trial's first microbatch with its batch; places are those of the array."""
+
+    def __init__(self, trials: int) -> None:
+        self.averages = [GradientAverages() for _ in range(trials)]
+        self._part: tuple[Tensor, Sequence[float]] | None = None
+
+    def reorder(self, places: Sequence[int]) -> None:
+        """Trials have moved: each place has what was at that of `places`."""
+        self.averages = [self.averages[place] for place in places]
+
+    def begin(self, place: int) -> None:
+        """Another trial begins at `place`."""
+        self.averages[place] = GradientAverages()
+
+    def after_microbatch(self, parameters: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Note the gradients after the first microbatch, `weights` of each trial's batch."""
+        if self._part is None:
+            self._part = trial_squared_norms(gradients(parameters), len(self.averages)), weights
+
+    def before_update(self, parameters: Sequence[Tensor], samples: Sequence[int], scales: Tensor) -> None:
+        """Take the gradients of whole batches, times the trials' loss `scales`."""
+        if self._part is None:
+            return
+        parts, weights = self._part
+        self._part = None
+        whole = trial_squared_norms(gradients(parameters), len(self.averages))
+        found = torch.stack([parts, whole]).cpu() / scales.cpu().double().square()
+        for average, own, weight, part, all_ in zip(self.averages, samples, weights, *found.tolist()):
+            if weight > 0:
+                average.update(GradientNorms(part / weight, weight, 1.0, all_, own))

@@ -1,0 +1,137 @@
+"""Monitors of workers at their own pace: each measures its updates, and all exchange them now and then.
+
+No gradient of all workers exists here. A worker compares the first microbatch of its share with the share,
+or, where partial reduce averages gradients, its own gradient with its group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
+from plait.adapt.monitors.squared_norms import gradients, squared_norm
+from plait.core.codec import finite
+from plait.core.run_events import Signals
+from plait.sync.averaging.base import Averaging
+from plait.training.monitoring.asked import wants_norms
+from plait.training.run import Run
+
+
+@dataclass
+class UpdateSums:
+    """What one worker did in an interval: sums over its updates, in the order that they are exchanged in."""
+
+    updates: float = 0.0
+    work_s: float = 0.0
+    loss: float = 0.0
+    measured: float = 0.0
+    variance: float = 0.0
+    squared_norm: float = 0.0
+    whole: float = 0.0
+
+    def as_list(self) -> list[float]:
+        return list(vars(self).values())
+
+
+class ShareMonitor:
+    """Measures one worker's updates on its shares of batches."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._norms = wants_norms(run.settings)
+        self.averages = GradientAverages()
+        self._sums = UpdateSums()
+        self._part: tuple[Tensor, float] | None = None
+
+    def warn_without_parts(self, averages_gradients: bool) -> None:
+        """Say where there is nothing to compare a share's gradient with."""
+        if self._norms and self._run.settings.accumulate == 1 and not averages_gradients:
+            self._run.metrics.warn(
+                f"monitor: under sync {self._run.settings.sync.kind} a worker has no part of its share to "
+                f"compare with, so there is no noise scale and no variance; use accumulate: 2 or more, or "
+                f"average: gradients"
+            )
+
+    @contextmanager
+    def updating(self, averaging: Averaging) -> Iterator[None]:
+        """Time an update, without its waits for others."""
+        started, waited = perf_counter(), averaging.stats.waited_s
+        yield
+        self._sums.work_s += perf_counter() - started - (averaging.stats.waited_s - waited)
+        self._sums.updates += 1
+
+    def after_microbatch(self, parameters: Iterable[Tensor], weight: float) -> None:
+        if self._norms and self._part is None:
+            self._part = squared_norm(gradients(parameters)), weight
+
+    def end_alone(self, loss: Tensor, parameters: Iterable[Tensor], samples: int) -> None:
+        """Take a share's gradient, which is there."""
+        self._sums.loss += float(loss)
+        if self._part is not None:
+            square, weight = self._part
+            self._part = None
+            whole = float(squared_norm(gradients(parameters)))
+            self._add(GradientNorms(float(square) / weight, weight, 1.0, whole, samples))
+
+    @contextmanager
+    def averaging_gradients(
+        self, parameters: Sequence[Tensor], samples: int, averaging: Averaging
+    ) -> Iterator[None]:
+        """Compare this worker's gradient, of `samples` samples, with that of the group that averages it."""
+        if not self._norms:
+            yield
+            return
+        own, members = float(squared_norm(gradients(parameters))), averaging.stats.members
+        yield
+        size = averaging.stats.members - members
+        if size > 1:
+            whole = float(squared_norm(gradients(parameters)))
+            self._add(GradientNorms(own / size, 1 / size, 1.0, whole, samples * size))
+
+    def _add(self, norms: GradientNorms) -> None:
+        scaler, found = self._run.parts.scaler, estimate(norms)
+        scale = scaler.get_scale() ** 2 if scaler.is_enabled() else 1.0
+        if found is not None:
+            self._sums.measured += 1
+            self._sums.variance += found.variance / scale
+            self._sums.squared_norm += found.squared_norm / scale
+            self._sums.whole += norms.whole / scale
+
+    def take(self) -> list[float]:
+        """This worker's sums since the last call."""
+        found, self._sums = self._sums.as_list(), UpdateSums()
+        return found
+
+    def arrive(self, step: int, samples: int, told: Mapping[int, Sequence[float]]) -> None:
+        """Take the sums of all living members, of an interval that ended with `step` steps."""
+        run, by_place = self._run, {place: UpdateSums(*sums) for place, sums in sorted(told.items())}
+        total = UpdateSums(*(sum(each) for each in zip(*(own.as_list() for own in by_place.values()))))
+        if total.measured:
+            found = GradientMoments(total.variance / total.measured, total.squared_norm / total.measured)
+            self.averages.add(found, total.whole / total.measured)
+        # Work is shared out as workers are ready for it, so the busiest one's time is the interval's.
+        seconds = max((own.work_s for own in by_place.values()), default=0.0)
+        known = all(own.updates for own in by_place.values()) and seconds > 0
+        averages = self.averages
+        run.signals.add(
+            Signals(
+                step=step,
+                loss=finite(total.loss / total.updates) if total.updates else None,
+                batch_size=run.batch_size,
+                lr_factor=run.batch.lr_factor,
+                workers=len(by_place),
+                sync=run.settings.sync.kind,
+                topology="none",
+                samples_per_s=samples / seconds if known else None,
+                work_s=tuple(own.work_s / own.updates for own in by_place.values()) if known else (),
+                noise_scale=averages.noise_scale,
+                variance=averages.variance,
+                squared_norm=averages.squared_norm,
+                note=averages.note,
+            )
+        )

@@ -1,0 +1,124 @@
+"""Monitors of a pipeline's steps: each worker measures its stages, and the step's sums add them up.
+
+Of each stage one worker compares the gradient of its first microbatch with the whole batch's. Weights that
+stages share are left out: no worker sees their whole gradient after one microbatch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
+from plait.adapt.monitors.squared_norms import gradients, squared_norm
+from plait.adapt.monitors.step_times import WorkerTimes
+from plait.core.codec import finite
+from plait.core.run_events import Signals
+from plait.pipeline.executor import Pipeline
+from plait.pipeline.microbatches import MicrobatchSource
+from plait.planner.schedules.operations import Backward, BackwardWeight, Op
+from plait.training.monitoring.asked import wants_norms
+from plait.training.run import Run
+
+
+class StageMonitor:
+    """Measures what one worker does of each step of a pipeline."""
+
+    def __init__(self, run: Run, pipeline: Pipeline) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._rank, self._workers = run.worker.rank, run.worker.world_size
+        self.averages = GradientAverages()
+        self._norms = wants_norms(run.settings)
+        schedule = pipeline.pipeline_layout.schedule
+        if self._norms and not schedule.synchronous:
+            run.metrics.warn(
+                f"monitor: under schedule {schedule.value} the gradient of a batch is "
+                f"never there at once, so there is no noise scale and no variance; use flush, gpipe or "
+                f"zero-bubble"
+            )
+            self._norms = False
+        self._counted = pipeline.counted_parameters() if self._norms else {}
+        if self._norms:
+            pipeline.on_backward, pipeline.on_gradients = self._after_backward, self._before_update
+        # Of the batch under way: the microbatch to measure in each stage, and what was measured.
+        self._first: dict[int, int] = {}
+        self._parts: dict[int, tuple[torch.Tensor, float]] = {}
+        self._work: MicrobatchSource | None = None
+        self._moments: tuple[float, float, float] = (0.0, 0.0, 0.0)
+        self._busy_s, self._ended = 0.0, 0.0
+
+    def begin_interval(self) -> None:
+        """Steps follow, after something else."""
+        self._ended, self._busy_s = 0.0, self._pipeline.busy_s
+
+    def begin_batch(self, ops: Iterable[Op], work: MicrobatchSource) -> None:
+        """The operations of a batch follow."""
+        backward = [op for op in ops if isinstance(op, (Backward, BackwardWeight))]
+        counts = Counter(op.stage for op in backward)
+        self._first = {op.stage: op.microbatch for op in reversed(backward) if counts[op.stage] > 1}
+        self._parts, self._work = {}, work
+        missing = [stage for stage in self._counted if stage not in self._first]
+        self._moments = (0.0, 0.0, float(len(missing)))
+
+    def _after_backward(self, stage: int, microbatch: int) -> None:
+        if stage in self._counted and self._first.get(stage) == microbatch:
+            assert self._work is not None
+            square = squared_norm(gradients(self._counted[stage]))
+            self._parts[stage] = square, self._work.weight(microbatch)
+
+    def _before_update(self) -> None:
+        """Estimate from this worker's stages; the gradients are those of the whole batch."""
+        if self._work is None or not self._parts:
+            return
+        variance, whole, missing = self._moments
+        samples = self._work.samples_of(self._work.microbatch(0).step)
+        for stage, (square, weight) in self._parts.items():
+            own = float(squared_norm(gradients(self._counted[stage])))
+            found = estimate(GradientNorms(float(square) / weight, weight, 1.0, own, samples))
+            if found is None:
+                missing += 1.0
+            else:
+                variance, whole = variance + found.variance, whole + own
+        scale = self._pipeline.loss_scale
+        self._moments = variance / scale**2, whole / scale**2, missing
+
+    def numbers(self) -> list[float]:
+        """This worker's numbers of the step that it has just ended, to be summed over all workers."""
+        now, busy_s = time.perf_counter(), self._pipeline.busy_s
+        times = [0.0] * (2 * self._workers)
+        if self._ended:
+            times[self._rank] = max(busy_s - self._busy_s, 1e-9)
+            times[self._workers + self._rank] = now - self._ended
+        self._ended, self._busy_s = now, busy_s
+        return [*self._moments, *times]
+
+    def arrive(self, step: int, loss: float, samples: int, sums: Sequence[float]) -> None:
+        """Take the sums of all workers' numbers of a step."""
+        variance, whole, missing, *times = sums
+        if self._norms and not missing and whole > 0:
+            self.averages.add(GradientMoments(variance, whole - variance / samples), whole)
+        busy, seconds = tuple(times[: self._workers]), tuple(times[self._workers :])
+        known = WorkerTimes(busy, (0.0,) * self._workers).known
+        run, averages = self._run, self.averages
+        self._run.signals.add(
+            Signals(
+                step=step + 1,
+                loss=finite(loss),
+                batch_size=run.batch_size,
+                lr_factor=run.batch.lr_factor,
+                workers=self._workers,
+                sync=run.settings.sync.kind,
+                topology=run.settings.topology.name,
+                step_s=max(seconds) if known else None,
+                samples_per_s=samples / max(seconds) if known else None,
+                work_s=busy if known else (),
+                noise_scale=averages.noise_scale,
+                variance=averages.variance,
+                squared_norm=averages.squared_norm,
+                note=averages.note,
+            )
+        )

@@ -1,0 +1,174 @@
+"""Monitors of the steps of a run on whole models; what must be known of all workers rides on their sums.
+
+The times of a step, and the squared norm of its summed gradient, of which each worker computes a share,
+travel with the sums of the step after it. So signals tell of the step before the last, and are the same on
+all workers to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
+from plait.adapt.monitors.squared_norms import gradients, squared_norm
+from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
+from plait.core.codec import finite
+from plait.core.run_events import Signals
+from plait.sync.allreduce.buckets import AllReduce
+from plait.training.monitoring.asked import wants_norms
+from plait.training.run import Run
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is known of a step once its sums are there; its times and its gradient's norm follow."""
+
+    step: int
+    samples: int
+    batch_size: int
+    lr_factor: float
+    topology: str
+    # The loss scale, which the gradients' norms are divided by.
+    scale: float
+    loss: float = 0.0
+    parts: float = 0.0
+    weight: float = 0.0
+    count: float = 0.0
+
+
+class StepMonitor:
+    """Measures one worker's steps together with the other workers; `shared` where they sum gradients."""
+
+    def __init__(self, run: Run, shared: bool) -> None:
+        self._run = run
+        self._rank = run.worker.rank if shared else 0
+        self._workers = run.worker.world_size if shared else 1
+        self._shared = shared
+        self.norms = wants_norms(run.settings)
+        self.averages = GradientAverages()
+        # The step under way, and the topology that it goes over.
+        self.step = 0
+        self.topology = run.settings.topology.name
+        self._gradient_bytes = 0
+        self._timer = StepTimer()
+        self._device = run.parts.device
+        self._own_part: tuple[Tensor, float] | None = None
+        self._share_of_norm = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._before: _Step | None = None
+        # On GPUs, the numbers of the step before, which have arrived when the next ones are sent off.
+        self._arriving: tuple[Tensor, torch.cuda.Event, _Step] | None = None
+        if self.norms and not shared and run.settings.accumulate == 1:
+            run.metrics.warn(
+                "monitor: one worker that takes each batch as a whole has no part of it to compare with, so "
+                "there is no noise scale and no variance; use accumulate: 2 or more, or more workers"
+            )
+
+    def watch(self, sync: AllReduce) -> None:
+        """Measure the gradients that `sync` sums."""
+        self._gradient_bytes = sync.gradient_bytes
+        if self.norms:
+            sync.measure_norms()
+
+    @property
+    def notes(self) -> int:
+        """How many numbers travel with a step's sums."""
+        return 2 * self._workers + 4
+
+    def pause(self) -> None:
+        """Something else than steps follows: an evaluation, a checkpoint."""
+        self._timer.pause()
+
+    def after_microbatch(self, parameters: Iterable[Tensor], weight: float) -> None:
+        """Note the gradient of the first microbatch of a worker alone, `weight` of the batch."""
+        if self.norms and not self._shared and self._own_part is None:
+            self._own_part = squared_norm(gradients(parameters)), weight
+
+    def begin_sum(self, weight: float) -> Tensor:
+        """This worker's numbers to sum; its share is `weight` of the batch. The last is filled in."""
+        self._timer.begin_sum()
+        numbers = [0.0] * self.notes
+        numbers[self._rank], numbers[self._workers + self._rank] = self._timer.last
+        if self.norms:
+            numbers[-3:] = weight, float(weight > 0), 0.0
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        own[-4] = self._share_of_norm
+        return own
+
+    def end_sum(self, sync: AllReduce, loss: Tensor, sums: Tensor, samples: int) -> None:
+        """Take the sums of all workers' numbers; the summed gradients are there."""
+        self._timer.end_sum()
+        if self.norms:
+            self._share_of_norm = sync.squared_norm_of_share(self._rank, self._workers)
+        self._take(torch.cat([loss.reshape(1), sums]), self._now(samples))
+
+    def end_alone(self, loss: Tensor, parameters: Iterable[Tensor], samples: int) -> None:
+        """Take a step of a worker alone, whose gradients are there."""
+        self._timer.begin_sum()
+        self._timer.end_sum()
+        numbers = torch.zeros(1 + self.notes, dtype=torch.float64, device=self._device)
+        numbers[0], numbers[1] = loss, self._timer.last[0]
+        if self.norms and self._own_part is not None:
+            square, weight = self._own_part
+            numbers[-4] = squared_norm(gradients(parameters))
+            numbers[-3], numbers[-2], numbers[-1] = weight, 1.0, square / weight
+        self._own_part = None
+        self._take(numbers, self._now(samples))
+
+    def _now(self, samples: int) -> _Step:
+        run, scaler = self._run, self._run.parts.scaler
+        scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+        return _Step(self.step, samples, run.batch_size, run.batch.lr_factor, self.topology, scale)
+
+    def _take(self, numbers: Tensor, step: _Step) -> None:
+        if self._device.type == "cpu":
+            self._arrive(numbers.tolist(), step)
+            return
+        before = self._arriving
+        host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._arriving = host, arrived, step
+        if before is not None:
+            before[1].synchronize()
+            self._arrive(before[0].tolist(), before[2])
+
+    def _arrive(self, numbers: list[float], now: _Step) -> None:
+        loss, times, (whole, weight, count, parts) = numbers[0], numbers[1:-4], numbers[-4:]
+        square = now.scale**2
+        now = replace(now, loss=loss, parts=parts / square, weight=weight, count=count)
+        # Times and the norm of the sum are those of the step before, but for a worker alone.
+        told = self._before if self._shared else now
+        self._before = now
+        if told is None:
+            return
+        if told.count:
+            norms = GradientNorms(told.parts, told.weight, told.count, whole / told.scale**2, told.samples)
+            self.averages.update(norms)
+        taken = WorkerTimes(tuple(times[: self._workers]), tuple(times[self._workers :]))
+        self._run.signals.add(self._signals(told, taken))
+
+    def _signals(self, told: _Step, times: WorkerTimes) -> Signals:
+        run, averages, known = self._run, self.averages, times.known
+        links = self._shared and known
+        return Signals(
+            step=told.step,
+            loss=finite(told.loss),
+            batch_size=told.batch_size,
+            lr_factor=told.lr_factor,
+            workers=run.worker.world_size,
+            sync=run.settings.sync.kind,
+            topology=told.topology,
+            step_s=times.step_s if known else None,
+            samples_per_s=told.samples / times.step_s if known else None,
+            work_s=times.work_s if known else (),
+            link_bytes_per_s=times.link_bytes_per_s(self._gradient_bytes) if links else (),
+            noise_scale=averages.noise_scale,
+            variance=averages.variance,
+            squared_norm=averages.squared_norm,
+            note=averages.note,
+        )

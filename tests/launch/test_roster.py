@@ -1,0 +1,223 @@
+"""Who takes part in an elastic job, told from what happens: no process is started here."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from plait.core.errors import InputError
+from plait.launch.membership import Membership
+from plait.launch.roster import NextSteps, Roster, StaleVersionError
+from plait.schema.hosts import Host
+from plait.schema.placement import ElasticRules
+
+
+def roster_of(workers: int, most: int = 6, least: int = 1) -> Roster:
+    """A job on one host whose workers have all begun."""
+    roster = Roster((Host("here", workers),), [most], ElasticRules(least, most))
+    join(roster)
+    return roster
+
+
+def join(roster: Roster) -> Membership:
+    """All members take their places."""
+    for member in roster.membership.members:
+        roster.on_joined(member, roster.membership.version)
+    return roster.membership
+
+
+def get_ready(roster: Roster) -> list[int]:
+    """Workers that are to be started are, and get ready."""
+    started = [start.worker for start in roster.next_steps().start]
+    for worker in started:
+        roster.on_ready(worker)
+    return started
+
+
+def test_joiners_become_members_once_all_of_them_are_ready():
+    roster = roster_of(2)
+    roster.resize(4)
+    starts = roster.next_steps().start
+    assert [(start.worker, start.slot) for start in starts] == [(2, 2), (3, 3)]
+    roster.on_ready(3)
+    assert roster.next_steps().publish is None
+    roster.on_ready(2)
+    published = roster.next_steps().publish
+    assert published is not None
+    assert (published.version, published.members) == (2, (0, 1, 2, 3))
+    assert not roster.is_settled
+    join(roster)
+    assert roster.next_steps() == NextSteps()
+
+
+def test_nobody_joins_or_leaves_while_members_take_their_places():
+    roster = roster_of(3)
+    roster.resize(2)
+    assert roster.next_steps().publish is not None
+    roster.resize(1)
+    assert roster.next_steps().publish is None
+    join(roster)
+    published = roster.next_steps().publish
+    assert published is not None
+    assert published.members == (0,)
+
+
+def test_any_worker_may_leave():
+    roster = roster_of(3)
+    roster.resize(2, without=[0])
+    published = roster.next_steps().publish
+    assert published is not None
+    assert (published.members, published.lost) == ((1, 2), ())
+
+
+def test_a_lost_worker_is_left_out_at_once_and_replaced_when_another_is_ready():
+    roster = roster_of(3)
+    roster.on_gone(1, "ended by SIGKILL")
+    published = roster.next_steps().publish
+    assert published is not None
+    assert (published.members, published.lost) == ((0, 2), (1,))
+    assert published.why == "worker 1 ended by SIGKILL"
+    assert roster.next_steps().start == ()
+    join(roster)
+    assert get_ready(roster) == [3]
+    published = roster.next_steps().publish
+    assert published is not None
+    assert published.members == (0, 2, 3)
+
+
+def test_a_loss_while_members_take_their_places_makes_another_version():
+    roster = roster_of(3)
+    for worker in (0, 2):
+        roster.on_gone(worker, "ended")
+        assert roster.next_steps().publish is not None
+    assert (roster.membership.version, roster.membership.members) == (3, (1,))
+    assert roster.membership.lost == (0, 2)
+
+
+def test_too_few_workers_end_the_job():
+    roster = roster_of(3, least=2)
+    roster.on_gone(0, "ended")
+    assert roster.next_steps().too_few is None
+    roster.on_gone(1, "ended by SIGKILL")
+    steps = roster.next_steps()
+    assert steps.publish is not None
+    assert steps.publish.members == (2,)
+    assert steps.too_few == (
+        "1 of at least 2 workers (parallel.min_workers) are left: worker 1 ended by SIGKILL"
+    )
+    join(roster)
+    assert roster.next_steps().start == ()
+
+
+def test_workers_that_never_get_ready_are_started_a_few_times_only():
+    roster = roster_of(1)
+    roster.resize(2)
+    started = 0
+    while starts := roster.next_steps().start:
+        started += len(starts)
+        roster.on_gone(starts[0].worker, "ended with status 1")
+    assert started == 3
+    roster.resize(2)
+    assert roster.next_steps().start != ()
+
+
+def test_losses_without_a_step_in_between_end_the_job():
+    roster = roster_of(2)
+    for number in range(50):
+        roster.on_progress(number if number < 10 else 10)
+        roster.on_gone(roster.membership.members[-1], "ended by SIGKILL")
+        if (steps := roster.next_steps()).too_few is not None:
+            break
+        join(roster)
+        get_ready(roster)
+        roster.next_steps()
+        join(roster)
+    assert steps.publish is None
+    assert "no step was finished" in str(steps.too_few)
+    assert 10 < number < 25
+
+
+def test_a_stale_version_is_refused_and_changes_nothing():
+    roster = roster_of(2)
+    assert roster.resize(3, version=1).version == 2
+    with pytest.raises(StaleVersionError, match="found 1, but .* to 3 .version 2.; look at it again"):
+        roster.resize(4, version=1)
+    assert roster.wanted.workers == 3
+
+
+@pytest.mark.parametrize("workers", [0, 7, -1])
+def test_a_number_of_workers_out_of_bounds_is_refused(workers: int):
+    with pytest.raises(InputError, match=f"workers: found {workers}, expected 1 to 6"):
+        roster_of(2).resize(workers)
+
+
+def test_hosts_say_how_many_workers_each_of_them_holds():
+    roster = Roster((Host("w0", 2), Host("w1", 2)), [2, 2], ElasticRules(1, 8))
+    join(roster)
+    roster.use_hosts([Host("w1", 3)])
+    assert [(start.host, start.slot) for start in roster.next_steps().start] == [(1, 2)]
+    roster.on_ready(4)
+    published = roster.next_steps().publish
+    assert published is not None
+    assert (published.members, published.hosts) == ((2, 3, 4), ("w1", "w1", "w1"))
+    with pytest.raises(InputError, match="hosts: found 'w7', expected hosts that the job has: w0, w1"):
+        roster.use_hosts([Host("w7", 1)])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_the_wanted_number_of_workers_is_reached(seed: int):
+    draw = random.Random(seed)
+    roster = roster_of(3)
+    alive: set[int] = {0, 1, 2}
+    for step in range(60):
+        roster.on_progress(step)
+        act = draw.randrange(4)
+        if act == 0:
+            roster.resize(draw.randint(1, 6))
+        elif act == 1 and len(set(roster.membership.members) & alive) > 1:
+            victim = draw.choice(sorted(alive))
+            alive.discard(victim)
+            roster.on_gone(victim, "ended")
+        _settle(roster, alive)
+        assert set(roster.membership.members) <= alive
+        assert list(roster.membership.members) == sorted(roster.membership.members)
+    assert len(roster.membership.members) == roster.wanted.workers
+
+
+def _settle(roster: Roster, alive: set[int]) -> None:
+    """Do what the roster says until there is nothing more to do."""
+    for _ in range(20):
+        members = set(roster.membership.members)
+        steps = roster.next_steps()
+        assert steps.too_few is None
+        for start in steps.start:
+            alive.add(start.worker)
+            roster.on_ready(start.worker)
+        for worker in steps.end:
+            alive.discard(worker)
+            roster.on_left(worker)
+        for leaver in (members - set(join(roster).members)) & alive:
+            alive.discard(leaver)
+            roster.on_left(leaver)
+
+
+def test_a_job_whose_members_have_finished_waits_for_no_joiner():
+    roster = roster_of(1)
+    roster.resize(2)
+    get_ready(roster)
+    assert roster.next_steps().publish is not None
+    assert not roster.is_over()
+    roster.on_done(0)
+    assert roster.is_over()
+
+
+def test_a_member_that_is_lost_when_others_are_done_leaves_nothing_to_a_joiner():
+    roster = roster_of(2)
+    roster.resize(3)
+    get_ready(roster)
+    assert roster.next_steps().publish is not None
+    roster.on_done(0)
+    roster.on_gone(1, "ended by SIGKILL")
+    assert roster.next_steps() == NextSteps()
+    assert roster.is_over()

@@ -1,0 +1,136 @@
+"""Elastic runs inside test worlds: real workers and a real store, and versions of the members by a table."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.adapt.changes import ChangeRequest
+from plait.launch.membership import Membership, Memberships
+from plait.launch.run_dir import RunDir
+from plait.launch.worker import LaunchedWorker
+from plait.schema.settings import TrainSettings
+from plait.training import components
+from plait.training.engines.data_parallel import DataParallelEngine
+from plait.training.loop import Loop
+from plait.training.run import Run
+from support.meeting import SECRET
+
+# The members of each version, and the step after which the job is told of it.
+Versions = Sequence[tuple[int, tuple[int, ...]]]
+
+
+def membership(version: int, members: tuple[int, ...], lost: tuple[int, ...] = ()) -> Membership:
+    return Membership(version, members, ("here",) * len(members), lost, "test", "a table")
+
+
+class ScriptedAgent:
+    """In the place of the link to an agent: it keeps what the worker says.
+
+    `after_loss` is the version that it tells of once the worker says that it misses another one.
+    """
+
+    def __init__(self, worker: int, after_loss: Membership | None = None) -> None:
+        self.memberships = Memberships(worker)
+        self.stop_requested = False
+        self.said: list[dict[str, Any]] = []
+        self._after_loss = after_loss
+
+    def send(self, **message: Any) -> None:
+        self.said.append(message)
+        if "broken" in message:
+            assert self._after_loss is not None
+            self.memberships.put(self._after_loss)
+
+
+class Announcements:
+    """Tells this worker of each version after its step, as the supervisor would at some moment."""
+
+    def __init__(self, memberships: Memberships, versions: Versions) -> None:
+        self._memberships = memberships
+        self._at = {step: membership(n, members) for n, (step, members) in enumerate(versions, 1)}
+
+    def next_due(self, step: int) -> int | None:
+        return min((at for at in self._at if at > step), default=None)
+
+    def due(self, step: int) -> list[ChangeRequest]:
+        if step in self._at and self._at[step].version > self._memberships.latest().version:
+            self._memberships.put(self._at[step])
+        return []
+
+
+def elastic_worker(rank: int, versions: Versions, store: str, agent: ScriptedAgent) -> LaunchedWorker:
+    """The worker of that number: of the first version, or one that joins with the first that it is in."""
+    numbers = [n for n, (_, members) in enumerate(versions, 1) if rank in members]
+    first = membership(numbers[0], versions[numbers[0] - 1][1])
+    place = {
+        "rank": rank,
+        "host": "here",
+        "local_rank": rank,
+        "timeout_s": 30.0,
+        "secret": SECRET.hex(),
+        "address": "127.0.0.1",
+        "store": store,
+        "membership": vars(first) if numbers[0] == 1 else None,
+    }
+    if numbers[0] > 1:
+        agent.memberships.put(first)
+    return LaunchedWorker(place, agent)  # type: ignore[arg-type]
+
+
+def train_elastic(
+    rank: int,
+    settings: TrainSettings,
+    folder: Path,
+    store: str,
+    versions: Versions,
+    victim: int | None = None,
+    after_loss: Membership | None = None,
+) -> dict[str, Any]:
+    """Train as the worker of that number; its result, weights and what it said to its agent.
+
+    Where there is a `victim`, its `MortalNet` kills it.
+    """
+    torch.set_num_threads(1)
+    dist.destroy_process_group()
+    MortalNet.is_victim = rank == victim
+    agent = ScriptedAgent(rank, after_loss)
+    worker = elastic_worker(rank, versions, store, agent)
+    if worker.world_size > 1:
+        worker.join("gloo")
+    parts = components.build(settings, torch.device("cpu"))
+    run = Run(worker, settings, parts, RunDir(folder))
+    assert worker.memberships is not None
+    table = Announcements(worker.memberships, versions)
+    result = Loop(run, DataParallelEngine(run), [table]).train(resume=False)
+    return {
+        "result": result,
+        "weights": {name: value.tolist() for name, value in parts.model.state_dict().items()},
+        "said": [next(iter(message)) for message in agent.said],
+    }
+
+
+class MortalNet(nn.Module):
+    """A model with running statistics; it kills the process of the victim in its forward number `dies_at`."""
+
+    is_victim = False
+
+    def __init__(self, dies_at: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self._dies_at = dies_at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+            if self.is_victim and self.seen == self._dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.layer(x.flatten(1))

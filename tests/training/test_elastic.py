@@ -1,0 +1,82 @@
+"""Workers that come and go while a run goes on: it ends as a run with the same workers throughout does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.comm.store import StoreServer
+from plait.core import events
+from plait.core.run_events import WorkersChanged
+from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, TrainSettings
+from plait.schema.topology_spec import TopologySpec
+from support.elastic import Versions, membership, train_elastic
+from support.meeting import SECRET
+from support.training import digits_job, largest_difference, train_here
+from support.world import run_ranks
+
+
+def run_elastic(settings: TrainSettings, folder: Path, versions: Versions, **more: Any) -> list[dict]:
+    store = StoreServer(SECRET)
+    may_die = (more["victim"],) if "victim" in more else ()
+    try:
+        workers = 1 + max(max(members) for _, members in versions)
+        arguments = (settings, folder, store.address.text, versions)
+        return run_ranks(workers, train_elastic, *arguments, may_die=may_die, **more)
+    finally:
+        store.close()
+
+
+def test_workers_that_join_and_leave_change_no_step(tmp_path: Path):
+    settings = digits_job(
+        steps=40, data=DataSettings("digits", 60), evaluate=EvaluateSettings(every_steps=15)
+    )
+    versions = [(0, (0, 1)), (5, (0, 1, 2, 3)), (14, (1, 3)), (22, (3,)), (29, (3, 4))]
+    found = run_elastic(settings, tmp_path / "elastic", versions)
+    _, alone = train_here(settings, tmp_path / "alone")
+    # Those that have left have no result.
+    assert [each["result"] and each["result"].reason for each in found] == [*[None] * 3, *["finished"] * 2]
+    for rank in (3, 4):
+        assert found[rank]["result"].step == 40
+        assert largest_difference(found[rank]["weights"], alone) < 1e-9
+    recorded = [
+        line.event
+        for rank in (0, 1, 3)
+        for line in events.read(tmp_path / "elastic" / "events" / f"rank{rank}.jsonl")
+    ]
+    changes = [event for event in recorded if isinstance(event, WorkersChanged)]
+    assert [change.members for change in changes] == [members for _, members in versions[1:]]
+    assert [change.left for change in changes] == [(), (0, 2), (1,), ()]
+    assert [change.joined for change in changes] == [(2, 3), (), (), (4,)]
+
+
+@pytest.mark.parametrize(("victim", "topology"), [(0, "default"), (2, "native")])
+def test_the_step_in_which_a_worker_dies_is_taken_again_by_the_rest(
+    victim: int, topology: str, tmp_path: Path
+):
+    settings = digits_job(
+        model=ModelSettings("support.elastic:MortalNet", {"dies_at": 12}),
+        steps=20,
+        data=DataSettings("digits", 60),
+        topology=TopologySpec(topology),
+    )
+    rest = tuple(rank for rank in range(3) if rank != victim)
+    found = run_elastic(
+        settings,
+        tmp_path / "elastic",
+        [(0, (0, 1, 2))],
+        victim=victim,
+        after_loss=membership(2, rest, lost=(victim,)),
+    )
+    _, alone = train_here(settings, tmp_path / "alone")
+    for rank in rest:
+        # The forward of the step that nobody finished counts once, in running statistics too.
+        assert largest_difference(found[rank]["weights"], alone) < 1e-9
+    (change,) = (
+        line.event
+        for line in events.read(tmp_path / "elastic" / "events" / f"rank{rest[0]}.jsonl")
+        if isinstance(line.event, WorkersChanged)
+    )
+    assert (change.step, change.members, change.lost) == (11, rest, (victim,))
