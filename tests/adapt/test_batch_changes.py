@@ -189,7 +189,7 @@ def test_a_job_resumed_with_another_batch_size_in_its_file_takes_that(tmp_path: 
     [
         (BatchSizeChange(0), "at least one sample a worker"),
         (BatchSizeChange(8, 0.0), "above 0"),
-        (WorkersChange(3), "cannot change its number of workers"),
+        (WorkersChange(3), "the job.s workers are fixed; set parallel.elastic: true"),
     ],
 )
 def test_a_change_that_cannot_be_made_is_refused_in_words(change, words, tmp_path: Path):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from plait.core.codec import decode, encode
-from plait.schema import job, placement, settings
+from plait.schema import job_settings, placement, settings
 from plait.schema.job import Job, make_job
 from plait.schema.job_model import OpenSection, Section, model_of
 from plait.schema.placement import HostAccess, Placement, WorkerLimits
@@ -30,13 +30,13 @@ from plait.schema.sync_options import KINDS
 # Names that say unlike things in unlike sections.
 OF_THEIR_SECTION = {"kind", "options", "metric", "batch_size", "every_steps", "seed"}
 # What workers are told in another form than the job has it: parsed, read from a file, or with its options.
-IN_ANOTHER_FORM = {"model", "plan", "hosts", "sync", "slow", "jitter", "topology"}
+IN_ANOTHER_FORM = {"model", "plan", "hosts", "sync", "slow", "jitter", "topology", "elastic"}
 
 
 def declared() -> dict[str, set[type[Any]]]:
     """The classes that declare each field themselves."""
     found = defaultdict(set)
-    for module in (settings, placement, job):
+    for module in (settings, placement, job_settings):
         for kind in vars(module).values():
             if isinstance(kind, type) and is_dataclass(kind) and kind.__module__ == module.__name__:
                 for name in inspect.get_annotations(kind):
