@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
+from plait.core.splits import split
 from plait.planner.schedules.kinds import Schedule
 from support.pipelines import Case, Delayed, train_many, train_plainly
 from support.world import run_ranks
@@ -20,11 +21,13 @@ MODELS = ["cnn", "lstm", "transformer"]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def each(*cases: Case) -> Any:
-    """A test of each of `cases`; `world` names all of them, which are trained in one world."""
-    return pytest.mark.parametrize(
-        ("case", "world"), [pytest.param(case, cases, id=_id(case)) for case in cases]
-    )
+def each(*cases: Case, worlds: int = 1) -> Any:
+    """A test of each of `cases`, which are trained in as many `worlds`; the test also gets its own."""
+    found = []
+    for own in split(len(cases), worlds):
+        world = cases[own.start : own.stop]
+        found += [pytest.param(case, world, id=_id(case)) for case in world]
+    return pytest.mark.parametrize(("case", "world"), found)
 
 
 def _id(case: Case) -> str:
@@ -47,7 +50,7 @@ def trained(world: tuple[Case, ...]) -> list[Any]:
     """What each rank came to in each of the cases; worlds cost more to start than most cases."""
     if id(world) not in _trained:
         ranks = max(w for case in world for stages in case.layouts for ws in stages for w in ws) + 1
-        _trained[id(world)] = run_ranks(ranks, train_many, world, deadline_s=30.0 * len(world))
+        _trained[id(world)] = run_ranks(ranks, train_many, world, deadline_s=100)
     return _trained[id(world)]
 
 
@@ -74,7 +77,7 @@ ASYNCHRONOUS = (Schedule.STASH, Schedule.TWO_BUFFERED)
 FEW = {"steps": 5, "microbatches": 5, "optimizer": "sgd"}
 
 
-@each(*(Case(model, THREE, kind) for model in MODELS for kind in SYNCHRONOUS))
+@each(*(Case(model, THREE, kind) for model in MODELS for kind in SYNCHRONOUS), worlds=3)
 def test_synchronous_pipelines_equal_plain_training(case: Case, world: tuple[Case, ...]) -> None:
     assert_same(case, world)
 
@@ -88,6 +91,7 @@ def test_interleaved_stages_equal_plain_training(case: Case, world: tuple[Case, 
     *(Case(model, THREE, kind, steps=6) for model in MODELS for kind in ASYNCHRONOUS),
     *(Case(model, THREE, Schedule.STASH, steps=6, vertical_sync=True, optimizer="sgd") for model in MODELS),
     *(Case(model, THREE, Schedule.TWO_BUFFERED, 2, steps=6, optimizer="sgd") for model in MODELS),
+    worlds=3,
 )
 def test_weight_stashing_equals_the_same_delayed_gradients_in_one_process(
     case: Case, world: tuple[Case, ...]
