@@ -48,7 +48,9 @@ def job(folder: Path, sync: str = "partial-reduce", workers: int = 3, **changes:
         "optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9},
         "steps": 30,
         "parallel": parallel,
-        "cluster": {"environment": {"PYTHONPATH": TESTS}},
+        "cluster": {
+            "environment": {"PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])}
+        },
         "run_dir": str(folder / "runs"),
         **changes,
     }

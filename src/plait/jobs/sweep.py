@@ -148,8 +148,7 @@ def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
     from plait.measure.auto_plan import planned
 
     parallel = job.parallel
-    is_made = parallel.plan in ("auto", "model-parallel")
-    schedule = parallel.schedule or (Schedule.FLUSH if is_made else None)
+    schedule = parallel.schedule or (Schedule.FLUSH if parallel.is_made else None)
     made, plan = planned(settings, job.placement(), replace(parallel, schedule=schedule))
     if parallel.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.

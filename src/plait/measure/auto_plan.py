@@ -64,7 +64,7 @@ def planned(
     A run that goes on, whose settings were `before`, keeps its plan: another measurement might give another,
     and with it other updates.
     """
-    if request.plan in ("auto", "model-parallel"):
+    if request.is_made:
         plan = _kept(settings, placement, request, before) or _make(settings, placement, request)
     else:
         plan = _read(Path(request.plan), settings, request)

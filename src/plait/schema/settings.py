@@ -130,6 +130,11 @@ class PlanRequest(PipelineOptions):
     microbatches: Count | None = None
 
     @property
+    def is_made(self) -> bool:
+        """Whether the job is measured and a plan made of that, rather than read or not needed."""
+        return self.plan in ("auto", "model-parallel")
+
+    @property
     def leaves_pieces_open(self) -> bool:
         """Whether the planner may choose how a batch is cut, and whether updates wait for all of it."""
         return (
