@@ -16,12 +16,14 @@ from plait.data.loader import Batch, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.schema.settings import TrainSettings
-from plait.workloads.metrics import accuracy
+from plait.workloads.metrics import accuracy, perplexity
 
 if TYPE_CHECKING:
     from plait.training.components import Components
 
-Metric = Callable[[Tensor, Tensor], tuple[Any, int]]
+# What `means` divides; a metric that has `finish` turns the quotient into what is reported.
+Metric = Callable[[Any, Any], tuple[Any, int]]
+NAMED: dict[str, Metric] = {"accuracy": accuracy, "perplexity": perplexity}
 
 
 def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
@@ -30,13 +32,14 @@ def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
         return ("accuracy", accuracy) if loss == "cross-entropy" else None
     if name == "none":
         return None
-    if name == "accuracy":
-        return "accuracy", accuracy
+    if name in NAMED:
+        return name, NAMED[name]
     if ":" in name:
         return name.rpartition(":")[2], resolve(name, "evaluate.metric", JobError)
-    hint = did_you_mean(name, ["auto", "accuracy", "none"])
+    hint = did_you_mean(name, ["auto", *NAMED, "none"])
     raise JobError(
-        f"evaluate.metric: found {name!r}, expected auto, accuracy, none or 'package.module:name'{hint}"
+        f"evaluate.metric: found {name!r}, expected auto, {', '.join(NAMED)}, none or "
+        f"'package.module:name'{hint}"
     )
 
 
@@ -91,7 +94,9 @@ def means(parts: Components, sums: Tensor) -> dict[str, float]:
     """Mean loss and metric from sums over all samples."""
     results = {"loss": (sums[0] / sums[1]).item()}
     if parts.metric is not None:
-        results[parts.metric[0]] = (sums[2] / sums[3]).item()
+        name, metric = parts.metric
+        finish = getattr(metric, "finish", float)
+        results[name] = finish((sums[2] / sums[3]).item())
     return results
 
 

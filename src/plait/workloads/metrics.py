@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch.nn.functional as F
 from torch import Tensor
+
+from plait.core.errors import JobError
+
+# Of every other metric the larger value is the better one.
+LOWER_IS_BETTER = frozenset({"loss", "perplexity"})
+# The target that losses of torch leave out: padding.
+IGNORED = -100
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -11,3 +22,32 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     The first is a scalar on the output's device, so that nobody waits for the device to count.
     """
     return (output.argmax(-1) == target).sum(), target.numel()
+
+
+def token_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """As `accuracy`, over the targets that are not padding (-100)."""
+    return (output.argmax(-1) == target).sum(), int((target != IGNORED).sum())
+
+
+class Perplexity:
+    """The exponential of the mean cross entropy of a token, over all tokens that are not padding (-100)."""
+
+    def __call__(self, output: Any, target: Any) -> tuple[Tensor, int]:
+        """The cross entropy of all tokens together, and their number."""
+        if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+            raise JobError(
+                f"evaluate.metric: perplexity found that the model returned a {type(output).__name__} with a "
+                f"target that is a {type(target).__name__}, expected tensors: logits (batch, time, "
+                f"vocabulary) and tokens; with loss: model use metric: none; the perplexity is exp(loss)"
+            )
+        logits = output.float() if output.dtype.itemsize < 4 else output
+        total = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="sum")
+        return total, int((target != IGNORED).sum())
+
+    @staticmethod
+    def finish(mean: float) -> float:
+        """The perplexity, from the mean cross entropy."""
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+perplexity = Perplexity()
