@@ -28,7 +28,11 @@ KINDS: Mapping[str, Callable[..., MapDataset]] = {
 }
 # Kinds that come with a workload, by what makes them; their modules are imported once a job names them.
 WORKLOAD_KINDS: Mapping[str, str] = {
+    "bert-shards": "plait.workloads.bert.pretraining_shards:bert_shards",
+    "captions": "plait.workloads.video.captions:captions",
     "continued-text": "plait.workloads.language.continued_text:continued_text",
+    "squad": "plait.workloads.bert.squad_windows:squad",
+    "text-lines": "plait.workloads.language.text_lines:text_lines",
 }
 
 

@@ -68,7 +68,7 @@ def read_tokens(
     if level == "byte":
         return TextTokens(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).astype(np.int32)), 256, None)
     tokens = _tokens(path, data, level)
-    known = _vocabulary(tokens[: _training_tokens(len(tokens), test_fraction)], vocabulary)
+    known = vocabulary_of(tokens[: _training_tokens(len(tokens), test_fraction)], vocabulary)
     numbers = torch.tensor([known.get(token, 0) for token in tokens], dtype=torch.int32)
     return TextTokens(numbers, len(known), fingerprint(known))
 
@@ -89,7 +89,7 @@ def _tokens(path: Path, data: bytes, level: Literal["word", "character"]) -> Seq
     return [token for line in content.splitlines() for token in (*line.split(), END_OF_LINE)]
 
 
-def _vocabulary(tokens: Sequence[str], at_most: int | None) -> dict[str, int]:
+def vocabulary_of(tokens: Sequence[str], at_most: int | None) -> dict[str, int]:
     """A number for each token; 0 is the unknown one, whether or not the text itself spells it."""
     counts = Counter(tokens)
     del counts[UNKNOWN]
