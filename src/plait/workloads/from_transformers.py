@@ -44,10 +44,12 @@ def load_transformers(what: str) -> Any:
 
 def _checked(settings: Any, config: dict[str, Any]) -> dict[str, Any]:
     """`config`, refused where it has a key that the configuration does not know, which it would ignore."""
-    known = settings().to_dict()
+    default = settings()
+    known = default.to_dict()
     aliases = getattr(settings, "attribute_map", {})
     for name in config:
-        if name not in known and name not in aliases:
+        # Numbers of special tokens belong to every model, whether or not it has a default for them.
+        if name not in known and not hasattr(default, name) and not name.endswith("_token_id"):
             raise JobError(
                 f"model_args.config.{name}: {settings.__name__} has no such setting"
                 f"{did_you_mean(name, [*known, *aliases])}"
