@@ -84,7 +84,8 @@ class CaptionLSTM(nn.Module):
 
     def forward(self, seen_bsc: Tensor, words_bte: Tensor) -> Tensor:
         time = words_bte.shape[1]
-        blank_bfe = words_bte.new_zeros((len(words_bte), seen_bsc.shape[1] - time, words_bte.shape[2]))
+        frames = seen_bsc.shape[1] - time
+        blank_bfe = words_bte.new_zeros((words_bte.shape[0], frames, words_bte.shape[2]))
         heard_bse = torch.cat([blank_bfe, words_bte], 1)
         outputs: Tensor = self.cells(torch.cat([seen_bsc, heard_bse], 2))[0]
         return outputs[:, -time:]
