@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.core.errors import DataError
+from plait.core.errors import DataError, JobError
 from plait.data.batches import DataSource
 from plait.data.sampler import Position, batches, share
 from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
@@ -173,6 +173,9 @@ def test_a_resumed_run_goes_on_with_the_samples_that_are_left(tmp_path: Path) ->
     assert largest_difference(found, weights) == 0.0
     assert resumed["test"] == whole["test"]
     assert 0 <= whole["test"]["masked_accuracy"] <= 1
+    other = DataSettings("bert-shards", 8, {**data.options, "lanes": 3})
+    with pytest.raises(JobError, match=r"data\.lanes 3, but .* data\.lanes 2, by which bert-shards orders"):
+        train_here(digits_job(**{**vars(job), "data": other, "steps": 12}), tmp_path / "parts", resume=True)
 
 
 BAD_SHARDS: dict[str, tuple[dict[str, Any], str]] = {

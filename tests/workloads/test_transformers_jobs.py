@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,13 @@ def test_an_architecture_or_setting_that_transformers_has_not_is_told(args: Any,
     pytest.importorskip("transformers")
     with pytest.raises(JobError, match=message):
         from_config(**args)
+
+
+def test_data_with_more_tokens_than_the_configuration_has_is_refused() -> None:
+    pytest.importorskip("transformers")
+    lines = DataSettings("plait.workloads.language.text_lines:synthetic_lines", 4, {"vocabulary": 50})
+    with pytest.raises(JobError, match=r"model_args\.config\.vocab_size: found 40, but .* has 50 tokens"):
+        components.build(replace(job("gpt2"), data=lines), torch.device("cpu"))
 
 
 def test_where_transformers_is_missing_the_message_says_what_to_install(

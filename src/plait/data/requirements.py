@@ -74,15 +74,46 @@ def _check_workers(settings: TrainSettings) -> None:
         )
 
 
-def check_vocabulary(settings: TrainSettings, factory: Callable[..., Any], dataset: Any) -> None:
+def check_vocabulary(
+    settings: TrainSettings, factory: Callable[..., Any], model: nn.Module, dataset: Any
+) -> None:
     """Refuse data with more tokens than the model knows, where both tell how many."""
     tokens = getattr(dataset, "vocabulary", None)
-    parameter = inspect.signature(factory).parameters.get("vocabulary")
-    known = settings.model.args.get("vocabulary", None if parameter is None else parameter.default)
+    key, known = _known_tokens(settings, factory, model)
     if isinstance(tokens, int) and isinstance(known, int) and known < tokens:
         raise JobError(
-            f"model_args.vocabulary: found {known:,}, but the data of {settings.data.kind} has {tokens:,} "
-            f"tokens; set model_args.vocabulary to {tokens}, or let data have fewer"
+            f"{key}: found {known:,}, but the data of {settings.data.kind} has {tokens:,} tokens; set {key} "
+            f"to {tokens}, or let the data have fewer"
+        )
+
+
+def _known_tokens(settings: TrainSettings, factory: Callable[..., Any], model: nn.Module) -> tuple[str, Any]:
+    """Where the model says how many tokens it knows, and how many: its arguments, or its configuration."""
+    try:
+        parameter = inspect.signature(factory).parameters.get("vocabulary")
+    except (TypeError, ValueError):  # no function of Python's
+        parameter = None
+    if parameter is not None:
+        return "model_args.vocabulary", settings.model.args.get("vocabulary", parameter.default)
+    own = getattr(getattr(model, "config", None), "vocab_size", None)
+    return "model_args.config.vocab_size", own
+
+
+def order_id(dataset: Any, settings: TrainSettings) -> str | None:
+    """What the shuffled order of a set that has its own depends on besides the seed; else None."""
+    lanes = getattr(dataset, "lanes", None)
+    if not settings.data.shuffle or not hasattr(dataset, "epoch_order"):
+        return None
+    return f"data.batch_size {settings.data.batch_size}, data.lanes {lanes}"
+
+
+def check_same_order(progress: Mapping[str, Any], dataset: Any, settings: TrainSettings) -> None:
+    """Refuse to go on in the middle of an epoch whose own order would be another."""
+    before, now = progress.get("order"), order_id(dataset, settings)
+    if before is not None and now is not None and before != now:
+        raise JobError(
+            f"data: found {now}, but the run was trained with {before}, by which {settings.data.kind} orders "
+            f"its samples, and it is in the middle of an epoch; resume with these, or start a new run"
         )
 
 

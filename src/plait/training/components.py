@@ -260,7 +260,7 @@ def build(
     else:
         model = build_model(settings.model, settings.seed)
         model.to(device, torch.float64 if settings.precision == "float64" else None)
-    check_vocabulary(settings, find_model(settings.model), train_set.dataset)
+    check_vocabulary(settings, find_model(settings.model), model, train_set.dataset)
     check_continued(settings, train_set.dataset, model)
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")

@@ -15,7 +15,7 @@ from typing import Any
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
-from plait.data.requirements import check_same_vocabulary, vocabulary_id
+from plait.data.requirements import check_same_order, check_same_vocabulary, order_id, vocabulary_id
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
@@ -73,6 +73,7 @@ class _Starting:
             "seed": run.settings.seed,
             "shuffle": run.settings.data.shuffle,
             "samples": run.parts.train_set.length,
+            "order": order_id(run.parts.train_set.dataset, run.settings),
             "vocabulary": vocabulary_id(run.parts.train_set.dataset),
             "best": self._best,
             "early_best": stopping.best,
@@ -113,6 +114,8 @@ class _Starting:
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         check_order(progress, position, run.settings, run.parts.train_set.length)
+        if position.sample:
+            check_same_order(progress, run.parts.train_set.dataset, run.settings)
         self._starting.load(state)
         run.step, run.position = state.step, position
         self._best = best if best and checkpoints.has(run.folder.checkpoints, best.get("step")) else None

@@ -118,7 +118,7 @@ class PretrainingShards:
         self.vocabulary_id = vocabulary_id
         self.input_shape = (heads[0].length,)
         self._heads = list(heads)
-        self._lanes = lanes
+        self.lanes = lanes
         self._ends = np.cumsum([head.samples for head in heads])
         self._open: OrderedDict[int, dict[str, Array]] = OrderedDict()
 
@@ -151,13 +151,13 @@ class PretrainingShards:
 
     def epoch_order(self, seed: int, batch_size: int) -> LaneOrder:
         """Shards in a shuffled order, shared out among workers, and their samples shuffled."""
-        return lane_order([head.samples for head in self._heads], seed, batch_size, self._lanes)
+        return lane_order([head.samples for head in self._heads], seed, batch_size, self.lanes)
 
     def _arrays(self, shard: int) -> dict[str, Array]:
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
-        while len(self._open) > self._lanes:
+        while len(self._open) > self.lanes:
             self._open.popitem(last=False)
         head = self._heads[shard]
         with open_hdf5(head.path, EXPECTED, REMEDY) as file:
