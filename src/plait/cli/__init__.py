@@ -17,6 +17,7 @@ from plait.cli.demo import demo
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.planning import plan, profile
 from plait.cli.runs import evaluate, resize, status, stop
+from plait.cli.shards import shards
 from plait.cli.sweep import sweep
 from plait.cli.train import train
 from plait.core.errors import PlaitError
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (demo, profile, plan, train, sweep, evaluate, status, stop, resize, bench):
+for verb in (demo, profile, plan, train, sweep, evaluate, status, stop, resize, shards, bench):
     app.command()(verb)
 
 

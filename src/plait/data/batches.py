@@ -106,6 +106,11 @@ class DataSource:
             begin += size
         return found
 
+    def own_order(self, seed: int, batch_size: int) -> Callable[[int], Sequence[int]] | None:
+        """The shuffled order of an epoch's samples, of a data set that has its own; else None."""
+        order: Callable[[int, int], Sequence[int]] | None = getattr(self.dataset, "epoch_order", None)
+        return None if order is None else lambda epoch: order(mix(seed, epoch), batch_size)
+
     def _read(self, epoch: int, numbers: Sequence[int], seed: int) -> list[Any]:
         if self.is_stream:
             if self._reader is None:

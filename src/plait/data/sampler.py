@@ -6,7 +6,7 @@ repeated or skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -61,16 +61,26 @@ def epoch_order(seed: int, epoch: int, samples: int, shuffle: bool) -> Sequence[
 
 
 def batches(
-    start: Position, samples: int, batch_size: int, *, seed: int, shuffle: bool, keep_last: bool
+    start: Position,
+    samples: int,
+    batch_size: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    keep_last: bool,
+    own_order: Callable[[int], Sequence[int]] | None = None,
 ) -> Iterator[GlobalBatch]:
     """The batches from `start` on, epoch after epoch without end.
 
     The last batch of an epoch is smaller when `batch_size` does not divide what is left; with
-    `keep_last=False` it is left out.
+    `keep_last=False` it is left out. With `shuffle`, `own_order(epoch)` is the order where it is given.
     """
     epoch, sample = start.epoch, start.sample
     while True:
-        order = epoch_order(seed, epoch, samples, shuffle)
+        if shuffle and own_order is not None:
+            order = own_order(epoch)
+        else:
+            order = epoch_order(seed, epoch, samples, shuffle)
         while sample < samples and (keep_last or sample + batch_size <= samples):
             end = min(sample + batch_size, samples)
             after = (

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from plait.profiler.arguments import can_be_lowered, leaves, lower
 from plait.profiler.failures import SourceLine, current_line, refusal
-from plait.profiler.symbols import Sizes, recurrent_shapes, shape_of
+from plait.profiler.symbols import Sizes, is_lstm, lstm_shapes, recurrent_shapes, shape_of
 
 # torch.nn modules that only arrange others: the layers are inside.
 CONTAINERS = (
@@ -198,13 +198,14 @@ class CallRecorder(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if getattr(function, "__name__", "") == "__bool__" and id(args[0]) in self._decided:
             return self._decided[id(args[0])]
+        run = lstm_shapes if is_lstm(function, args) else function
         if self._is_silent():
-            result = function(*args, **kwargs)
+            result = run(*args, **kwargs)
             self._watch_inside(args, kwargs, result)
         else:
             _refuse_hooks(function)
             self._note_size_read(function, args)
-            result = self._observe(function, args, kwargs, lambda: function(*args, **kwargs))
+            result = self._observe(function, args, kwargs, lambda: run(*args, **kwargs))
         self._decide(function, args, result)
         return result
 

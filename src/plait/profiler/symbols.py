@@ -148,6 +148,22 @@ def recurrent_shapes(module: nn.RNNBase | nn.RNNCellBase, input: Tensor, hx: obj
     return output, (state, input.new_zeros((*stack, module.hidden_size)) + anchor)
 
 
+def is_lstm(function: object, args: Sequence[Any]) -> bool:
+    """Whether a call is `torch.lstm` of a plain tensor, as a module with weights of its own calls it."""
+    return function is torch.lstm and len(args) == 9 and not isinstance(args[1], Tensor)
+
+
+def lstm_shapes(
+    input: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `torch.lstm` returns for tensors without values, whatever their sizes; see `recurrent_shapes`."""
+    both_ways = options[-2]
+    anchor = sum(tensor.flatten()[0] for tensor in weights)
+    output = input.new_zeros((*input.shape[:-1], hx[0].shape[-1] * (2 if both_ways else 1))) + anchor
+    hidden, cell = (state.new_zeros(state.shape) + anchor for state in hx)
+    return output, hidden, cell
+
+
 def write_size(expression: Expr, symbol: Callable[[Symbol], str]) -> str | None:
     """`expression` as Python source; `symbol` writes each symbol. None for what cannot be written."""
     if isinstance(expression, sympy.Integer):

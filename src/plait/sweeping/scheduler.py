@@ -21,6 +21,7 @@ from plait.sweeping.search.halving import exploit, goes_on, survivors
 from plait.sweeping.search.values import Past, Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, is_fusable, with_values
+from plait.workloads.metrics import LOWER_IS_BETTER
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10
@@ -266,7 +267,7 @@ class TrialScheduler:
         value = metrics.get(self.metric) if metrics else train_loss
         if value is None:
             return math.nan
-        return float(value) if self.metric == "loss" or not metrics else -float(value)
+        return float(value) if self.metric in LOWER_IS_BETTER or not metrics else -float(value)
 
     def _end(self, trial: Trial, state: str) -> int:
         trial.state = state

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.schema.settings import EarlyStopSettings
+from plait.workloads.metrics import LOWER_IS_BETTER
 
 
 @dataclass
@@ -32,9 +33,9 @@ class EarlyStopping:
 
 
 def gain(name: str, value: float, before: float) -> float:
-    """How much better `value` is: smaller for a loss, larger for other metrics; no number is worst."""
+    """How much better `value` is: smaller for a loss or perplexity, larger for others; no number is worst."""
     if not math.isfinite(value):
         return -math.inf
     if not math.isfinite(before):
         return math.inf
-    return before - value if name == "loss" else value - before
+    return before - value if name in LOWER_IS_BETTER else value - before

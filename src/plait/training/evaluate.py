@@ -68,7 +68,9 @@ def means(parts: Components, sums: Tensor) -> dict[str, float]:
     """Mean loss and metric from sums over all samples."""
     results = {"loss": (sums[0] / sums[1]).item()}
     if parts.metric is not None:
-        results[parts.metric[0]] = (sums[2] / sums[3]).item()
+        name, metric = parts.metric
+        finish = getattr(metric, "finish", float)
+        results[name] = finish((sums[2] / sums[3]).item())
     return results
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
+from plait.data.requirements import check_same_vocabulary
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
@@ -28,8 +29,14 @@ def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     parts = components.build(settings, components.choose_device(settings.device, 0))
     if parts.test_set is None:
         raise InputError(f"{folder.path}: its data has no test split; nothing to measure on")
+    check_same_vocabulary(state.progress, parts.test_set.dataset, settings.data.kind)
     checkpoints.load_model_state(parts.model, state.model)
-    return {"step": state.step, "metrics": evaluate_parts(parts, settings, rank=0, world_size=1)}
+    metrics = evaluate_parts(parts, settings, rank=0, world_size=1)
+    # What needs the whole split at once, such as answers of several windows.
+    scores = getattr(parts.test_set.dataset, "scores", None)
+    if scores is not None:
+        metrics |= scores(parts.model, parts.device)
+    return {"step": state.step, "metrics": metrics}
 
 
 def _newest(folder: RunDir) -> checkpoints.Checkpoint:

@@ -19,6 +19,7 @@ from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, CheckpointError, JobError, PeerError
 from plait.core.run_events import Changed
+from plait.data.requirements import check_same_order, check_same_vocabulary, order_id, vocabulary_id
 from plait.data.sampler import Position
 from plait.launch.membership import Membership
 from plait.schema.results import RunResult
@@ -115,6 +116,8 @@ class _Starting:
             "seed": run.settings.seed,
             "shuffle": run.settings.data.shuffle,
             "samples": run.parts.train_set.length,
+            "order": order_id(run.parts.train_set.dataset, run.settings),
+            "vocabulary": vocabulary_id(run.parts.train_set.dataset),
             "best": self._best,
             "early_best": stopping.best,
             "evaluations_without_gain": stopping.without_gain,
@@ -148,6 +151,7 @@ class _Starting:
         """Go on from a checkpoint; nothing has changed where its progress or its tensors are refused."""
         run, progress = self.run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
+        check_same_vocabulary(progress, run.parts.train_set.dataset, run.settings.data.kind)
         try:
             position = decode(Position, progress["position"])
             best, early_best = progress["best"], progress["early_best"]
@@ -157,6 +161,8 @@ class _Starting:
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         check_order(progress, position, run.settings, run.parts.train_set.length)
+        if position.sample:
+            check_same_order(progress, run.parts.train_set.dataset, run.settings)
         self._starting.load(state)
         run.step, run.position = state.step, position
         run.batch = resumed(kept, run.settings.data.batch_size)

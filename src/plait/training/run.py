@@ -93,6 +93,7 @@ class Run:
             seed=self.settings.seed,
             shuffle=data.shuffle and not source.is_stream,
             keep_last=data.last_batch == "keep",
+            own_order=source.own_order(self.settings.seed, data.batch_size),
         )
 
     def load(

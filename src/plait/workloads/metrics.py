@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from plait.core.errors import JobError
 from plait.core.names import did_you_mean, resolve
 
-Metric = Callable[[Tensor, Tensor], tuple[Any, int]]
+# What `means` divides; a metric that has `finish` turns the quotient into what is reported.
+Metric = Callable[[Any, Any], tuple[Any, int]]
+# Of every other metric the larger value is the better one.
+LOWER_IS_BETTER = frozenset({"loss", "perplexity"})
+# The target that losses of torch leave out: padding.
+IGNORED = -100
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -21,17 +28,48 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return (output.argmax(-1) == target).sum(), target.numel()
 
 
+def token_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """As `accuracy`, over the targets that are not padding (-100)."""
+    return (output.argmax(-1) == target).sum(), int((target != IGNORED).sum())
+
+
+class Perplexity:
+    """The exponential of the mean cross entropy of a token, over all tokens that are not padding (-100)."""
+
+    def __call__(self, output: Any, target: Any) -> tuple[Tensor, int]:
+        """The cross entropy of all tokens together, and their number."""
+        if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+            raise JobError(
+                f"evaluate.metric: perplexity found that the model returned a {type(output).__name__} with a "
+                f"target that is a {type(target).__name__}, expected tensors: logits (batch, time, "
+                f"vocabulary) and tokens; with loss: model use metric: none; the perplexity is exp(loss)"
+            )
+        logits = output.float() if output.dtype.itemsize < 4 else output
+        total = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="sum")
+        return total, int((target != IGNORED).sum())
+
+    @staticmethod
+    def finish(mean: float) -> float:
+        """The perplexity, from the mean cross entropy."""
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+perplexity = Perplexity()
+NAMED: dict[str, Metric] = {"accuracy": accuracy, "perplexity": perplexity}
+
+
 def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
     """The metric's name and function; `auto` is accuracy where the loss is cross-entropy, else none."""
     if name == "auto":
         return ("accuracy", accuracy) if loss == "cross-entropy" else None
     if name == "none":
         return None
-    if name == "accuracy":
-        return "accuracy", accuracy
+    if name in NAMED:
+        return name, NAMED[name]
     if ":" in name:
         return name.rpartition(":")[2], resolve(name, "evaluate.metric", JobError)
-    hint = did_you_mean(name, ["auto", "accuracy", "none"])
+    hint = did_you_mean(name, ["auto", *NAMED, "none"])
     raise JobError(
-        f"evaluate.metric: found {name!r}, expected auto, accuracy, none or 'package.module:name'{hint}"
+        f"evaluate.metric: found {name!r}, expected auto, {', '.join(NAMED)}, none or "
+        f"'package.module:name'{hint}"
     )

@@ -38,6 +38,7 @@ class BatchStream:
             seed=settings.seed,
             shuffle=data.shuffle,
             keep_last=data.last_batch == "keep",
+            own_order=train_set.own_order(settings.seed, data.batch_size),
         )
         if not loads:
             self._batches = _sizes(order)

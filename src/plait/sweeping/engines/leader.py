@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from plait.adapt.monitors.gradient_noise import GradientAverages
+from plait.core.errors import JobError
 from plait.data.loader import Batch
+from plait.data.requirements import streams_of
 from plait.data.sampler import Position
 from plait.fusion.verify import Verdict
 from plait.pipeline import named_state
@@ -48,6 +50,11 @@ def make_array(
         from plait.sweeping.engines.pipelined import PipelinedArray
 
         return PipelinedArray(entries, team, team.pipeline, stages, verdict)
+    if team is not None and streams_of(entries[0].parts.train_set.dataset) is not None:
+        raise JobError(
+            f"--replicas: the samples of {entries[0].settings.data.kind} continue those of the batch before, "
+            f"whose state replicas of an array do not share; sweep without --replicas"
+        )
     return FusedArray(entries, team, verdict=verdict) if fused else UnfusedArray(entries, team)
 
 

@@ -26,6 +26,7 @@ from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import whole_world
 from plait.sync.buffers import average
+from plait.sync.carried_rows import merge_rows
 from plait.training.components import Components
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor
@@ -194,6 +195,7 @@ class TrainStep:
     def average_buffers(self) -> None:
         """Give all workers the mean of their running statistics; all ranks call it together."""
         if self._worker.world_size > 1:
+            merge_rows(self._parts.model)
             average(list(self._parts.model.buffers()), samples=self._seen)
             self._seen = 0
 

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from plait.core.errors import DataError
+
+
+def decode_text(path: Path, data: bytes, remedy: str) -> str:
+    """`data`, all of `path`, as text; what is not UTF-8 is refused with its line."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as failure:
+        line = data.count(b"\n", 0, failure.start) + 1
+        raise DataError(
+            f"{path}, line {line:,}: byte {failure.start:,} is not UTF-8, expected text; {remedy}"
+        ) from None
+
+
+def fingerprint(words: Iterable[str]) -> str:
+    """What tells one vocabulary, in its order, from another."""
+    return f"{zlib.crc32(chr(10).join(words).encode(errors='surrogatepass')):08x}"
 
 
 def read_bytes(path: Path, expected: str, remedy: str) -> bytes:

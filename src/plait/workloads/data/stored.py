@@ -17,8 +17,10 @@ Sample = tuple[Tensor, Tensor]
 class MapDataset(Protocol):
     """A set of (input, target) pairs by index; what a model needs to know of it comes as attributes.
 
-    Sets of classified images have `classes` and `input_shape`; sets of tokens have `vocabulary` and
-    `input_shape`.
+    Sets of classified images have `classes` and `input_shape`; sets of tokens have `vocabulary`,
+    `vocabulary_id` (which a resumed run must find again) and `input_shape`. A set with `streams` promises
+    that sample i continues sample i - streams, and one with `epoch_order(seed, batch_size)` has its own
+    shuffled order.
     """
 
     def __len__(self) -> int: ...
@@ -96,9 +98,12 @@ class ShiftedImages:
 class Windows:
     """A text cut into windows of `length` tokens; the target is the window one token later."""
 
-    def __init__(self, tokens: Tensor, length: int, vocabulary: int) -> None:
+    def __init__(
+        self, tokens: Tensor, length: int, vocabulary: int, vocabulary_id: str | None = None
+    ) -> None:
         count = (len(tokens) - 1) // length
         self.vocabulary = vocabulary
+        self.vocabulary_id = vocabulary_id
         self.input_shape = (length,)
         self._inputs = tokens[: count * length].view(count, length)
         self._targets = tokens[1 : count * length + 1].view(count, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.core.errors import DataError
-from plait.workloads.data.files import read_bytes
+from plait.workloads.data.files import decode_text, fingerprint, read_bytes
 from plait.workloads.data.stored import Split, Windows
 
 UNKNOWN = "<unk>"
@@ -33,18 +34,46 @@ def text(
     comes from the training part, the most frequent first, after `<unk>`, which stands for all others; at
     most `vocabulary` tokens where that is given. Bytes are their own numbers, 256 of them.
     """
-    _check_options(length, test_fraction, vocabulary)
+    check_options(length, test_fraction, vocabulary)
+    found = read_tokens(path, level, test_fraction, vocabulary)
+    part = found.part(split, test_fraction)
+    if len(part) <= length:
+        raise DataError(
+            f"{path}: the {split} part has {len(part):,} of the file's {len(found.numbers):,} tokens, "
+            f"expected at least {length + 1:,} for one window; "
+            f"shorten data.length (now {length}) or use a longer text"
+        )
+    return Windows(part, length, found.vocabulary, found.vocabulary_id)
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """A file's tokens as numbers; how many kinds there are, and what tells this vocabulary from others."""
+
+    numbers: Tensor
+    vocabulary: int
+    vocabulary_id: str | None
+
+    def part(self, split: Split, test_fraction: float) -> Tensor:
+        """The tokens of a split: the file's last `test_fraction` is for testing."""
+        cut = _training_tokens(len(self.numbers), test_fraction)
+        return self.numbers[:cut] if split == "train" else self.numbers[cut:]
+
+
+def read_tokens(
+    path: Path, level: Literal["word", "character", "byte"], test_fraction: float, vocabulary: int | None
+) -> TextTokens:
+    """The tokens of the whole file; see `text`."""
     data = read_bytes(path, "a text file", "set data.path to one")
     if level == "byte":
-        numbers = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).astype(np.int32))
-        return _windows(split, path, numbers, 256, length, test_fraction)
+        return TextTokens(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).astype(np.int32)), 256, None)
     tokens = _tokens(path, data, level)
-    known = _vocabulary(tokens[: _training_tokens(len(tokens), test_fraction)], vocabulary)
+    known = vocabulary_of(tokens[: _training_tokens(len(tokens), test_fraction)], vocabulary)
     numbers = torch.tensor([known.get(token, 0) for token in tokens], dtype=torch.int32)
-    return _windows(split, path, numbers, len(known), length, test_fraction)
+    return TextTokens(numbers, len(known), fingerprint(known))
 
 
-def _check_options(length: int, test_fraction: float, vocabulary: int | None) -> None:
+def check_options(length: int, test_fraction: float, vocabulary: int | None) -> None:
     if length < 1:
         raise DataError(f"data.length: found {length}, expected at least 1 token")
     if not 0 < test_fraction < 1:
@@ -54,19 +83,13 @@ def _check_options(length: int, test_fraction: float, vocabulary: int | None) ->
 
 
 def _tokens(path: Path, data: bytes, level: Literal["word", "character"]) -> Sequence[str]:
-    try:
-        content = data.decode()
-    except UnicodeDecodeError as failure:
-        raise DataError(
-            f"{path}: byte {failure.start:,} is not UTF-8, expected text; "
-            f"convert the file, or set data.level to byte"
-        ) from None
+    content = decode_text(path, data, "convert the file to UTF-8, or set data.level to byte")
     if level == "character":
         return content
     return [token for line in content.splitlines() for token in (*line.split(), END_OF_LINE)]
 
 
-def _vocabulary(tokens: Sequence[str], at_most: int | None) -> dict[str, int]:
+def vocabulary_of(tokens: Sequence[str], at_most: int | None) -> dict[str, int]:
     """A number for each token; 0 is the unknown one, whether or not the text itself spells it."""
     counts = Counter(tokens)
     del counts[UNKNOWN]
@@ -77,17 +100,3 @@ def _vocabulary(tokens: Sequence[str], at_most: int | None) -> dict[str, int]:
 
 def _training_tokens(count: int, test_fraction: float) -> int:
     return count - round(count * test_fraction)
-
-
-def _windows(
-    split: Split, path: Path, tokens: Tensor, vocabulary: int, length: int, test_fraction: float
-) -> Windows:
-    cut = _training_tokens(len(tokens), test_fraction)
-    part = tokens[:cut] if split == "train" else tokens[cut:]
-    if len(part) <= length:
-        raise DataError(
-            f"{path}: the {split} part has {len(part):,} of the file's {len(tokens):,} tokens, "
-            f"expected at least {length + 1:,} for one window; "
-            f"shorten data.length (now {length}) or use a longer text"
-        )
-    return Windows(part, length, vocabulary)

@@ -1,0 +1,134 @@
+"""What a data set asks of the run that reads it and of the model that gets its samples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from plait.core.errors import DataError, JobError
+from plait.schema.settings import TrainSettings
+from plait.workloads.language.carried_state import CarriedState
+
+
+def streams_of(dataset: Any) -> int | None:
+    """How many streams a set holds whose samples continue each other from batch to batch; else None."""
+    found = getattr(dataset, "streams", None)
+    return found if isinstance(found, int) else None
+
+
+def check_continued(settings: TrainSettings, dataset: Any, model: nn.Module) -> None:
+    """Refuse settings under which a batch would not continue the one before, where model or data want it."""
+    streams = streams_of(dataset)
+    carried = [module.streams for module in model.modules() if isinstance(module, CarriedState)]
+    if streams is None:
+        if carried:
+            raise JobError(
+                f"data.kind: found {settings.data.kind}, but {settings.model.factory} carries its state from "
+                f"batch to batch; use kind: continued-text, whose batches continue each other"
+            )
+        return
+    _check_batches(settings, streams)
+    _check_workers(settings)
+    if carried and carried[0] != streams:
+        raise JobError(
+            f"model_args.streams: found {carried[0]}, but data.streams is {streams}; set both, and "
+            f"data.batch_size, to the same number"
+        )
+
+
+def _check_batches(settings: TrainSettings, streams: int) -> None:
+    data = settings.data
+    if data.shuffle:
+        raise JobError(
+            f"data.shuffle: found true, but the samples of {data.kind} continue those of the batch before; "
+            f"set shuffle: false"
+        )
+    sizes = {"data.batch_size": data.batch_size, "evaluate.batch_size": settings.evaluate.batch_size}
+    for key, size in sizes.items():
+        if size is not None and size != streams:
+            raise JobError(
+                f"{key}: found {size}, but {data.kind} has {streams} streams, each of which every batch "
+                f"continues; set both to the same number"
+            )
+
+
+def _check_workers(settings: TrainSettings) -> None:
+    kind = settings.data.kind
+    if settings.sync.kind != "all-reduce":
+        raise JobError(
+            f"parallel.sync: found {settings.sync.kind!r}, but the samples of {kind} continue those of the "
+            f"batch before, which the same worker must have had; use sync: all-reduce"
+        )
+    if settings.pipeline is None:
+        return
+    stages: Sequence[Mapping[str, Any]] = settings.pipeline.plan["stages"]
+    replicas = max(int(stage["replicas"]) for stage in stages)
+    if replicas > 1:
+        raise JobError(
+            f"parallel.plan: found a stage with {replicas} replicas, but the samples of {kind} continue "
+            f"those of the batch before, which the same worker must have had; plan one worker a stage "
+            f"(plait plan --straight), or use plan: data-parallel"
+        )
+
+
+def check_vocabulary(
+    settings: TrainSettings, factory: Callable[..., Any], model: nn.Module, dataset: Any
+) -> None:
+    """Refuse data with more tokens than the model knows, where both tell how many."""
+    tokens = getattr(dataset, "vocabulary", None)
+    key, known = _known_tokens(settings, factory, model)
+    if isinstance(tokens, int) and isinstance(known, int) and known < tokens:
+        raise JobError(
+            f"{key}: found {known:,}, but the data of {settings.data.kind} has {tokens:,} tokens; set {key} "
+            f"to {tokens}, or let the data have fewer"
+        )
+
+
+def _known_tokens(settings: TrainSettings, factory: Callable[..., Any], model: nn.Module) -> tuple[str, Any]:
+    """Where the model says how many tokens it knows, and how many: its arguments, or its configuration."""
+    try:
+        parameter = inspect.signature(factory).parameters.get("vocabulary")
+    except (TypeError, ValueError):  # no function of Python's
+        parameter = None
+    if parameter is not None:
+        return "model_args.vocabulary", settings.model.args.get("vocabulary", parameter.default)
+    own = getattr(getattr(model, "config", None), "vocab_size", None)
+    return "model_args.config.vocab_size", own
+
+
+def order_id(dataset: Any, settings: TrainSettings) -> str | None:
+    """What the shuffled order of a set that has its own depends on besides the seed; else None."""
+    lanes = getattr(dataset, "lanes", None)
+    if not settings.data.shuffle or not hasattr(dataset, "epoch_order"):
+        return None
+    return f"data.batch_size {settings.data.batch_size}, data.lanes {lanes}"
+
+
+def check_same_order(progress: Mapping[str, Any], dataset: Any, settings: TrainSettings) -> None:
+    """Refuse to go on in the middle of an epoch whose own order would be another."""
+    before, now = progress.get("order"), order_id(dataset, settings)
+    if before is not None and now is not None and before != now:
+        raise JobError(
+            f"data: found {now}, but the run was trained with {before}, by which {settings.data.kind} orders "
+            f"its samples, and it is in the middle of an epoch; resume with these, or start a new run"
+        )
+
+
+def vocabulary_id(dataset: Any) -> str | None:
+    """What tells one vocabulary from another, of a set that has one."""
+    found = getattr(dataset, "vocabulary_id", None)
+    return found if isinstance(found, str) else None
+
+
+def check_same_vocabulary(progress: Mapping[str, Any], dataset: Any, kind: str) -> None:
+    """Refuse a checkpoint whose model learnt other meanings of the numbers that tokens have."""
+    before, now = progress.get("vocabulary"), vocabulary_id(dataset)
+    if before is not None and now is not None and before != now:
+        raise DataError(
+            f"data.kind: the vocabulary of {kind} is not the one that the checkpoint was trained with (its "
+            f"fingerprint is {now}, expected {before}): every token would mean another; put the text or "
+            f"vocabulary file of that run back, or start a new run"
+        )

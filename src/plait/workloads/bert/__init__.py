@@ -1,0 +1,18 @@
+"""BERT: models, pre-training data in hdf5 shards, word pieces, and SQuAD fine-tuning.
+
+`bert`, `bert_medium` and `bert_tiny` are models of our own; `pretraining` and `question_answering` make
+those of the transformers library, which compute their own loss.
+"""
+
+from plait.workloads.bert.heads import masked_accuracy, pretraining, question_answering, span_accuracy
+from plait.workloads.bert.model import bert, bert_medium, bert_tiny
+
+__all__ = [
+    "bert",
+    "bert_medium",
+    "bert_tiny",
+    "masked_accuracy",
+    "pretraining",
+    "question_answering",
+    "span_accuracy",
+]

@@ -1,0 +1,1 @@
+"""Videos: features of their frames in, captions out."""
