@@ -197,4 +197,5 @@ def test_an_index_out_of_range_ends_an_iteration(kind):
 
 
 def test_every_kind_is_registered_under_its_job_file_name():
-    assert set(KINDS) == {"cifar", "digits", "fashion-mnist", "image-folder", "synthetic", "text"}
+    images, sentences = {"cifar", "digits", "fashion-mnist", "image-folder"}, {"catalogues", "number-words"}
+    assert set(KINDS) == images | sentences | {"synthetic", "text", "translation"}

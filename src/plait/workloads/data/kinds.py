@@ -14,17 +14,23 @@ from plait.workloads.data.cifar import cifar
 from plait.workloads.data.digits import digits
 from plait.workloads.data.fashion_mnist import fashion_mnist
 from plait.workloads.data.image_folder import image_folder
+from plait.workloads.data.sentences.catalogues import catalogues
+from plait.workloads.data.sentences.number_words import number_words
+from plait.workloads.data.sentences.text_files import translation
 from plait.workloads.data.stored import MapDataset, Split, is_stream
 from plait.workloads.data.synthetic import synthetic
 from plait.workloads.data.text import text
 
-KINDS: Mapping[str, Callable[..., MapDataset]] = {
+KINDS: Mapping[str, Callable[..., Any]] = {
+    "catalogues": catalogues,
     "cifar": cifar,
     "digits": digits,
     "fashion-mnist": fashion_mnist,
     "image-folder": image_folder,
+    "number-words": number_words,
     "synthetic": synthetic,
     "text": text,
+    "translation": translation,
 }
 
 
