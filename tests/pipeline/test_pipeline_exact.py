@@ -59,6 +59,13 @@ def test_weight_stashing_equals_the_same_delayed_gradients_in_one_process(model:
     )
 
 
+def test_translation_with_lengths_that_change_equals_one_process_under_flush_and_stash() -> None:
+    assert_same(
+        Case("gnmt", TWO, Schedule.FLUSH, steps=3),
+        Case("gnmt", TWO, Schedule.STASH, steps=3, microbatches=2),
+    )
+
+
 def test_replicated_stages_and_pipelines_side_by_side_equal_plain_training() -> None:
     """15 microbatches that no number of replicas divides; gradients alone, BatchNorm's statistics differ."""
     assert_same(

@@ -78,6 +78,7 @@ class _Starting:
             "loss_scale": run.parts.scaler.state_dict(),
             "optimizer": run.settings.optimizer.kind,
             "workers": run.worker.world_size,
+            "fingerprint": run.parts.train_set.fingerprint,
         }
         return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
 
@@ -103,6 +104,7 @@ class _Starting:
         """Go on from a checkpoint; nothing has changed where its progress or its tensors are refused."""
         run, progress = self.run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
+        checkpoints.check_fingerprint(progress, run.parts.train_set.fingerprint)
         try:
             position = decode(Position, progress["position"])
             best, early_best = progress["best"], progress["early_best"]

@@ -92,10 +92,11 @@ class SentencePairs:
 def pad_pairs(samples: list[Pair]) -> Pair:
     """A batch of pairs, each side as long as its longest sentence."""
     sources, previous, targets = zip(*((source, before, target) for (source, before), target in samples))
-    return (_padded(sources), _padded(previous)), _padded(targets)
+    return (pad_rows(sources), pad_rows(previous)), pad_rows(targets)
 
 
-def _padded(rows: Sequence[Tensor]) -> Tensor:
+def pad_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Sentences as the rows of one tensor, padded at their ends."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=PAD)
 
 
