@@ -12,6 +12,7 @@ import torch
 from plait.core.errors import DataError
 from plait.workloads.data import KINDS, build, check
 from plait.workloads.data import digits as digits_module
+from plait.workloads.data.kinds import WORKLOAD_KINDS, factory_of
 
 
 class Squares:
@@ -197,5 +198,5 @@ def test_an_index_out_of_range_ends_an_iteration(kind):
 
 
 def test_every_kind_is_registered_under_its_job_file_name():
-    images, sentences = {"cifar", "digits", "fashion-mnist", "image-folder"}, {"catalogues", "number-words"}
-    assert set(KINDS) == images | sentences | {"synthetic", "text", "translation"}
+    assert set(KINDS) == {"cifar", "digits", "fashion-mnist", "image-folder", "synthetic", "text"}
+    assert all(callable(factory_of(kind)) for kind in WORKLOAD_KINDS)

@@ -57,12 +57,6 @@ class DataSource:
         except (TypeError, NotImplementedError, AttributeError):
             return self._counted
 
-    @property
-    def fingerprint(self) -> int | None:
-        """Tells data apart whose tokens have unlike numbers, where the set says so."""
-        found = getattr(self.dataset, "fingerprint", None)
-        return found if isinstance(found, int) else None
-
     def note_length(self, samples: int) -> None:
         """Remember how many samples the stream gave until its end."""
         self._counted = samples

@@ -91,17 +91,6 @@ def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:
         raise CheckpointError(f"its optimizer is {found!r}, the job's is {kind!r}; resume with the same one")
 
 
-def check_fingerprint(progress: Mapping[str, Any], fingerprint: int | None) -> None:
-    """Refuse a checkpoint whose tokens had other numbers than the data's have now."""
-    found = progress.get("fingerprint")
-    if isinstance(found, int) and fingerprint is not None and found != fingerprint:
-        raise CheckpointError(
-            f"its vocabulary (checksum {found:08x}) is not that of the data now ({fingerprint:08x}), so that "
-            f"tokens would have other numbers; use the vocabulary, codes and data options that it was "
-            f"trained with, or start a new run"
-        )
-
-
 def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
     """Put `state` into `model`; a difference in names or shapes is told with the first one found."""
     own = model.state_dict()

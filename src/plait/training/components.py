@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource
+from plait.data.requirements import check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
@@ -182,16 +183,6 @@ def check_test_split(settings: TrainSettings) -> None:
             )
 
 
-def check_vocabulary(settings: TrainSettings, model: torch.nn.Module, source: DataSource) -> None:
-    """Refuse a model with fewer tokens than the data, where both say how many they have."""
-    tokens, known = (getattr(each, "vocabulary", None) for each in (source.dataset, model))
-    if isinstance(tokens, int) and isinstance(known, int) and tokens > known:
-        raise JobError(
-            f"model_args.vocabulary: found {known:,}, but the data ({settings.data.kind}) has {tokens:,} "
-            f"tokens; give the model at least as many, or the data a smaller vocabulary"
-        )
-
-
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """The device of this worker; workers of one host take its GPUs in turn."""
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -269,7 +260,7 @@ def build(
     else:
         model = build_model(settings.model, settings.seed)
         model.to(device, torch.float64 if settings.precision == "float64" else None)
-    check_vocabulary(settings, model, train_set)
+    check_vocabulary(settings, find_model(settings.model), train_set.dataset)
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -10,6 +10,7 @@ from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
 from plait.data.calling import evaluation_mode
+from plait.data.requirements import check_same_vocabulary
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
@@ -26,7 +27,9 @@ def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     settings = _read_settings(folder)
     state = _best(folder) if best else _newest(folder)
     parts = _build(folder, settings)
-    _load(parts, state, folder)
+    assert parts.test_set is not None
+    check_same_vocabulary(state.progress, parts.test_set.dataset, settings.data.kind)
+    checkpoints.load_model_state(parts.model, state.model)
     return {"step": state.step, "metrics": evaluate_parts(parts, settings, rank=0, world_size=1)}
 
 
@@ -50,7 +53,8 @@ def measure_bleu(folder: RunDir, options: BeamOptions, best: bool = False) -> di
     rows: list[dict[str, Any]] = []
     signature = ""
     for state in states:
-        _load(parts, state, folder)
+        check_same_vocabulary(state.progress, pairs, settings.data.kind)
+        checkpoints.load_model_state(parts.model, state.model)
         with evaluation_mode(parts.model), parts.autocast():
             found_texts = translate(cast("Any", parts.model), pairs, options, parts.device)
         result = score(found_texts, references)
@@ -73,15 +77,6 @@ def _build(folder: RunDir, settings: TrainSettings) -> components.Components:
     if parts.test_set is None:
         raise InputError(f"{folder.path}: its data has no test split; nothing to measure on")
     return parts
-
-
-def _load(parts: components.Components, state: checkpoints.Checkpoint, folder: RunDir) -> None:
-    """Put a checkpoint's weights into the model, if it was trained on tokens with the numbers of today."""
-    try:
-        checkpoints.check_fingerprint(state.progress, parts.train_set.fingerprint)
-    except CheckpointError as failure:
-        raise CheckpointError(f"{folder.checkpoints}, step {state.step}: {failure}") from None
-    checkpoints.load_model_state(parts.model, state.model)
 
 
 def _kept(folder: RunDir) -> list[checkpoints.Checkpoint]:

@@ -15,6 +15,7 @@ from typing import Any
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
+from plait.data.requirements import check_same_vocabulary, vocabulary_id
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
@@ -72,13 +73,13 @@ class _Starting:
             "seed": run.settings.seed,
             "shuffle": run.settings.data.shuffle,
             "samples": run.parts.train_set.length,
+            "vocabulary": vocabulary_id(run.parts.train_set.dataset),
             "best": self._best,
             "early_best": stopping.best,
             "evaluations_without_gain": stopping.without_gain,
             "loss_scale": run.parts.scaler.state_dict(),
             "optimizer": run.settings.optimizer.kind,
             "workers": run.worker.world_size,
-            "fingerprint": run.parts.train_set.fingerprint,
         }
         return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
 
@@ -104,7 +105,7 @@ class _Starting:
         """Go on from a checkpoint; nothing has changed where its progress or its tensors are refused."""
         run, progress = self.run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
-        checkpoints.check_fingerprint(progress, run.parts.train_set.fingerprint)
+        check_same_vocabulary(progress, run.parts.train_set.dataset, run.settings.data.kind)
         try:
             position = decode(Position, progress["position"])
             best, early_best = progress["best"], progress["early_best"]

@@ -14,23 +14,23 @@ from plait.workloads.data.cifar import cifar
 from plait.workloads.data.digits import digits
 from plait.workloads.data.fashion_mnist import fashion_mnist
 from plait.workloads.data.image_folder import image_folder
-from plait.workloads.data.sentences.catalogues import catalogues
-from plait.workloads.data.sentences.number_words import number_words
-from plait.workloads.data.sentences.text_files import translation
 from plait.workloads.data.stored import MapDataset, Split, is_stream
 from plait.workloads.data.synthetic import synthetic
 from plait.workloads.data.text import text
 
-KINDS: Mapping[str, Callable[..., Any]] = {
-    "catalogues": catalogues,
+KINDS: Mapping[str, Callable[..., MapDataset]] = {
     "cifar": cifar,
     "digits": digits,
     "fashion-mnist": fashion_mnist,
     "image-folder": image_folder,
-    "number-words": number_words,
     "synthetic": synthetic,
     "text": text,
-    "translation": translation,
+}
+# Kinds that come with a workload, by what makes them; their modules are imported once a job names them.
+WORKLOAD_KINDS: Mapping[str, str] = {
+    "catalogues": "plait.workloads.data.sentences.catalogues:catalogues",
+    "number-words": "plait.workloads.data.sentences.number_words:number_words",
+    "translation": "plait.workloads.data.sentences.text_files:translation",
 }
 
 
@@ -41,6 +41,7 @@ def build(kind: str, split: Split, **options: Any) -> Any:
     or None where there is no test split. Our own kinds take options as a job file spells them: paths as text,
     shapes as lists.
     """
+    kind, options = in_place_of(kind, options)
     factory, values = check(kind, options)
     try:
         dataset: Any = factory(split, **values)
@@ -66,18 +67,39 @@ def build(kind: str, split: Split, **options: Any) -> Any:
 
 def check(kind: str, options: Mapping[str, Any]) -> tuple[Callable[..., MapDataset], dict[str, Any]]:
     """What makes sets of that kind, and the options as it takes them; reads nothing, refuses wrong ones."""
-    factory = _factory(kind)
+    kind, options = in_place_of(kind, options)
+    factory = factory_of(kind)
     beside = ("batch_size", "shuffle", "last_batch", "loaders", "collate_fn")
     check_arguments(factory, options, "data", DataError, positional=1, beside=beside)
-    return factory, _converted(factory, options) if factory in KINDS.values() else dict(options)
+    is_ours = kind in KINDS or kind in WORKLOAD_KINDS
+    return factory, _converted(factory, options) if is_ours else dict(options)
 
 
-def _factory(kind: str) -> Callable[..., MapDataset]:
+def in_place_of(kind: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The kind and options that are meant: those in `synthetic`, where a job has them, of kind `synthetic`.
+
+    So `--set data.kind=synthetic` runs a job without its files.
+    """
+    rest = {name: value for name, value in options.items() if name != "synthetic"}
+    own = options.get("synthetic")
+    if own is not None and not isinstance(own, Mapping):
+        raise DataError(
+            f"data.synthetic: found {own!r}, expected the options of kind: synthetic, or another kind and "
+            f"its options, such as {{shape: [8], samples: 64}}"
+        )
+    if kind != "synthetic" or own is None:
+        return kind, rest
+    return str(own.get("kind", "synthetic")), {n: value for n, value in own.items() if n != "kind"}
+
+
+def factory_of(kind: str) -> Callable[..., MapDataset]:
     if kind in KINDS:
         return KINDS[kind]
+    if kind in WORKLOAD_KINDS:
+        return cast("Callable[..., MapDataset]", resolve(WORKLOAD_KINDS[kind], "data.kind", DataError))
     if ":" not in kind:
         raise DataError(
-            f"data.kind: unknown kind {kind!r}{did_you_mean(kind, KINDS)}; "
+            f"data.kind: unknown kind {kind!r}{did_you_mean(kind, [*KINDS, *WORKLOAD_KINDS])}; "
             f"a data set of your own is written 'package.module:name'"
         )
     factory = resolve(kind, "data.kind", DataError)

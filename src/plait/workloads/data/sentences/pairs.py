@@ -37,7 +37,7 @@ class SentencePairs:
     ) -> None:
         self.encoding = encoding
         self.vocabulary = len(encoding.vocabulary)
-        self.fingerprint = encoding.checksum
+        self.vocabulary_id = f"{encoding.checksum:08x}"
         self._sources = sources
         self._targets = targets
         self._references = references
@@ -110,7 +110,7 @@ class SentenceGroups:
     def __init__(self, pairs: SentencePairs, groups: Sequence[Sequence[int]]) -> None:
         self.pairs = pairs
         self.vocabulary = pairs.vocabulary
-        self.fingerprint = pairs.fingerprint
+        self.vocabulary_id = pairs.vocabulary_id
         self._groups = groups
 
     def __len__(self) -> int:
