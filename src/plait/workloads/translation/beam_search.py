@@ -140,9 +140,7 @@ class Hypotheses:
         longest_b = self._longest_n[:: self._options.size].tolist()
         for sentence, ended in enumerate(self._ended):
             is_over = length > longest_b[sentence]
-            if is_over or (
-                len(ended) >= self._options.size and self._is_beaten(sentence, longest_b[sentence])
-            ):
+            if is_over or (ended and self._is_beaten(sentence, longest_b[sentence])):
                 if not ended:
                     self._take_unfinished(sentence)
                 self._log_p_bk[sentence] = -torch.inf
