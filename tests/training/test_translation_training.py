@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import plait
+from plait.cli import app
 from plait.core.codec import encode
 from plait.core.errors import DataError, InputError, JobError
 from plait.core.events import read
@@ -145,9 +148,29 @@ def test_bleu_is_measured_of_every_kept_checkpoint_and_of_translations_only(tmp_
     assert [row["step"] for row in found["checkpoints"]] == [2, 3]
     assert found["sentences"] == 10
     assert "tok:13a" in found["signature"]
+    words = ["evaluate", str(tmp_path / "run"), "--bleu", "--beam", "2"]
+    shown = CliRunner().invoke(app, words, catch_exceptions=False).stdout
+    assert re.search(r"10 sentences, beam 2\nstep +BLEU +length *\n +2 .*\n +3 .*\nsignature: nrefs:1", shown)
+    answer = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).stdout)
+    assert answer == {"run": str(tmp_path / "run"), **found}
     train_here(digits_job(steps=1), tmp_path / "digits")
     with pytest.raises(InputError, match="--bleu measures translations, but this run has data.kind digits"):
         measure_bleu(write_settings(tmp_path / "digits", digits_job(steps=1)), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--beam", "0", "--beam: found 0, expected 1 to"),
+        ("--length-penalty", "-1", "--length-penalty: found -1"),
+        ("--coverage-penalty", "nan", "--coverage-penalty: found nan"),
+    ],
+)
+def test_wrong_options_of_the_search_are_refused(tmp_path: Path, flag: str, value: str, message: str) -> None:
+    folder = write_settings(tmp_path, translation_job())
+    done = CliRunner().invoke(app, ["evaluate", str(folder.path), "--bleu", flag, value])
+    assert isinstance(done.exception, InputError)
+    assert message in str(done.exception)
 
 
 def test_right_translations_score_a_hundred() -> None:

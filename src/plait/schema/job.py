@@ -211,7 +211,8 @@ class Job(Section):
                 f"parallel.workers: found {self.parallel.workers}, but cluster.hosts hold {slots}; "
                 f"make them equal or leave one out"
             )
-        if self.data.batch_size < slots:
+        # In one chain of stages every worker sees every sample.
+        if self.data.batch_size < slots and self.parallel.plan != "model-parallel":
             raise JobError(
                 f"data.batch_size: found {self.data.batch_size} for {slots} workers; "
                 f"expected at least one sample a worker: a batch of {slots} or more, or fewer workers"

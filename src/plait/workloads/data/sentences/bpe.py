@@ -107,6 +107,8 @@ class _PairCounts:
         changed: set[Merge] = set()
         for word in self._homes.pop(best):
             before, after = self._spelled[word], _merged(self._spelled[word], best)
+            if len(after) == len(before):  # an earlier merge has taken the pair from it
+                continue
             self._spelled[word] = after
             for pair in pairwise(before):
                 self._counts[pair] -= self._words[word]
