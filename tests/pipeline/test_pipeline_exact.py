@@ -100,6 +100,14 @@ def test_weight_stashing_equals_the_same_delayed_gradients_in_one_process(
 
 
 @each(
+    Case("gnmt", TWO, Schedule.FLUSH, steps=3),
+    Case("gnmt", TWO, Schedule.STASH, steps=3, microbatches=2),
+)
+def test_translation_with_lengths_that_change_equals_one_process(case: Case, world: tuple[Case, ...]) -> None:
+    assert_same(case, world)
+
+
+@each(
     Case("transformer", (((0, 1), (2,), (3,)),), Schedule.FLUSH, microbatches=5, steps=6),
     Case("lstm", (((0,), (1, 2, 3)),), Schedule.GPIPE, microbatches=5, steps=6),
     Case("lstm", (((0, 1, 2), (3,)),), Schedule.ZERO_BUBBLE, microbatches=4, steps=6),

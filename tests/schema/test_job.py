@@ -61,6 +61,11 @@ def test_without_hosts_the_workers_are_here():
     assert make_job(GOOD, ["parallel.workers=3"]).placement().hosts == (Host(LOCAL, 3),)
 
 
+def test_one_chain_of_stages_may_have_more_workers_than_a_batch_has_samples():
+    chain = ["data.batch_size=1", "parallel.workers=2", "parallel.plan=model-parallel"]
+    assert make_job(GOOD, chain).data.batch_size == 1
+
+
 MISTAKES = [
     ("optimzer={}", "optimzer: unknown key; did you mean 'optimizer'?"),
     ("checkpoint.every=3", "checkpoint.every: unknown key; did you mean 'every_steps'?"),

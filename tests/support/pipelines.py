@@ -24,8 +24,11 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.profiler.trace import TracedModel, trace
 from plait.training.optimizers.fused import use_fused_kernels
+from plait.workloads.data.sentences.vocabulary import PAD
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.transformer import transformer_tiny
+from plait.workloads.translation.gnmt import gnmt_tiny
+from plait.workloads.translation.loss import label_smoothing
 from support.meeting import rendezvous_of
 from support.traced_models import Branches, MadeWeights, Masked, Positions, Reshaped
 
@@ -57,6 +60,17 @@ def sequences(samples: int, step: int) -> tuple[Any, Any]:
     return (torch.randn(samples, 5, 4, dtype=torch.float64),), torch.randint(0, 3, (samples,))
 
 
+def sentences(samples: int, step: int) -> tuple[Any, Any]:
+    """Padded pairs of sentences; both lengths change from step to step, each by itself."""
+    torch.manual_seed(100 + step)
+    sides = []
+    for length in (7 + step % 3, 5 + step % 2):
+        tokens = torch.randint(4, 17, (samples, length))
+        tokens[torch.arange(length) >= torch.randint(2, length + 1, (samples, 1))] = PAD
+        sides.append(tokens)
+    return tuple(sides), sides[1].roll(-1, 1)
+
+
 def masked(samples: int, step: int) -> tuple[Any, Any]:
     torch.manual_seed(100 + step)
     inputs = (torch.randint(0, 11, (samples, 7)), torch.randint(1, 7, (samples,)))
@@ -67,6 +81,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "cnn": (Branches, images, F.cross_entropy),
     "lstm": (lambda: lstm_tiny(17, tied=True), texts, token_loss),
     "transformer": (lambda: transformer_tiny(17, 16, tied=True), texts, token_loss),
+    "gnmt": (lambda: gnmt_tiny(17, width=6, layers=3), sentences, label_smoothing),
     "masked": (Masked, masked, masked_loss),
     "made weights": (MadeWeights, sequences, F.cross_entropy),
     "positions": (Positions, sequences, F.cross_entropy),

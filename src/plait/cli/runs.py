@@ -27,6 +27,8 @@ RunsFolder = Annotated[Path, typer.Option(help="Where runs are looked up by name
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 LONGEST_S = 1e6
+MOST_HYPOTHESES = 1000
+MOST_PENALTY = 10
 
 
 def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag = False) -> None:
@@ -175,6 +177,12 @@ def evaluate(
     run: RunArgument,
     run_dir: RunsFolder = Path("runs"),
     best: Annotated[bool, typer.Option(help="The best checkpoint instead of the newest.")] = False,
+    bleu: Annotated[
+        bool, typer.Option("--bleu", help="BLEU of translations by every kept checkpoint, or by the best.")
+    ] = False,
+    beam: Annotated[int, typer.Option(help="With --bleu: hypotheses a sentence; 1 is greedy.")] = 5,
+    length_penalty: Annotated[float, typer.Option(help="With --bleu: 0 is none.")] = 0.6,
+    coverage_penalty: Annotated[float, typer.Option(help="With --bleu: 0 is none.")] = 0.1,
     json_: JsonFlag = False,
 ) -> None:
     """Measure a run's checkpoint on the test split.
@@ -183,12 +191,36 @@ def evaluate(
     """
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
+    show_logs()
+    if bleu:
+        _evaluate_bleu(folder, best, beam, (length_penalty, coverage_penalty), json_)
+        return
     from plait.training.evaluate_run import measure_run
 
-    show_logs()
     found = measure_run(folder, best)
     if json_:
         print(json.dumps({"run": str(folder.path), **found}))
         return
     words = show_metrics(found["metrics"])
     print(f"{folder.path} at step {found['step']}: {words}")
+
+
+def _evaluate_bleu(
+    folder: RunDir, best: bool, beam: int, penalties: tuple[float, float], json_: bool
+) -> None:
+    if not 1 <= beam <= MOST_HYPOTHESES:
+        raise InputError(f"--beam: found {beam}, expected 1 to {MOST_HYPOTHESES}")
+    for name, penalty in zip(("length", "coverage"), penalties):
+        if not 0 <= penalty <= MOST_PENALTY:
+            raise InputError(f"--{name}-penalty: found {penalty:g}, expected 0 to {MOST_PENALTY}")
+    from plait.cli.show import bleu_table, print_table
+    from plait.training.evaluate_run import measure_bleu
+    from plait.workloads.translation.beam_search import BeamOptions
+
+    found = measure_bleu(folder, BeamOptions(beam, *penalties), best)
+    if json_:
+        print(json.dumps({"run": str(folder.path), **found}))
+        return
+    print(f"{folder.path}: {found['sentences']} sentences, beam {beam}")
+    print_table(bleu_table(found["checkpoints"]))
+    print(f"signature: {found['signature']}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -112,6 +112,19 @@ def result_table(result: RunResult) -> Table:
     if result.verified_s is not None:
         found = "stages compute what the plain model computes"
         table.add_row("verified", f"{found} (checked in {show_seconds(result.verified_s)})")
+    return table
+
+
+def bleu_table(checkpoints: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each checkpoint, and a mark at the best."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("step", "BLEU", "length"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    best = max(row["bleu"] for row in checkpoints)
+    for row in checkpoints:
+        mark = "best" if row["bleu"] == best and len(checkpoints) > 1 else ""
+        table.add_row(str(row["step"]), f"{row['bleu']:.2f}", f"{row['length_ratio']:.3f}", mark)
     return table
 
 

@@ -94,7 +94,12 @@ class DataSource:
         return self.batch(0, [i % len(self.dataset) for i in range(samples)], seed)
 
     def example_batches(self, sizes: Sequence[int], seed: int) -> list[Any]:
-        """Batches of these sizes, of further samples each; a set that has fewer begins again."""
+        """Batches of these sizes, of further samples each; a set that has fewer begins again.
+
+        A set whose batches are of unlike sizes may choose the samples, so that the batches show it.
+        """
+        if hasattr(self.dataset, "example_indices"):
+            return [self.batch(0, numbers, seed) for numbers in self.dataset.example_indices(sizes)]
         count, begin, found = sum(sizes), 0, []
         samples = _first(self.dataset, count, seed) if self.is_stream else []
         for size in sizes:

@@ -32,7 +32,8 @@ def check_combinations(job: Job) -> None:
             f"parallel.workers: found {job.parallel.workers}, but cluster.hosts hold {slots}; "
             f"make them equal or leave one out"
         )
-    if job.data.batch_size < slots:
+    # In one chain of stages every worker sees every sample.
+    if job.data.batch_size < slots and job.parallel.plan != "model-parallel":
         raise JobError(
             f"data.batch_size: found {job.data.batch_size} for {slots} workers; "
             f"expected at least one sample a worker: a batch of {slots} or more, or fewer workers"

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import asdict
+from typing import Any, cast
 
 from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
+from plait.data.calling import evaluation_mode
 from plait.data.requirements import check_same_vocabulary
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.evaluate import evaluate_parts
+from plait.workloads.translation.beam_search import BeamOptions
+from plait.workloads.translation.bleu import find_pairs, score, translate, translates
 
 log = logging.getLogger(__name__)
 
 
 def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     """The step and metrics of a run's newest, or best, checkpoint, computed in this process."""
-    if not folder.settings.exists():
-        raise InputError(f"{folder.path}: no settings.json in it: the run never started, nothing to measure")
-    settings = decode(TrainSettings, read_json(folder.settings, "settings"), str(folder.settings))
-    if settings.data.batch_size < 1 or (settings.evaluate.batch_size or 1) < 1:
-        raise InputError(f"{folder.settings}: found a batch of no samples; the file is damaged")
+    settings = _read_settings(folder)
     state = _best(folder) if best else _newest(folder)
-    parts = components.build(settings, components.choose_device(settings.device, 0))
-    if parts.test_set is None:
-        raise InputError(f"{folder.path}: its data has no test split; nothing to measure on")
+    parts = _build(folder, settings)
+    assert parts.test_set is not None
     check_same_vocabulary(state.progress, parts.test_set.dataset, settings.data.kind)
     checkpoints.load_model_state(parts.model, state.model)
     metrics = evaluate_parts(parts, settings, rank=0, world_size=1)
@@ -37,6 +36,65 @@ def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     if scores is not None:
         metrics |= scores(parts.model, parts.device)
     return {"step": state.step, "metrics": metrics}
+
+
+def measure_bleu(folder: RunDir, options: BeamOptions, best: bool = False) -> dict[str, Any]:
+    """The BLEU on the test split of every checkpoint that a run has kept, or of the best one.
+
+    Checkpoints are by parameter name, so it makes no difference on how many workers or stages one was made.
+    """
+    settings = _read_settings(folder)
+    states = [_best(folder)] if best else _kept(folder)
+    parts = _build(folder, settings)
+    assert parts.test_set is not None
+    pairs = find_pairs(parts.test_set.dataset)
+    if pairs is None or not translates(parts.model):
+        found = f"data.kind {settings.data.kind}" if pairs is None else f"model {settings.model.factory}"
+        raise InputError(
+            f"{folder.path}: --bleu measures translations, but this run has {found}; expected pairs of "
+            f"sentences and a model with encode and step, such as plait.workloads.translation.gnmt:gnmt8"
+        )
+    references = [pairs.reference(index) for index in range(len(pairs))]
+    rows: list[dict[str, Any]] = []
+    signature = ""
+    for state in states:
+        check_same_vocabulary(state.progress, pairs, settings.data.kind)
+        checkpoints.load_model_state(parts.model, state.model)
+        with evaluation_mode(parts.model), parts.autocast():
+            found_texts = translate(cast("Any", parts.model), pairs, options, parts.device)
+        result = score(found_texts, references)
+        signature = result.signature
+        rows.append({"step": state.step, "bleu": result.bleu, "length_ratio": result.length_ratio})
+    return {"sentences": len(pairs), "signature": signature, "beam": asdict(options), "checkpoints": rows}
+
+
+def _read_settings(folder: RunDir) -> TrainSettings:
+    if not folder.settings.exists():
+        raise InputError(f"{folder.path}: no settings.json in it: the run never started, nothing to measure")
+    settings = decode(TrainSettings, read_json(folder.settings, "settings"), str(folder.settings))
+    if settings.data.batch_size < 1 or (settings.evaluate.batch_size or 1) < 1:
+        raise InputError(f"{folder.settings}: found a batch of no samples; the file is damaged")
+    return settings
+
+
+def _build(folder: RunDir, settings: TrainSettings) -> components.Components:
+    parts = components.build(settings, components.choose_device(settings.device, 0))
+    if parts.test_set is None:
+        raise InputError(f"{folder.path}: its data has no test split; nothing to measure on")
+    return parts
+
+
+def _kept(folder: RunDir) -> list[checkpoints.Checkpoint]:
+    """All checkpoints that are whole, oldest first."""
+    found = []
+    for path in reversed(checkpoints.list_checkpoints(folder.checkpoints)):
+        try:
+            found.append(checkpoints.load(path))
+        except CheckpointError as failure:
+            log.warning("checkpoint refused: %s", failure)
+    if not found:
+        raise CheckpointError(f"{folder.path}: no usable checkpoint in it")
+    return found
 
 
 def _newest(folder: RunDir) -> checkpoints.Checkpoint:

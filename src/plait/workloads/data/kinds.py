@@ -29,10 +29,13 @@ KINDS: Mapping[str, Callable[..., MapDataset]] = {
 # Kinds that come with a workload, by what makes them; their modules are imported once a job names them.
 WORKLOAD_KINDS: Mapping[str, str] = {
     "bert-shards": "plait.workloads.bert.pretraining_shards:bert_shards",
+    "catalogues": "plait.workloads.data.sentences.catalogues:catalogues",
     "captions": "plait.workloads.video.captions:captions",
     "continued-text": "plait.workloads.language.continued_text:continued_text",
+    "number-words": "plait.workloads.data.sentences.number_words:number_words",
     "squad": "plait.workloads.bert.squad_windows:squad",
     "text-lines": "plait.workloads.language.text_lines:text_lines",
+    "translation": "plait.workloads.data.sentences.text_files:translation",
 }
 
 

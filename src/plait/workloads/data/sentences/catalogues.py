@@ -1,0 +1,116 @@
+"""Message catalogues as a corpus: English messages and their translations, cleaned and split by hash."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from plait.core.errors import DataError
+from plait.workloads.data.sentences.encoding import Encoding, learn_encoding
+from plait.workloads.data.sentences.mo_file import read_mo
+from plait.workloads.data.sentences.pairs import SentenceGroups, SentencePairs, arrange
+from plait.workloads.data.sentences.splitting import is_test
+from plait.workloads.data.sentences.words import split_words
+from plait.workloads.data.stored import Split
+
+log = logging.getLogger(__name__)
+
+# Where packages of Debian put the German ones.
+DEBIAN_FOLDER = Path("/usr/share/locale/de")
+_REMEDY = "install packages with translations (Debian: git, gettext, coreutils), or set data.path"
+_TAG = re.compile(r"</?\w[^<>]*>")
+# A sign before the letter that a menu's entry is chosen with: `_File`, `&File`.
+_ACCELERATOR = re.compile(r"(?<![\w&])[_&](?=\w)")
+_ONE_ACCELERATOR = re.compile(r"^[^_&]*[_&][^_&]*$")
+_BLANKS = re.compile(r"\s+")
+_LETTER = re.compile(r"[^\W\d_]")
+_LEAST_WORDS, _LEAST_LETTERS, _MOST_RATIO = 2, 0.6, 2.5
+
+
+def catalogues(
+    split: Split,
+    path: Path = DEBIAN_FOLDER,
+    test_fraction: float = 0.05,
+    merges: int = 2000,
+    vocabulary_size: int | None = None,
+    longest: int = 40,
+    sentences: int | None = None,
+    tokens: int | None = None,
+) -> SentencePairs | SentenceGroups:
+    """The messages of all .mo files below `path`, from English into that folder's language.
+
+    Messages are cleaned (tags and accelerators go) and taken once each, if they look like sentences. Which
+    are for testing their English text decides. Byte-pair pieces are learned from the others, by `merges`
+    merges; pairs with more than `longest` tokens are left out.
+    """
+    if not 0 < test_fraction < 1:
+        raise DataError(f"data.test_fraction: found {test_fraction}, expected more than 0 and less than 1")
+    if merges < 1:
+        raise DataError(f"data.merges: found {merges}, expected at least 1")
+    pairs, encoding = _learned(path, test_fraction, merges, vocabulary_size)
+    english, others = zip(*(pair for pair in pairs if is_test(pair[0], test_fraction) == (split == "test")))
+    return arrange(SentencePairs(english, others, encoding, others), sentences, tokens, longest)
+
+
+# A run reads both splits, one after the other.
+@lru_cache(maxsize=1)
+def _learned(
+    path: Path, test_fraction: float, merges: int, vocabulary_size: int | None
+) -> tuple[list[tuple[str, str]], Encoding]:
+    """All pairs, and the encoding that was learned from those to train with."""
+    pairs = read_catalogues(path)
+    to_train = [pair for pair in pairs if not is_test(pair[0], test_fraction)]
+    if not to_train or len(to_train) == len(pairs):
+        raise DataError(
+            f"{path}: found {len(pairs):,} pairs of sentences, too few for data.test_fraction "
+            f"({test_fraction}); {_REMEDY}"
+        )
+    texts = [text for pair in to_train for text in pair]
+    return pairs, learn_encoding(texts, merges, vocabulary_size, is_tokenised=False)
+
+
+def read_catalogues(path: Path) -> list[tuple[str, str]]:
+    """Clean pairs of sentences from all catalogues below `path`, each English one once."""
+    files = sorted(path.rglob("*.mo")) if path.is_dir() else []
+    if not files:
+        found = "holds no .mo file" if path.is_dir() else "no such folder"
+        raise DataError(f"{path}: {found}, expected message catalogues; {_REMEDY}")
+    pairs = clean_pairs(pair for file in files for pair in read_mo(file))
+    if not pairs:
+        raise DataError(
+            f"{path}: its {len(files):,} catalogues hold no pair that looks like sentences; {_REMEDY}"
+        )
+    log.info("%s: %d pairs of sentences in %d catalogues", path, len(pairs), len(files))
+    return pairs
+
+
+def clean_pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those pairs that look like a sentence and its translation, cleaned; of one English text the first."""
+    found: dict[str, str] = {}
+    for english, other in pairs:
+        pair = clean(english), clean(other)
+        if pair[0] not in found and _look_like_sentences(*pair):
+            found[pair[0]] = pair[1]
+    return list(found.items())
+
+
+def clean(text: str) -> str:
+    """`text` in one line, without tags and without the sign of an accelerator."""
+    text = _BLANKS.sub(" ", _TAG.sub("", text)).strip()
+    return _ACCELERATOR.sub("", text) if _ONE_ACCELERATOR.match(text) else text
+
+
+def _look_like_sentences(english: str, other: str) -> bool:
+    """Words on both sides, mostly letters, of about one length, and not the same twice."""
+    lengths = len(split_words(english)), len(split_words(other))
+    return (
+        english != other
+        # Lines of a command's help are no sentences.
+        and not english.startswith("-")
+        and min(lengths) >= _LEAST_WORDS
+        and max(lengths) <= _MOST_RATIO * min(lengths) + 2
+        and all(len(_LETTER.findall(text)) >= _LEAST_LETTERS * len(text) for text in (english, other))
+    )

@@ -1,0 +1,50 @@
+"""How text becomes token numbers: words, byte-pair pieces, a vocabulary; and the way back."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from plait.workloads.data.sentences.bpe import Codes, join_pieces, learn_codes
+from plait.workloads.data.sentences.vocabulary import Vocabulary, count_vocabulary
+from plait.workloads.data.sentences.words import join_words, split_words
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One for both languages. Without `codes` a text's words are its tokens, pieces or not.
+
+    With `is_tokenised` blanks separate the words of a text; otherwise signs stand apart, too.
+    """
+
+    vocabulary: Vocabulary
+    codes: Codes | None = None
+    is_tokenised: bool = True
+
+    def tokens(self, text: str) -> list[str]:
+        words = text.split() if self.is_tokenised else split_words(text)
+        return words if self.codes is None else self.codes.pieces(words)
+
+    def numbers(self, text: str) -> list[int]:
+        return self.vocabulary.numbers(self.tokens(text))
+
+    def text(self, numbers: Iterable[int]) -> str:
+        """The sentence that `numbers` spell, as people write it."""
+        return join_words(join_pieces(self.vocabulary.tokens(numbers)))
+
+    @property
+    def checksum(self) -> int:
+        """Tells encodings apart that give a token other numbers, or a text other tokens."""
+        merges = () if self.codes is None else self.codes.merges
+        return zlib.crc32("\n".join(" ".join(merge) for merge in merges).encode(), self.vocabulary.checksum)
+
+
+def learn_encoding(
+    texts: Sequence[str], merges: int, vocabulary_size: int | None, is_tokenised: bool = True
+) -> Encoding:
+    """Codes and vocabulary learned from `texts` of both languages."""
+    words = [text.split() if is_tokenised else split_words(text) for text in texts]
+    codes = learn_codes((word for sentence in words for word in sentence), merges)
+    vocabulary = count_vocabulary((codes.pieces(sentence) for sentence in words), vocabulary_size)
+    return Encoding(vocabulary, codes, is_tokenised)

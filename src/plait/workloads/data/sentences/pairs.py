@@ -1,0 +1,206 @@
+"""Pairs of sentences as data sets: a sample is a pair, or a group of pairs of about one length."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.core.errors import DataError
+from plait.workloads.data.sentences.encoding import Encoding
+from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD
+
+# So many places to begin are tried for example batches.
+_TRIES = 100
+# (source, the target's tokens before each place) and the target.
+Pair = tuple[tuple[Tensor, Tensor], Tensor]
+
+
+class SentencePairs:
+    """Sentences of two languages by index, padded at their ends where they are put into a batch.
+
+    A text is encoded when it is read. `references` are what translations are compared with; by default the
+    target's texts, put together again.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str],
+        encoding: Encoding,
+        references: Sequence[str] | None = None,
+    ) -> None:
+        self.encoding = encoding
+        self.vocabulary = len(encoding.vocabulary)
+        self.vocabulary_id = f"{encoding.checksum:08x}"
+        self._sources = sources
+        self._targets = targets
+        self._references = references
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, index: int) -> Pair:
+        target = self.encoding.numbers(self._targets[index])
+        return (
+            (torch.tensor(self.source_numbers(index)), torch.tensor([BEGIN, *target])),
+            torch.tensor([*target, END]),
+        )
+
+    def collated_batch(self, indices: list[int]) -> Pair:
+        return pad_pairs([self[index] for index in indices])
+
+    def example_indices(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Samples for batches of these sizes whose lengths show which sizes change; see `choose_examples`."""
+        return choose_examples(self, sizes)
+
+    def source_numbers(self, index: int) -> list[int]:
+        """The source sentence as the model reads it."""
+        return [*self.encoding.numbers(self._sources[index]), END]
+
+    def source_text(self, index: int) -> str:
+        return self._sources[index]
+
+    def reference(self, index: int) -> str:
+        """The target sentence as people write it."""
+        if self._references is not None:
+            return self._references[index]
+        return self.encoding.text(self.encoding.numbers(self._targets[index]))
+
+    def lengths(self) -> Any:
+        """The tokens of the longer side of each pair, with begin or end."""
+        tokens = self.encoding.tokens
+        both = zip(self._sources, self._targets)
+        return np.array([1 + max(len(tokens(a)), len(tokens(b))) for a, b in both], dtype=np.int64)
+
+    def only(self, indices: Sequence[int]) -> SentencePairs:
+        """These pairs alone."""
+        references = None if self._references is None else [self._references[i] for i in indices]
+        return SentencePairs(
+            [self._sources[i] for i in indices],
+            [self._targets[i] for i in indices],
+            self.encoding,
+            references,
+        )
+
+
+def pad_pairs(samples: list[Pair]) -> Pair:
+    """A batch of pairs, each side as long as its longest sentence."""
+    sources, previous, targets = zip(*((source, before, target) for (source, before), target in samples))
+    return (pad_rows(sources), pad_rows(previous)), pad_rows(targets)
+
+
+def pad_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Sentences as the rows of one tensor, padded at their ends."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=PAD)
+
+
+class SentenceGroups:
+    """Groups of pairs of about one length; a sample is a group, so that a batch holds little padding.
+
+    A batch is (groups, sentences, tokens), padded to its largest group and longest sentence. Which pairs form
+    a group stays the same in all epochs; the order of groups changes.
+    """
+
+    def __init__(self, pairs: SentencePairs, groups: Sequence[Sequence[int]]) -> None:
+        self.pairs = pairs
+        self.vocabulary = pairs.vocabulary
+        self.vocabulary_id = pairs.vocabulary_id
+        self._groups = groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int) -> Pair:
+        return self.pairs.collated_batch(list(self._groups[index]))
+
+    def collated_batch(self, indices: list[int]) -> Pair:
+        groups = [self[index] for index in indices]
+        sources, previous, targets = zip(*((source, before, target) for (source, before), target in groups))
+        return (_stacked(sources), _stacked(previous)), _stacked(targets)
+
+    def example_indices(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Samples for batches of these sizes whose lengths show which sizes change; see `choose_examples`."""
+        return choose_examples(self, sizes)
+
+
+def choose_examples(dataset: SentencePairs | SentenceGroups, sizes: Sequence[int]) -> list[list[int]]:
+    """Consecutive samples for each batch; the first ones found whose lengths tell apart what changes.
+
+    Who traces a model takes sizes that are equal in all examples for one size, or for a fixed one: the
+    batches' sources must be of unlike lengths, the targets too, and the two not of the same.
+    """
+    found: list[list[int]] = []
+    for begin in range(min(len(dataset), _TRIES)):
+        ends = itertools.accumulate(sizes, initial=begin)
+        found = [[i % len(dataset) for i in range(a, b)] for a, b in itertools.pairwise(ends)]
+        shapes = [_sizes_of(dataset.collated_batch(numbers)) for numbers in found]
+        rows, sources, targets = zip(*shapes)
+        unlike = all(len(set(lengths)) == len(lengths) for lengths in (sources, targets))
+        if unlike and len({rows, sources, targets}) == 3:
+            return found
+    return found
+
+
+def _sizes_of(batch: Pair) -> tuple[int, int, int]:
+    """The sentences of a group, or -1, and the lengths of both sides."""
+    (source, previous), _ = batch
+    return source.shape[1] if source.dim() == 3 else -1, source.shape[-1], previous.shape[-1]
+
+
+def _stacked(groups: Sequence[Tensor]) -> Tensor:
+    rows, time = (max(group.shape[axis] for group in groups) for axis in (0, 1))
+    stacked = torch.full((len(groups), rows, time), PAD, dtype=torch.long)
+    for number, group in enumerate(groups):
+        stacked[number, : group.shape[0], : group.shape[1]] = group
+    return stacked
+
+
+def arrange(
+    pairs: SentencePairs, sentences: int | None, tokens: int | None, longest: int | None = None
+) -> SentencePairs | SentenceGroups:
+    """`pairs` without those longer than `longest` tokens, one by one or in groups.
+
+    A group has so many `sentences`, or at most so many `tokens`, padding included.
+    """
+    for name, value in {"sentences": sentences, "tokens": tokens, "longest": longest}.items():
+        if value is not None and value < 1:
+            raise DataError(f"data.{name}: found {value}, expected at least 1")
+    if sentences is not None and tokens is not None:
+        raise DataError("data: found both sentences and tokens, expected at most one of them")
+    if sentences is None and tokens is None and longest is None:
+        return pairs
+    lengths = pairs.lengths()
+    if longest is not None:
+        # Begin or end is one of the counted tokens.
+        kept = np.flatnonzero(lengths <= longest + 1)
+        if len(kept) == 0:
+            raise DataError(
+                f"data.longest: found {longest}, but the shortest of {len(pairs):,} pairs has "
+                f"{lengths.min() - 1:,} tokens; expected a larger one"
+            )
+        pairs, lengths = pairs.only(kept.tolist()), lengths[kept]
+    if sentences is None and tokens is None:
+        return pairs
+    return SentenceGroups(pairs, group_by_length(lengths, sentences, tokens))
+
+
+def group_by_length(lengths: Any, sentences: int | None, tokens: int | None) -> list[list[int]]:
+    """Pairs in groups, in no order of length; a pair that is longer than `tokens` is a group by itself."""
+    groups: list[list[int]] = []
+    for index in np.argsort(lengths, kind="stable").tolist():
+        last = groups[-1] if groups else []
+        # In rising order the pair at hand is the longest, so it tells what all of them are padded to.
+        full = len(last) == sentences or (tokens is not None and (len(last) + 1) * lengths[index] > tokens)
+        if not last or full:
+            groups.append([index])
+        else:
+            last.append(index)
+    # The first groups must be like any others: a model is measured with them.
+    random.Random(0).shuffle(groups)
+    return groups

@@ -1,0 +1,73 @@
+"""Vocabularies: tokens to numbers and back, from a file or from what a corpus holds."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from plait.core.errors import DataError
+from plait.workloads.data.sentences.lines import read_lines
+
+SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
+PAD, UNKNOWN, BEGIN, END = range(len(SPECIAL))
+
+
+class Vocabulary:
+    """Numbers of tokens; the first four are those of padding, unknown tokens, begin and end."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._tokens = (*SPECIAL, *tokens)
+        self._numbers = {token: number for number, token in enumerate(self._tokens)}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def checksum(self) -> int:
+        """Tells one vocabulary from another."""
+        return zlib.crc32("\n".join(self._tokens).encode())
+
+    def numbers(self, tokens: Iterable[str]) -> list[int]:
+        return [self._numbers.get(token, UNKNOWN) for token in tokens]
+
+    def tokens(self, numbers: Iterable[int]) -> list[str]:
+        """The tokens up to the end of the sentence; a number that the vocabulary does not have is unknown."""
+        found = []
+        for number in numbers:
+            if number == END:
+                break
+            if number not in (PAD, BEGIN):
+                found.append(self._tokens[number] if number < len(self) else SPECIAL[UNKNOWN])
+        return found
+
+
+def count_vocabulary(sentences: Iterable[Sequence[str]], at_most: int | None = None) -> Vocabulary:
+    """The tokens of `sentences`, the most frequent first, `at_most` with the special ones."""
+    counts = Counter(token for sentence in sentences for token in sentence)
+    by_frequency = sorted(counts.keys() - set(SPECIAL), key=lambda token: (-counts[token], token))
+    return Vocabulary(by_frequency if at_most is None else by_frequency[: at_most - len(SPECIAL)])
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """A token a line, or a token and its count, as subword-nmt's get-vocab and fairseq's dict.txt have it.
+
+    The special tokens may stand in the file; they keep their own numbers.
+    """
+    lines = read_lines(path, "a vocabulary, one token a line", "set data.vocabulary to one")
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        token, _, count = line.strip().partition(" ")
+        if not token or (count and not count.isdecimal()):
+            raise DataError(
+                f"{path}, line {number}: found {line[:60]!r}, expected a token, or a token and its count; "
+                f"write it with subword-nmt get-vocab, or give data.merges to learn one"
+            )
+        if token in seen:
+            raise DataError(
+                f"{path}, line {number}: the token {token!r} stands in line {seen[token]} already; "
+                f"a token has one number: remove one of the two lines"
+            )
+        seen[token] = number
+    return Vocabulary([token for token in seen if token not in SPECIAL])

@@ -1,0 +1,179 @@
+"""Translation end to end: in stages, on several workers, fused and resumed as in one process; its BLEU."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import plait
+from plait.cli import app
+from plait.core.codec import encode
+from plait.core.errors import DataError, InputError, JobError
+from plait.core.events import read
+from plait.core.run_events import ArrayVerified
+from plait.launch.run_dir import RunDir
+from plait.planner.partition.front import Settings
+from plait.planner.schedules.kinds import Schedule
+from plait.schema.settings import (
+    CheckpointSettings,
+    DataSettings,
+    EvaluateSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PipelineSettings,
+    TrainSettings,
+)
+from plait.training import components
+from plait.training.evaluate_run import measure_bleu, measure_run
+from plait.workloads.translation.beam_search import BeamOptions
+from plait.workloads.translation.bleu import score
+from support.plans import cut_in_two
+from support.sweeping import sweep_here, sweep_of, trial_alone
+from support.training import digits_job, largest_difference, saved_weights, train_each, train_here
+from support.world import run_ranks
+
+LOSS = "plait.workloads.translation.loss"
+GREEDY = BeamOptions(size=1)
+
+
+def translation_job(batch_size: int = 8, steps: int = 3, **options: Any) -> TrainSettings:
+    """Sentences whose lengths change from batch to batch."""
+    data = {"samples": 48, "test_samples": 10, "merges": 60, **options}
+    return digits_job(
+        model=ModelSettings("plait.workloads.translation.gnmt:gnmt_tiny", {"vocabulary": 100, "width": 8}),
+        data=DataSettings("number-words", batch_size, data),
+        loss=f"{LOSS}:label_smoothing",
+        # A large epsilon keeps the rounding of gradients that are truly zero from being blown up.
+        optimizer=OptimizerSettings("adam", {"lr": 0.01, "eps": 1e-3}),
+        evaluate=EvaluateSettings(metric=f"{LOSS}:token_accuracy", batch_size=3),
+        steps=steps,
+        verify="off",
+    )
+
+
+def write_settings(folder: Path, settings: TrainSettings) -> RunDir:
+    """What a launcher leaves in a run's folder beside its checkpoints."""
+    found = RunDir(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    found.settings.write_text(json.dumps(encode(settings)))
+    return found
+
+
+def planned(job: TrainSettings) -> TrainSettings:
+    """`job` in the two stages that a plan of its profile gives it, wherever they are cut."""
+    parts = components.build(job, torch.device("cpu"))
+    inputs, target = parts.train_set.first_batch(8, 0)
+    profile = plait.profile(parts.model, inputs, lambda output: parts.loss(output, target))
+    wanted = Settings(Schedule.FLUSH, microbatches=3, straight=True)
+    plan = plait.plan(profile, plait.machines(2, 1e12), wanted)
+    assert len(plan.stages) == 2
+    return replace(job, pipeline=PipelineSettings(encode(plan)))
+
+
+def test_stages_and_data_parallel_workers_equal_one_process_and_their_checkpoints_score_alike(
+    tmp_path: Path,
+) -> None:
+    """Profiled, planned and trained; a sample is a pair, or a group of pairs; evaluation is in stages too."""
+    jobs = {"pairs": translation_job(), "groups": translation_job(batch_size=4, tokens=50)}
+    runs = {
+        "pairs": planned(jobs["pairs"]),
+        "groups": cut_in_two(jobs["groups"], Schedule.FLUSH, 2),
+        "workers": jobs["pairs"],
+    }
+    results = run_ranks(2, train_each, runs, tmp_path)[0]
+    for name, settings in runs.items():
+        plain, weights = train_here(jobs.get(name, jobs["pairs"]), tmp_path / "plain" / name)
+        assert largest_difference(saved_weights(tmp_path / name), weights) < 1e-10
+        assert results[name]["test"]["token_accuracy"] == plain["test"]["token_accuracy"]
+        assert results[name]["test"]["loss"] == pytest.approx(plain["test"]["loss"], abs=1e-10)
+        both = [
+            measure_bleu(write_settings(folder, settings), GREEDY)
+            for folder in (tmp_path / name, tmp_path / "plain" / name)
+        ]
+        assert both[0] == both[1]
+
+
+def test_three_fused_trials_equal_the_same_trials_alone(tmp_path: Path) -> None:
+    sweep = sweep_of("optimizer.lr=0.01,0.003,0.001", job=replace(translation_job(), verify="first"), width=3)
+    found = sweep_here(sweep, tmp_path / "sweep")
+    events = [entry.event for entry in read(RunDir(tmp_path / "sweep").events(0))]
+    (verified,) = [event for event in events if isinstance(event, ArrayVerified)]
+    assert (verified.trials, verified.unfused, verified.refused) == (3, {}, None)
+    for row in found["trials"]:
+        alone, _ = trial_alone(sweep, row["values"], tmp_path / f"alone-{row['trial']}")
+        assert row["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-9)
+        assert row["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=1e-9)
+
+
+@pytest.mark.parametrize("options", [{}, {"sentences": 3}])
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_cut(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    job = translation_job(batch_size=3, **options)
+    _, weights = train_here(job, tmp_path / "whole")
+    train_here(replace(job, steps=2), tmp_path / "cut")
+    _, resumed = train_here(job, tmp_path / "cut", resume=True)
+    assert largest_difference(resumed, weights) == 0.0
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    train_here(translation_job(steps=1), tmp_path)
+    other = translation_job(steps=2, merges=40)
+    message = "the vocabulary of number-words is not the one that the checkpoint was trained with"
+    with pytest.raises(DataError, match=message):
+        train_here(other, tmp_path, resume=True)
+    for measure in (measure_run, lambda folder: measure_bleu(folder, GREEDY)):
+        with pytest.raises(DataError, match=message):
+            measure(write_settings(tmp_path, other))
+
+
+def test_a_model_with_fewer_tokens_than_the_data_is_refused() -> None:
+    job = translation_job()
+    small = replace(job, model=replace(job.model, args={**job.model.args, "vocabulary": 30}))
+    with pytest.raises(JobError, match=r"model_args\.vocabulary: found 30, but the data of number-words has"):
+        components.build(small, torch.device("cpu"))
+
+
+def test_bleu_is_measured_of_every_kept_checkpoint_and_of_translations_only(tmp_path: Path) -> None:
+    job = replace(translation_job(), checkpoint=CheckpointSettings(every_steps=1, keep_last=2))
+    train_here(job, tmp_path / "run")
+    found = measure_bleu(write_settings(tmp_path / "run", job), BeamOptions(size=2))
+    assert [row["step"] for row in found["checkpoints"]] == [2, 3]
+    assert found["sentences"] == 10
+    assert "tok:13a" in found["signature"]
+    words = ["evaluate", str(tmp_path / "run"), "--bleu", "--beam", "2"]
+    shown = CliRunner().invoke(app, words, catch_exceptions=False).stdout
+    assert re.search(r"10 sentences, beam 2\nstep +BLEU +length *\n +2 .*\n +3 .*\nsignature: nrefs:1", shown)
+    answer = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).stdout)
+    assert answer == {"run": str(tmp_path / "run"), **found}
+    train_here(digits_job(steps=1), tmp_path / "digits")
+    with pytest.raises(InputError, match="--bleu measures translations, but this run has data.kind digits"):
+        measure_bleu(write_settings(tmp_path / "digits", digits_job(steps=1)), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--beam", "0", "--beam: found 0, expected 1 to"),
+        ("--length-penalty", "-1", "--length-penalty: found -1"),
+        ("--coverage-penalty", "nan", "--coverage-penalty: found nan"),
+    ],
+)
+def test_wrong_options_of_the_search_are_refused(tmp_path: Path, flag: str, value: str, message: str) -> None:
+    folder = write_settings(tmp_path, translation_job())
+    done = CliRunner().invoke(app, ["evaluate", str(folder.path), "--bleu", flag, value])
+    assert isinstance(done.exception, InputError)
+    assert message in str(done.exception)
+
+
+def test_right_translations_score_a_hundred() -> None:
+    texts = ["eins plus eins ist zwei", "zwölf mal zwei"]
+    assert score(texts, texts).bleu == pytest.approx(100.0)
+    assert score(["drei mal drei ist neun", "zwölf"], texts).bleu < 50
