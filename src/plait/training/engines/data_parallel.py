@@ -102,6 +102,9 @@ class DataParallelEngine:
         else:
             raise cannot_apply(change, "data-parallel training")
 
+    def synchronize(self) -> None:
+        self._average_buffers()
+
     def close(self) -> None:
         self._batches = None
         if self._step is not None:
