@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +15,13 @@ from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
-# Each has a function run(command=...) -> Bench; one that has PARTS by name takes parts=... besides.
+# Each has a function run(command=...) -> Bench; one that has PARTS by name takes parts=... besides, and one
+# whose run has a parameter `quick` a shorter course.
 MODULES = {
+    "adaptive-batch": "plait.experiments.adapt.adaptive_batch",
+    "adaptive-topology": "plait.experiments.adapt.adaptive_topology",
     "fusion": "plait.experiments.fusion.bench",
+    "monitoring": "plait.experiments.adapt.monitoring",
     "pipeline": "plait.experiments.pipeline.bench",
     "planner": "plait.experiments.planner",
     "profiler": "plait.experiments.profiler",
@@ -30,6 +35,9 @@ def bench(
     part: Annotated[
         list[str] | None, typer.Option(help="Only this part of it; may be given several times.")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A shorter course, under a minute, where there is one.")
+    ] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the rows, where the experiment can.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -53,8 +61,13 @@ def bench(
         raise InputError(f"--png: {name} draws no picture; leave it out")
     if png is not None and png.suffix.lower() != ".png":
         raise InputError(f"--png: found {shown(str(png))}, expected a name that ends in .png")
-    command = " ".join([f"plait bench {name}", *(f"--part {each}" for each in part or ())])
-    done = module.run(command=command, **({"parts": part} if part else {}))
+    if quick and "quick" not in inspect.signature(module.run).parameters:
+        raise InputError(f"--quick: {name} has no shorter course; leave it out")
+    flags = [*(f"--part {each}" for each in part or ()), *(["--quick"] if quick else [])]
+    options = {"parts": part} if part else {}
+    done = module.run(
+        command=" ".join([f"plait bench {name}", *flags]), **options, **({"quick": True} if quick else {})
+    )
     with os_errors_as_messages():
         if csv is not None:
             write_csv(done, csv)

@@ -1,0 +1,1 @@
+"""Runs that watch and change themselves, beside runs that do not."""
