@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from plait.adapt.changes import BatchSizeChange, StepTable, WorkersChange
+from plait.cli.train import _adapted
 from plait.core import events
 from plait.core.errors import JobError
 from plait.core.run_events import Changed, Step
@@ -219,3 +220,12 @@ def test_the_job_file_names_policies_and_monitors():
         make_job({**content, "monitor": ["noise"]})
     with pytest.raises(JobError, match="did you mean 'most'"):
         components.check(dataclasses.replace(job(), adapt=(PolicySettings("batch-size", {"mst": 64}),)))
+
+
+def test_the_command_line_sets_policies_by_kind_or_with_options():
+    content = {"name": "t", "model": "m:n", "data": {"kind": "digits", "batch_size": 8}, "steps": 1}
+    found = make_job(content, _adapted(["topology", "{kind: batch-size, most: 64}"])).settings().adapt
+    assert found == (PolicySettings("topology"), PolicySettings("batch-size", {"most": 64}))
+    assert _adapted(None) == []
+    with pytest.raises(JobError, match="--adapt: found"):
+        _adapted(["{kind: "])
