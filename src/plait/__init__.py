@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plait.adapt.monitors.gradients import GradientNoiseScale, GradientVariance
+    from plait.adapt.monitors.step_times import StepTimer, Throughput
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.jobs.sweep import sweep
     from plait.jobs.train import train
@@ -32,6 +33,8 @@ __all__ = [
     "Plan",
     "Profile",
     "Shared",
+    "StepTimer",
+    "Throughput",
     "__version__",
     "fuse",
     "machines",
@@ -55,6 +58,8 @@ _HOMES: dict[str, tuple[str, str]] = {
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),
     "Shared": ("plait.fusion", "Shared"),
+    "StepTimer": ("plait.adapt.monitors.step_times", "StepTimer"),
+    "Throughput": ("plait.adapt.monitors.step_times", "Throughput"),
     "fuse": ("plait.fusion", "fuse"),
     "machines": ("plait.planner", "machines"),
     "make_job": ("plait.schema.job", "make_job"),

@@ -126,19 +126,24 @@ def _rows(model: str, workers: int, taken: dict[str, list[tuple[float, float]]])
                 "step_min_s": min(wall),
                 "step_max_s": max(wall),
                 "processor_s": statistics.median(busy),
-                "overhead": _overhead(taken, kind, 0),
-                "processor_overhead": _overhead(taken, kind, 1),
+                "overhead": _overhead(taken, kind),
+                "processor_overhead": _least_overhead(taken, kind),
                 "rounds": len(wall),
             }
         )
     return rows
 
 
-def _overhead(taken: dict[str, list[tuple[float, float]]], kind: str, which: int) -> float:
-    """The median of what a step took more than the plain one of its round, over the plain ones' median."""
-    plain = [each[which] for each in taken["none"]]
-    own = [each[which] for each in taken[kind]]
+def _overhead(taken: dict[str, list[tuple[float, float]]], kind: str) -> float:
+    """The median of what a step took more than the plain one of its round, over the plain median."""
+    plain, own = ([wall for wall, _ in taken[each]] for each in ("none", kind))
     return statistics.median(a - b for a, b in zip(own, plain)) / statistics.median(plain)
+
+
+def _least_overhead(taken: dict[str, list[tuple[float, float]]], kind: str) -> float:
+    """By the least processor seconds of each kind: what else the machine does can only add to them."""
+    plain, own = (min(busy for _, busy in taken[each]) for each in ("none", kind))
+    return own / plain - 1
 
 
 def _claims(rows: Sequence[Row]) -> list[BenchClaim]:

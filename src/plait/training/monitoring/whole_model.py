@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
+from plait.adapt.monitors.gradient_noise import GradientNorms
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
 from plait.core.codec import finite
@@ -54,7 +54,7 @@ class StepMonitor:
         self._workers = run.worker.world_size if shared else 1
         self._shared = shared
         self.norms = wants_norms(run.settings)
-        self.averages = GradientAverages()
+        self.averages = run.noise
         # The step under way, and the topology that it goes over.
         self.step = 0
         self.topology = run.settings.topology.name
