@@ -9,7 +9,7 @@ from plait.core.run_events import Changed, Signals, Step
 from plait.experiments.adapt import adaptive_batch, adaptive_topology, monitoring
 
 
-def course(adaptive: bool) -> adaptive_topology.Recorded:
+def course(adaptive: bool) -> adaptive_topology.RecordedRun:
     """A hundred steps of which 41 to 70 have a slow link; the adaptive run is on a ring from 44 to 80."""
     log = []
     for step in range(1, 101):
@@ -21,7 +21,7 @@ def course(adaptive: bool) -> adaptive_topology.Recorded:
             change = {"topology": "ring" if step == 43 else "star"}
             log.append(RecordedEvent(step + 0.5, 0, Changed(step, "TopologyChange", change, "topology", "")))
     assert any(isinstance(each.event, Signals) for each in log)
-    return adaptive_topology.Recorded(adaptive, tuple(log), 40.5, 70.5)
+    return adaptive_topology.RecordedRun(adaptive, tuple(log), 40.5, 70.5)
 
 
 def test_the_claims_of_adaptive_topology_follow_from_the_events():

@@ -47,7 +47,7 @@ BATCH = 8
 CANDIDATES = ["ring", "star:1", "binary-tree:2"]
 
 
-class SleepingLayer(nn.Module):
+class SleepingLinear(nn.Module):
     """A linear layer of `features` squared weights whose training steps sleep."""
 
     def __init__(self, features: int = FEATURES, seconds: float = STEP_S) -> None:
@@ -76,7 +76,7 @@ QUICK = Course(16, 38, 62)
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """One run: its events, and the seconds since the epoch at which the link became slow and free."""
 
     adaptive: bool
@@ -106,7 +106,7 @@ def _settings(adaptive: bool, course: Course) -> TrainSettings:
     shapes = {"shape": [FEATURES], "target_shape": [FEATURES], "samples": 64}
     return TrainSettings(
         name="adaptive-topology",
-        model=ModelSettings(f"{__name__}:SleepingLayer"),
+        model=ModelSettings(f"{__name__}:SleepingLinear"),
         data=DataSettings("synthetic", BATCH, shapes),
         loss="mse",
         optimizer=OptimizerSettings("sgd", {"lr": 0.01}),
@@ -126,7 +126,7 @@ def topology_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _record(courses: dict[str, Course]) -> list[Recorded]:
+def _record(courses: dict[str, Course]) -> list[RecordedRun]:
     """Run each, and shape the link of the star's root when it has come to the steps of its course."""
     with tempfile.TemporaryDirectory() as folder, bridged_hosts(HOSTS) as hosts:
         shaper = _Shaper(hosts, Path(folder), courses)
@@ -142,7 +142,7 @@ def _record(courses: dict[str, Course]) -> list[Recorded]:
         finally:
             shaper.end()
         return [
-            Recorded(name == "adaptive", tuple(events.read(RunDir(Path(folder) / name).events())), *times)
+            RecordedRun(name == "adaptive", tuple(events.read(RunDir(Path(folder) / name).events())), *times)
             for name, times in shaper.times.items()
         ]
 
@@ -183,7 +183,7 @@ def _last_step(path: Path) -> int:
     return max((r.event.step for r in events.read(path) if isinstance(r.event, Step)), default=0)
 
 
-def _rows(recorded: Recorded) -> list[Row]:
+def _rows(recorded: RecordedRun) -> list[Row]:
     """A row for each step that was timed."""
     rows: list[Row] = []
     for step, t, seconds in _steps(recorded):
@@ -201,13 +201,13 @@ def _rows(recorded: Recorded) -> list[Row]:
     return rows
 
 
-def _steps(recorded: Recorded) -> list[tuple[int, float, float]]:
+def _steps(recorded: RecordedRun) -> list[tuple[int, float, float]]:
     """Each step with when it ended and how long it took, without the first."""
     found = [(r.event.step, r.t, r.event.seconds) for r in recorded.log if isinstance(r.event, Step)]
     return found[1:]
 
 
-def _topologies(recorded: Recorded) -> dict[int, str]:
+def _topologies(recorded: RecordedRun) -> dict[int, str]:
     return {r.event.step: r.event.topology for r in recorded.log if isinstance(r.event, Signals)}
 
 
@@ -215,7 +215,7 @@ def _rate(steps: Sequence[tuple[int, float, float]]) -> float:
     return BATCH / statistics.median(seconds for _, _, seconds in steps)
 
 
-def _claims(adaptive: Recorded, fixed: Recorded) -> list[BenchClaim]:
+def _claims(adaptive: RecordedRun, fixed: RecordedRun) -> list[BenchClaim]:
     steps = _steps(adaptive)
     before = _rate([s for s in steps if s[1] < adaptive.slow_t][5:])
     slow = [s for s in steps if adaptive.slow_t <= s[1] < adaptive.free_t]
