@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plait.adapt.monitors.gradients import GradientNoiseScale, GradientVariance
+    from plait.adapt.monitors.step_times import StepTimer, Throughput
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.jobs.sweep import sweep
     from plait.jobs.train import train
@@ -34,7 +35,9 @@ __all__ = [
     "Profile",
     "RunResult",
     "Shared",
+    "StepTimer",
     "SweepResult",
+    "Throughput",
     "TrialResult",
     "__version__",
     "fuse",
@@ -60,7 +63,9 @@ _HOMES: dict[str, tuple[str, str]] = {
     "Profile": ("plait.profiler.profile", "Profile"),
     "RunResult": ("plait.schema.results", "RunResult"),
     "Shared": ("plait.fusion", "Shared"),
+    "StepTimer": ("plait.adapt.monitors.step_times", "StepTimer"),
     "SweepResult": ("plait.schema.results", "SweepResult"),
+    "Throughput": ("plait.adapt.monitors.step_times", "Throughput"),
     "TrialResult": ("plait.schema.results", "TrialResult"),
     "fuse": ("plait.fusion", "fuse"),
     "machines": ("plait.planner", "machines"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
 from plait.adapt.changes import BatchSizeChange, StepTable, WorkersChange
+from plait.cli.train import _adapted
 from plait.core import events
 from plait.core.errors import JobError
 from plait.core.run_events import Changed, Step
@@ -53,6 +56,31 @@ class Recorded(Dataset[Any]):
         if self._records:
             used.append(index)
         return torch.full((2,), float(index)), torch.tensor([float(index)])
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples, in their order, as a stream that does not say how long it is."""
+
+    def __init__(self, split: str) -> None:
+        self._records = split == "train"
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(SAMPLES):
+            yield torch.full((2,), float(index)), torch.tensor([float(index)])
+
+
+class Sums(nn.Module):
+    """A model that notes the inputs that it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            used.extend(int(value) for value in x[:, 0])
+        out: torch.Tensor = self.layer(x)
+        return out
 
 
 def job(**changes: Any) -> TrainSettings:
@@ -101,6 +129,16 @@ def test_a_run_uses_every_sample_once_an_epoch_whatever_its_changes(table, tmp_p
     trained(job(), tmp_path_factory.mktemp("run"), changes)
     expected = [sample for epoch in range(3) for sample in epoch_order(0, epoch, SAMPLES, True)]
     assert used == expected
+
+
+def test_a_stream_whose_batches_change_gives_every_sample_once_an_epoch(tmp_path: Path):
+    used.clear()
+    changes = {2: BatchSizeChange(9), 4: BatchSizeChange(5), 9: BatchSizeChange(30)}
+    stream = job(
+        data=DataSettings("test_batch_changes:Stream", 8), model=ModelSettings("test_batch_changes:Sums")
+    )
+    trained(dataclasses.replace(stream, precision="float32"), tmp_path, changes)
+    assert used == [*range(SAMPLES)] * 3
 
 
 def test_steps_are_counted_anew_and_the_schedule_follows_the_samples(tmp_path: Path):
@@ -219,3 +257,12 @@ def test_the_job_file_names_policies_and_monitors():
         make_job({**content, "monitor": ["noise"]})
     with pytest.raises(JobError, match="did you mean 'most'"):
         components.check(dataclasses.replace(job(), adapt=(PolicySettings("batch-size", {"mst": 64}),)))
+
+
+def test_the_command_line_sets_policies_by_kind_or_with_options():
+    content = {"name": "t", "model": "m:n", "data": {"kind": "digits", "batch_size": 8}, "steps": 1}
+    found = make_job(content, _adapted(["topology", "{kind: batch-size, most: 64}"])).settings().adapt
+    assert found == (PolicySettings("topology"), PolicySettings("batch-size", {"most": 64}))
+    assert _adapted(None) == []
+    with pytest.raises(JobError, match="--adapt: found"):
+        _adapted(["{kind: "])

@@ -44,12 +44,14 @@ STILL = digits_job(
 )
 
 
-def signals_of(rank: int, size: int, settings: TrainSettings, folder: Path) -> list[Signals]:
+def signals_of(
+    rank: int, size: int, settings: TrainSettings, folder: Path, resume: bool = False
+) -> list[Signals]:
     """What a worker's policies would see."""
     torch.set_num_threads(1)
     parts = components.build(settings, torch.device("cpu"))
     loop = make_loop(PlainWorker(), settings, parts, RunDir(folder))
-    loop.train(resume=False)
+    loop.train(resume)
     return list(loop.run.signals.newest())
 
 
@@ -111,6 +113,14 @@ def test_one_worker_measures_by_its_first_microbatch(tmp_path: Path):
     assert len(found) == 6
     for seen, direct in zip(shown(found), expected, strict=True):
         assert seen == pytest.approx(direct, rel=1e-8)
+
+
+def test_a_resumed_run_goes_on_with_its_averages(tmp_path: Path):
+    settings = dataclasses.replace(STILL, accumulate=4)
+    whole = signals_of(0, 1, settings, tmp_path / "whole")
+    signals_of(0, 1, dataclasses.replace(settings, steps=3), tmp_path / "part")
+    resumed = signals_of(0, 1, settings, tmp_path / "part", resume=True)
+    assert shown(resumed) == shown(whole)[3:]
 
 
 def test_one_worker_without_microbatches_says_that_it_cannot(tmp_path: Path, caplog):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,16 @@ class NamedPolicy:
 
 
 class PolicySource:
-    """Asks policies for changes after every `every_steps` steps that signals tell of.
+    """Asks policies for changes after every `every_steps()` steps.
 
     Each policy sees the same signals; requests come in the order of the job file.
     """
 
     def __init__(
-        self, policies: Sequence[tuple[str, Policy]], history: SignalHistory, every_steps: int = 1
+        self,
+        policies: Sequence[tuple[str, Policy]],
+        history: SignalHistory,
+        every_steps: Callable[[], int] = lambda: 1,
     ) -> None:
         self._policies = [NamedPolicy(name, policy) for name, policy in policies]
         self._history = history
@@ -42,7 +45,8 @@ class PolicySource:
         tables = [named.policy for named in self._policies if isinstance(named.policy, StepBased)]
         found = [due for table in tables if (due := table.next_due(step)) is not None]
         if len(tables) < len(self._policies):
-            found.append(step + self._every_steps - step % self._every_steps)
+            every = self._every_steps()
+            found.append(step + every - step % every)
         return min(found, default=None)
 
     def due(self, step: int) -> list[ChangeRequest]:

@@ -16,10 +16,13 @@ from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
 # Each has a function run(command=...) -> Bench; one that has PARTS by name takes parts=... besides, and one
-# with a shorter form quick=True.
+# whose run has a parameter `quick` a shorter course.
 MODULES = {
+    "adaptive-batch": "plait.experiments.adapt.adaptive_batch",
+    "adaptive-topology": "plait.experiments.adapt.adaptive_topology",
     "elastic": "plait.experiments.adapt.elastic",
     "fusion": "plait.experiments.fusion.bench",
+    "monitoring": "plait.experiments.adapt.monitoring",
     "pipeline": "plait.experiments.pipeline.bench",
     "planner": "plait.experiments.planner",
     "profiler": "plait.experiments.profiler",
@@ -33,7 +36,9 @@ def bench(
     part: Annotated[
         list[str] | None, typer.Option(help="Only this part of it; may be given several times.")
     ] = None,
-    quick: Annotated[bool, typer.Option(help="Less of it, in under a minute, where it can.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A shorter course, under a minute, where there is one.")
+    ] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the rows, where the experiment can.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -58,11 +63,11 @@ def bench(
     if png is not None and png.suffix.lower() != ".png":
         raise InputError(f"--png: found {shown(str(png))}, expected a name that ends in .png")
     if quick and "quick" not in inspect.signature(module.run).parameters:
-        raise InputError(f"--quick: {name} has no shorter form; leave it out, or choose a --part")
-    words = [*(f"--part {each}" for each in part or ()), *(["--quick"] if quick else [])]
-    command = " ".join([f"plait bench {name}", *words])
+        raise InputError(f"--quick: {name} has no shorter course; leave it out")
+    flags = [*(f"--part {each}" for each in part or ()), *(["--quick"] if quick else [])]
+    options = {"parts": part} if part else {}
     done = module.run(
-        command=command, **({"parts": part} if part else {}), **({"quick": True} if quick else {})
+        command=" ".join([f"plait bench {name}", *flags]), **options, **({"quick": True} if quick else {})
     )
     with os_errors_as_messages():
         if csv is not None:

@@ -97,6 +97,9 @@ class Engine(Starting, Protocol):
     def apply(self, change: Change) -> None:
         """Change the run between two steps; JobError where this engine cannot."""
 
+    def synchronize(self) -> None:
+        """Give all workers the same state, running statistics included, between two intervals."""
+
     def close(self) -> None:
         """End the links to the other workers."""
 

@@ -125,6 +125,7 @@ class _Starting:
             "optimizer": run.settings.optimizer.kind,
             "workers": run.worker.world_size,
             "batch": asdict(run.batch),
+            "gradient_noise": run.noise.state(),
             "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
         }
         return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
@@ -158,6 +159,7 @@ class _Starting:
             without_gain, loss_scale = int(progress["evaluations_without_gain"]), progress["loss_scale"]
             kept = decode(BatchSize, progress["batch"]) if "batch" in progress else run.batch
             policies = list(progress.get("policies", ()))
+            noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         check_order(progress, position, run.settings, run.parts.train_set.length)
@@ -166,6 +168,7 @@ class _Starting:
         self._starting.load(state)
         run.step, run.position = state.step, position
         run.batch = resumed(kept, run.settings.data.batch_size)
+        run.noise.load(noise)
         saved = [source for source in self._sources if isinstance(source, SavedSource)]
         for source, own in zip(saved, policies):
             source.load(own)

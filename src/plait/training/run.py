@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from plait.adapt.history import SignalHistory
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.events import Event, EventLog
 from plait.data import loader
 from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches
@@ -37,6 +38,8 @@ class Run:
         self.batch = BatchSize(settings.data.batch_size, settings.data.batch_size)
         self.schedule: Callable[[int], float] = lambda step: 1.0
         self.signals = SignalHistory(self.metrics.signals)
+        # What is known of the gradients' noise, by whichever engine's monitor.
+        self.noise = GradientAverages()
         self._keeps_record = worker.rank == 0
         self._own_events: EventLog | None = None
 

@@ -29,6 +29,7 @@ from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.loop import Follower, Loop
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
+from plait.training.sync_change import SwitchingEngine, may_change_sync
 
 # How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
 APART_STEPS = 25
@@ -89,13 +90,21 @@ def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder
         run.metrics.note(chosen)
     if settings.pipeline is not None:
         return _with_stages(run)
+    if worker.world_size > 1 and may_change_sync(settings):
+        return Loop(run, SwitchingEngine(run, worker.hosts), make_sources(run))
     if worker.world_size == 1 or settings.sync.kind == "all-reduce":
-        return Loop(run, DataParallelEngine(run), make_sources(run, every_steps=1))
+        return Loop(run, DataParallelEngine(run), make_sources(run))
     return Loop(run, DecentralizedEngine(run, WholeModel(run, worker.hosts)), make_sources(run))
 
 
-def make_sources(run: Run, every_steps: int = APART_STEPS) -> list[ChangeSource]:
-    """The policies of a job, asked after every `every_steps` steps."""
+def make_sources(run: Run) -> list[ChangeSource]:
+    """The policies of a job, asked after each step, or less often where workers must come together for it."""
+
+    def every_steps() -> int:
+        settings = run.settings
+        at_once = settings.pipeline is None and settings.sync.kind == "all-reduce"
+        return 1 if at_once or run.worker.world_size == 1 else APART_STEPS
+
     policies = [(each.kind, make_policy(each.kind, each.options)) for each in run.settings.adapt]
     return [PolicySource(policies, run.signals, every_steps)] if policies else []
 

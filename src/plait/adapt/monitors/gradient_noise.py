@@ -14,6 +14,7 @@ S / |G|² is the noise scale: about the batch size up to which larger batches pa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.adapt.monitors.averages import MovingAverage
@@ -130,7 +131,10 @@ class GradientAverages:
         averages = (self._variance, self._squared_norm, self._whole)
         return [float(self.steps), *(number for each in averages for number in each.state())]
 
-    def load(self, state: list[float]) -> None:
+    def load(self, state: Sequence[float]) -> None:
+        """Go on from a state; none of another length, as of a run that measured nothing."""
+        if len(state) != len(self.state()):
+            return
         self.steps = int(state[0])
         for i, each in enumerate((self._variance, self._squared_norm, self._whole)):
             each.load((state[1 + 2 * i], state[2 + 2 * i]))

@@ -26,12 +26,34 @@ def missing_for_shaping() -> str | None:
         return f"{' '.join(failure.cmd)} failed: {failure.stderr.decode().strip()}"
 
 
-@contextmanager
-def hosts_on_a_bridge(names: Sequence[str], slow: str, rate: str) -> Iterator[str]:
-    """Hosts of these names, the link of `slow` shaped to `rate` both ways; yields the shell to reach them.
+class BridgedHosts:
+    """Hosts on a bridge, whose links can be slowed while they are in use; `shell` reaches them."""
 
-    They answer at 10.78.0.1 and so on, on the interface `NIC`.
-    """
+    def __init__(self, mark: str, names: Sequence[str]) -> None:
+        self._mark = mark
+        self._names = list(names)
+        self._bridge = f"{mark}-bridge"
+        self.shell = f"ip netns exec {mark}-{{host}}"
+
+    def _ends(self, name: str) -> list[tuple[str, str]]:
+        """Both ends of a host's link, each of which shapes what leaves it."""
+        port = f"port{self._names.index(name) + 1}"
+        return [(f"{self._mark}-{name}", NIC), (self._bridge, port)]
+
+    def shape(self, name: str, rate: str) -> None:
+        """Slow the link of a host to `rate`, both ways."""
+        for space, nic in self._ends(name):
+            _shape(space, nic, rate)
+
+    def free(self, name: str) -> None:
+        """Let the link of a host be as fast as it can again."""
+        for space, nic in self._ends(name):
+            _run("tc", "-n", space, "qdisc", "del", "dev", nic, "root")
+
+
+@contextmanager
+def bridged_hosts(names: Sequence[str]) -> Iterator[BridgedHosts]:
+    """Hosts of these names, which answer at 10.78.0.1 and so on, on the interface `NIC`."""
     mark = f"plait-{uuid.uuid4().hex[:6]}"
     bridge = f"{mark}-bridge"
     made: list[str] = []
@@ -41,14 +63,18 @@ def hosts_on_a_bridge(names: Sequence[str], slow: str, rate: str) -> Iterator[st
         _run("ip", "-n", bridge, "link", "set", "br0", "up")
         for number, name in enumerate(names, 1):
             _join(f"{mark}-{name}", bridge, number, made)
-            if name == slow:
-                # Each end shapes what leaves it.
-                _shape(f"{mark}-{name}", NIC, rate)
-                _shape(bridge, f"port{number}", rate)
-        yield f"ip netns exec {mark}-{{host}}"
+        yield BridgedHosts(mark, names)
     finally:
         for space in made:
             subprocess.run(["ip", "netns", "del", space], check=False)
+
+
+@contextmanager
+def hosts_on_a_bridge(names: Sequence[str], slow: str, rate: str) -> Iterator[str]:
+    """Hosts of these names, the link of `slow` shaped to `rate` both ways; yields the shell to reach them."""
+    with bridged_hosts(names) as hosts:
+        hosts.shape(slow, rate)
+        yield hosts.shell
 
 
 def _add(space: str, made: list[str]) -> None:

@@ -173,10 +173,10 @@ class AllReduce:
         self._weigh(factor)
         self._watch(leaves or {})
 
-    def measure_norms(self) -> None:
-        """Take the squared norm of what this rank sends at each step, from the next one on."""
+    def measure_norms(self, measured: bool = True) -> None:
+        """Take the squared norm of what this rank sends at each step, or no more, from the next one on."""
         for bucket in self._buckets:
-            bucket.measured = True
+            bucket.measured = measured
 
     def squared_norm_of_share(self, place: int, places: int) -> Tensor:
         """Of the summed gradients, that of this rank's share of the elements, after `agree`.

@@ -88,11 +88,15 @@ class Member(Protocol):
 
 
 class WholeModel:
-    """A member that is one worker with the whole model; `hosts` names the host of each rank."""
+    """A member that is one worker with the whole model; `hosts` names the host of each rank.
 
-    def __init__(self, run: Run, hosts: Sequence[str]) -> None:
+    `name` tells its keys in the store from those of another that averaged before it in the same run.
+    """
+
+    def __init__(self, run: Run, hosts: Sequence[str], name: str = "") -> None:
         self._run = run
         self._hosts = hosts
+        self._prefix = f"{SYNC_PREFIX}{name}"
         self.place, self.places = run.worker.rank, run.worker.world_size
         sync = run.settings.sync
         self._options = read_options(sync.kind, sync.options, self.places)
@@ -114,13 +118,14 @@ class WholeModel:
         run, parts = self._run, self._run.parts
         self._step = TrainStep(run.worker, run.settings, parts, alone=True, own_monitor=self.monitor)
         weights, buffers = list(parts.model.parameters()), list(parts.model.buffers())
-        rest = rest_of_state(run.worker.store, SYNC_PREFIX, weights, buffers, parts.optimizer, parts.scaler)
+        rest = rest_of_state(run.worker.store, self._prefix, weights, buffers, parts.optimizer, parts.scaler)
         self.averaging = make_averaging(
             run.worker,
             self._hosts,
             sources_of(parts, self._options),
             self._options,
             run.settings.seed,
+            prefix=self._prefix,
             step=run.step,
             when_synchronized=rest,
         )
@@ -183,13 +188,19 @@ class WholeModel:
 
 
 class DecentralizedEngine:
-    """Steps that members take as they can: each updates alone, and averages weights with some others."""
+    """Steps that members take as they can: each updates alone, and averages weights with some others.
+
+    `name` is as that of `WholeModel`. With `keep_world` the process group stays for who comes after, and the
+    loss of a worker ends the run.
+    """
 
     sees_end_of_data = False
 
-    def __init__(self, run: Run, member: Member) -> None:
+    def __init__(self, run: Run, member: Member, name: str = "", keep_world: bool = False) -> None:
         self._run = run
         self._member = member
+        self._prefix = f"{PREFIX}{name}"
+        self._keep_world = keep_world
         sync = run.settings.sync
         options = read_options(sync.kind, sync.options, member.places)
         self._members = tuple(range(member.places))
@@ -222,7 +233,7 @@ class DecentralizedEngine:
 
     def open(self) -> None:
         needs_world = self._member.open()
-        if self._member.averaging.tolerant:
+        if self._member.averaging.tolerant and not self._keep_world:
             leave_world(needs_world)
             self._run.worker.tolerate_losses()
 
@@ -232,7 +243,7 @@ class DecentralizedEngine:
         batches = list(itertools.islice(run.order(), steps))
         queue = WorkQueue(
             run.worker.store,
-            f"{PREFIX}/claims/{self._intervals}",
+            f"{self._prefix}/claims/{self._intervals}",
             batches,
             member.places - len(self._idle),
             member.place,
@@ -341,7 +352,7 @@ class DecentralizedEngine:
         holds, so that all decide alike.
         """
         member, worker = self._member, self._run.worker
-        key, store = f"{PREFIX}/{name}", worker.store
+        key, store = f"{self._prefix}/{name}", worker.store
         if own is not None:
             store.set(f"{key}/{member.place}", json.dumps(own))
         self._stale += [f"{key}/all", *(f"{key}/{each}" for each in members)]
@@ -374,7 +385,7 @@ class DecentralizedEngine:
     def finish(self, save: Callable[[], None]) -> None:
         """Save, and leave only once someone has: the next where the writer is lost."""
         save()
-        saved, store = f"{PREFIX}/saved", self._run.worker.store
+        saved, store = f"{self._prefix}/saved", self._run.worker.store
         while not self._is_writer() and not store.check([saved]):
             time.sleep(LOOK_S)
             living = tuple(sorted(set(self._members) & set(self._member.averaging.living())))
@@ -388,6 +399,9 @@ class DecentralizedEngine:
         # Work is drawn anew for each interval.
         if not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, f"sync {self._run.settings.sync.kind}")
+
+    def synchronize(self) -> None:
+        """All have the same state at the end of each interval."""
 
     def close(self) -> None:
         self._member.close()

@@ -306,6 +306,9 @@ class PipelineEngine:
         if not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, "a pipeline")
 
+    def synchronize(self) -> None:
+        self._pipeline.average_buffers()
+
     def close(self) -> None:
         self._pipeline.close()
         self._channels.close()

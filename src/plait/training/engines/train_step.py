@@ -29,7 +29,7 @@ from plait.sync.buffers import average
 from plait.sync.carried_rows import merge_rows
 from plait.training.components import Components
 from plait.training.monitoring.own_pace import ShareMonitor
-from plait.training.monitoring.whole_model import StepMonitor
+from plait.training.monitoring.whole_model import StepMonitor, notes_of
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.stragglers import StragglerInjector
 
@@ -59,10 +59,12 @@ class TrainStep:
         self._parts = parts
         together = worker.world_size > 1 and not alone
         self._members = whole_world(worker.rendezvous) if together else None
-        self._monitor = monitor
-        # Of a worker alone, or at its own pace.
-        self._alone = own_monitor or monitor
         self._sync = self._make_sync() if together else None
+        self._monitor: StepMonitor | None = None
+        # Of a worker alone, or at its own pace.
+        self._alone: StepMonitor | ShareMonitor | None = None
+        self.watch(monitor)
+        self._alone = own_monitor or monitor
         self.chosen = self._start_topology()
         self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
         self._frozen = FrozenAtStart(parts.model.named_parameters())
@@ -73,12 +75,16 @@ class TrainStep:
         self.before_update: Callable[[], None] | None = None
 
     def _make_sync(self) -> AllReduce:
-        parameters, monitor = list(self._parts.model.parameters()), self._monitor
-        if monitor is None:
-            return AllReduce(parameters, members=self._members)
-        sync = AllReduce(parameters, members=self._members, most_notes=3 + monitor.notes)
-        monitor.watch(sync)
-        return sync
+        parameters, notes = list(self._parts.model.parameters()), 3 + notes_of(self._worker.world_size)
+        return AllReduce(parameters, members=self._members, most_notes=notes)
+
+    def watch(self, monitor: StepMonitor | None) -> None:
+        """Let `monitor` measure the steps from the next one on, or none; all workers call it together."""
+        self._monitor = self._alone = monitor
+        if self._sync is not None and monitor is not None:
+            monitor.watch(self._sync)
+        elif self._sync is not None:
+            self._sync.measure_norms(False)
 
     def _start_topology(self) -> TopologyChosen | None:
         """Sum as the settings ask; what was measured for it, if anything was."""

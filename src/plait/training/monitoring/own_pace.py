@@ -13,7 +13,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
+from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.core.codec import finite
 from plait.core.run_events import Signals
@@ -44,7 +44,7 @@ class ShareMonitor:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._norms = wants_norms(run.settings)
-        self.averages = GradientAverages()
+        self.averages = run.noise
         self._sums = UpdateSums()
         self._part: tuple[Tensor, float] | None = None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
+from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import WorkerTimes
 from plait.core.codec import finite
@@ -31,7 +31,7 @@ class StageMonitor:
         self._run = run
         self._pipeline = pipeline
         self._rank, self._workers = run.worker.rank, run.worker.world_size
-        self.averages = GradientAverages()
+        self.averages = run.noise
         self._norms = wants_norms(run.settings)
         schedule = pipeline.pipeline_layout.schedule
         if self._norms and not schedule.synchronous:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
+from plait.adapt.monitors.gradient_noise import GradientNorms
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
 from plait.core.codec import finite
@@ -40,6 +40,11 @@ class _Step:
     count: float = 0.0
 
 
+def notes_of(workers: int) -> int:
+    """How many numbers of a monitor travel with the sums of that many workers."""
+    return 2 * workers + 4
+
+
 class StepMonitor:
     """Measures one worker's steps together with the other workers; `shared` where they sum gradients."""
 
@@ -49,7 +54,7 @@ class StepMonitor:
         self._workers = run.worker.world_size if shared else 1
         self._shared = shared
         self.norms = wants_norms(run.settings)
-        self.averages = GradientAverages()
+        self.averages = run.noise
         # The step under way, and the topology that it goes over.
         self.step = 0
         self.topology = run.settings.topology.name
@@ -68,15 +73,14 @@ class StepMonitor:
             )
 
     def watch(self, sync: AllReduce) -> None:
-        """Measure the gradients that `sync` sums."""
+        """Measure the gradients that `sync` sums, from the next step on."""
         self._gradient_bytes = sync.gradient_bytes
-        if self.norms:
-            sync.measure_norms()
+        sync.measure_norms(self.norms)
 
     @property
     def notes(self) -> int:
         """How many numbers travel with a step's sums."""
-        return 2 * self._workers + 4
+        return notes_of(self._workers)
 
     def pause(self) -> None:
         """Something else than steps follows: an evaluation, a checkpoint."""

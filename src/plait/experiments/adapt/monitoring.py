@@ -1,0 +1,182 @@
+"""What monitoring costs: steps of one run with and without it, in turn.
+
+Every step of a kind is followed by one of the next kind, so that whatever else the machine does meets all of
+them alike. Processor seconds are those of the whole worker, its threads included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.data.loader import Batch
+from plait.data.sampler import Position
+from plait.experiments.bench import Bench, BenchClaim, Row
+from plait.experiments.world import in_world
+from plait.launch.run_dir import RunDir
+from plait.launch.worker import Worker
+from plait.schema.settings import (
+    CheckpointSettings,
+    DataSettings,
+    ModelSettings,
+    OptimizerSettings,
+    TrainSettings,
+)
+from plait.training import components
+from plait.training.engines.train_step import TrainStep
+from plait.training.monitoring.whole_model import StepMonitor
+from plait.training.run import Run
+
+KINDS = ("none", "noise-scale", "variance")
+GOAL = 0.01
+# Samples of each worker in a step.
+SHARE, QUICK_SHARE = 16, 8
+IMAGES = {"shape": [3, 64, 64], "samples": 256, "classes": 10}
+TOKENS = {"shape": [64], "vocabulary": 1000, "samples": 256}
+MODELS = {
+    "ResNet-50, 64x64 images": (ModelSettings("plait.workloads.resnet:resnet50", {"classes": 10}), IMAGES),
+    "transformer, 64 tokens": (
+        ModelSettings(
+            "plait.workloads.transformer:transformer",
+            {"vocabulary": 1000, "context": 64, "layers": 6, "width": 256, "heads": 4},
+        ),
+        TOKENS,
+    ),
+}
+
+
+def run(quick: bool = False, command: str = "plait bench monitoring") -> Bench:
+    """Each model on 2 and on 4 workers; `quick` takes fewer steps, on 2 workers."""
+    rows: list[Row] = []
+    for workers in (2,) if quick else (2, 4):
+        for model in MODELS:
+            rounds, share = (3, QUICK_SHARE) if quick else (20, SHARE)
+            asked = {"model": model, "rounds": rounds, "share": share}
+            rows += in_world(workers, f"{__name__}:monitoring_worker", asked)["rows"]
+    return Bench("monitoring", command, tuple(rows), tuple(_claims(rows)))
+
+
+def _settings(model: str, batch_size: int) -> TrainSettings:
+    factory, options = MODELS[model]
+    return TrainSettings(
+        name="monitoring",
+        model=factory,
+        data=DataSettings("synthetic", batch_size, options),
+        optimizer=OptimizerSettings("sgd", {"lr": 1e-3, "momentum": 0.9}),
+        steps=1,
+        device="cpu",
+        checkpoint=CheckpointSettings(every_steps=10**9),
+        monitor=("noise-scale",),
+    )
+
+
+def monitoring_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+    """Be one of the workers; the first one tells."""
+    worker.join("gloo")
+    settings = _settings(asked["model"], asked["share"] * worker.world_size)
+    parts = components.build(settings, torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        run_ = Run(worker, settings, parts, RunDir(Path(folder)))
+        step, monitor = TrainStep(worker, settings, parts), StepMonitor(run_, shared=True)
+        taken = _take_steps(step, monitor, _batch(run_, asked["share"]), asked["rounds"])
+        run_.metrics.end(0, "finished", {}, None)
+    step.close()
+    return {"rows": _rows(asked["model"], worker.world_size, taken)}
+
+
+def _batch(run: Run, share: int) -> Batch:
+    content = run.parts.train_set.batch(0, list(range(share)), 0)
+    return Batch(content, share, run.batch_size, 0, Position())
+
+
+def _take_steps(
+    step: TrainStep, monitor: StepMonitor, batch: Batch, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Wall and processor seconds of each kind's steps; the first round warms up."""
+    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for number in range(rounds + 1):
+        # Another order each round: what follows a kind must not always be the same.
+        for place in range(len(KINDS)):
+            kind = KINDS[(place + number) % len(KINDS)]
+            step.watch(None if kind == "none" else monitor)
+            started = time.perf_counter(), time.process_time()
+            monitor.step += 1
+            step.step(batch, 1.0)
+            seconds = time.perf_counter() - started[0], time.process_time() - started[1]
+            taken[kind] += [seconds] if number else []
+    return taken
+
+
+def _rows(model: str, workers: int, taken: dict[str, list[tuple[float, float]]]) -> list[Row]:
+    rows: list[Row] = []
+    for kind in KINDS:
+        wall, busy = ([each[i] for each in taken[kind]] for i in (0, 1))
+        rows.append(
+            {
+                "model": model,
+                "workers": workers,
+                "monitor": kind,
+                "step_s": statistics.median(wall),
+                "step_min_s": min(wall),
+                "step_max_s": max(wall),
+                "processor_s": statistics.median(busy),
+                "overhead": _overhead(taken, kind),
+                "processor_overhead": _least_overhead(taken, kind),
+                "rounds": len(wall),
+            }
+        )
+    return rows
+
+
+def _overhead(taken: dict[str, list[tuple[float, float]]], kind: str) -> float:
+    """The median of what a step took more than the plain one of its round, over the plain median."""
+    plain, own = ([wall for wall, _ in taken[each]] for each in ("none", kind))
+    return statistics.median(a - b for a, b in zip(own, plain)) / statistics.median(plain)
+
+
+def _least_overhead(taken: dict[str, list[tuple[float, float]]], kind: str) -> float:
+    """By the least processor seconds of each kind: what else the machine does can only add to them."""
+    plain, own = (min(busy for _, busy in taken[each]) for each in ("none", kind))
+    return own / plain - 1
+
+
+def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
+    claims = []
+    for row in rows:
+        if row["monitor"] != "none":
+            words = (
+                f"{row['model']}, {row['workers']} workers: {row['monitor']}, processor time at every step"
+            )
+            value = float(row["processor_overhead"] or 0)
+            claims.append(BenchClaim(words, value, f"at most {GOAL:g}", value <= GOAL))
+    return claims
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """Overheads by model and number of workers, a bar for each monitor."""
+    import matplotlib  # loaded only where a picture is asked for
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 4))
+    cases = list(dict.fromkeys((row["model"], row["workers"]) for row in bench.rows))
+    for i, kind in enumerate(KINDS[1:]):
+        own = {(r["model"], r["workers"]): r for r in bench.rows if r["monitor"] == kind}
+        heights = [100 * float(own[case]["processor_overhead"] or 0) for case in cases]
+        axis.bar([c + 0.4 * (i - 0.5) for c in range(len(cases))], heights, width=0.4, label=kind)
+    axis.axhline(100 * GOAL, color="grey", linewidth=0.8, label="goal")
+    axis.set_xticks(
+        range(len(cases)), [f"{model}\n{workers} workers" for model, workers in cases], fontsize=8
+    )
+    axis.set_ylabel("overhead, % of a step")
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

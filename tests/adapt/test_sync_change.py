@@ -1,0 +1,83 @@
+"""Workers that change how they agree while they train, and change back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.core import events
+from plait.core.errors import JobError
+from plait.core.run_events import Changed, Signals
+from plait.launch.run_dir import RunDir
+from plait.schema.settings import OptimizerSettings, PolicySettings, SlowSettings, TrainSettings
+from plait.training import components
+from plait.training.sync_change import may_change_sync
+from plait.training.worker import make_loop
+from support.averaging import job_store
+from support.syncs import StoreWorker
+from support.training import digits_job, largest_difference, train_here
+from support.world import run_ranks
+
+
+def train(rank: int, address: str, settings: TrainSettings, folder: Path) -> tuple[Any, Any]:
+    torch.set_num_threads(1)
+    worker = StoreWorker(rank, dist.get_world_size(), address, None)
+    parts = components.build(settings, torch.device("cpu"))
+    loop = make_loop(worker, settings, parts, RunDir(folder))  # type: ignore[arg-type]
+    result = loop.train(resume=False)
+    return result, {name: value.tolist() for name, value in parts.model.state_dict().items()}
+
+
+def table(changes: dict[int, Any]) -> tuple[PolicySettings, ...]:
+    return (PolicySettings("steps", {"changes": changes}),)
+
+
+def test_workers_change_their_sync_and_back_and_take_the_steps_of_one_process(tmp_path: Path):
+    """With plain SGD, averaging weights after every step is averaging gradients."""
+    together = {"sync": "local-sgd", "options": {"every": 1}}
+    changes = {4: together, 8: {"sync": "all-reduce"}, 12: together, 16: {"sync": "all-reduce"}}
+    plain = OptimizerSettings("sgd", {"lr": 0.05})
+    settings = digits_job(steps=20, optimizer=plain, adapt=table(changes))
+    with job_store() as address:
+        found = run_ranks(2, train, address, settings, tmp_path / "two")
+    assert largest_difference(found[0][1], found[1][1]) == 0.0
+    _, alone = train_here(digits_job(steps=20, optimizer=plain), tmp_path / "one")
+    assert largest_difference(found[0][1], alone) < 1e-9
+    log = [r.event for r in events.read(RunDir(tmp_path / "two").events())]
+    kinds = [(e.step, e.change["sync"]) for e in log if isinstance(e, Changed)]
+    assert kinds == [(4, "local-sgd"), (8, "all-reduce"), (12, "local-sgd"), (16, "all-reduce")]
+    assert {e.sync for e in log if isinstance(e, Signals)} == {"all-reduce", "local-sgd"}
+
+
+def test_a_straggler_leads_to_partial_reduce(tmp_path: Path):
+    policy = PolicySettings("sync", {"slow": 3.0, "calm": 2.0, "confirm": 3})
+    settings = digits_job(steps=40, slow=SlowSettings({1: 40.0}), adapt=(policy,))
+    with job_store() as address:
+        result, _ = run_ranks(3, train, address, settings, tmp_path)[0]
+    assert result["step"] == 40
+    log = [r.event for r in events.read(RunDir(tmp_path).events())]
+    first = next(e for e in log if isinstance(e, Changed))
+    assert first.change["sync"] == "partial-reduce"
+    assert "worker 1" in first.why
+
+
+def test_only_jobs_whose_policies_may_ask_for_it_can_change_their_sync():
+    assert may_change_sync(digits_job(adapt=(PolicySettings("sync"),)))
+    assert may_change_sync(digits_job(adapt=table({3: {"sync": "sma"}})))
+    assert not may_change_sync(digits_job(adapt=table({3: {"topology": "ring"}})))
+
+
+def refuse(rank: int, address: str, folder: Path) -> str:
+    settings = digits_job(steps=4, adapt=table({2: {"sync": "partial-reduce", "options": {"mimimum": 2}}}))
+    with pytest.raises(JobError, match="minimum") as refused:
+        train(rank, address, settings, folder)
+    return str(refused.value)
+
+
+def test_options_that_a_sync_does_not_have_are_refused_in_words(tmp_path: Path):
+    with job_store() as address:
+        run_ranks(2, refuse, address, tmp_path)
