@@ -39,6 +39,8 @@ class ScriptedAgent:
 
     def __init__(self, worker: int, after_loss: Membership | None = None) -> None:
         self.memberships = Memberships(worker)
+        # Nobody is lost while others leave.
+        self.memberships.dismiss()
         self.stop_requested = False
         self.said: list[dict[str, Any]] = []
         self._after_loss = after_loss

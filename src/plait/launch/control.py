@@ -44,7 +44,7 @@ def serving(folder: RunDir, address: str, ask: Callable[[ControlRequest], None])
     host, _, port = address.rpartition(":")
     token = secrets.token_urlsafe(32)
     try:
-        server = _Server((host, int(port)), _Handler)
+        server = _ControlServer((host, int(port)), _ControlHandler)
     except (OSError, OverflowError) as failure:
         raise InputError(
             f"parallel.control: found {shown(address)}, but nobody can listen there: {failure}; use a free "
@@ -63,14 +63,14 @@ def serving(folder: RunDir, address: str, ask: Callable[[ControlRequest], None])
         server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class _ControlServer(ThreadingHTTPServer):
     daemon_threads = True
     token: str
     ask: Callable[[ControlRequest], None]
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class _ControlHandler(BaseHTTPRequestHandler):
+    server: _ControlServer
     server_version = "plait"
     sys_version = ""
     timeout = ANSWER_S
