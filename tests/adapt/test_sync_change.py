@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from plait.core import events
 from plait.core.errors import JobError
@@ -18,14 +17,13 @@ from plait.training import components
 from plait.training.sync_change import may_change_sync
 from plait.training.worker import make_loop
 from support.averaging import job_store
-from support.syncs import StoreWorker
-from support.training import digits_job, largest_difference, train_here
+from support.training import PlainWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 
 
 def train(rank: int, address: str, settings: TrainSettings, folder: Path) -> tuple[Any, Any]:
     torch.set_num_threads(1)
-    worker = StoreWorker(rank, dist.get_world_size(), address, None)
+    worker = PlainWorker(address=address)
     parts = components.build(settings, torch.device("cpu"))
     loop = make_loop(worker, settings, parts, RunDir(folder))  # type: ignore[arg-type]
     result = loop.train(resume=False)

@@ -8,11 +8,13 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from plait.comm import groups
 from plait.comm.collectives import all_gather_values, broadcast_named, broadcast_value, gather_named
-from plait.core.errors import PeerError
-from support.meeting import rendezvous_of
+from plait.comm.rendezvous import Rendezvous
+from plait.core.errors import LostPeer, PeerError
+from support.meeting import SECRET, rendezvous_of
 from support.world import run_ranks
 
 
@@ -96,3 +98,32 @@ def test_plain_values_and_named_tensors_travel_without_being_pickled():
         assert state == {
             "w2": ("torch.float32", [[2.0, 2.0]] * 2), "n": ("torch.int64", 2), "h": ("torch.float16", [1.0])
         }  # fmt: skip
+
+
+def join_after_a_loss(rank: int) -> float:
+    store = _get_default_store()
+    dist.destroy_process_group()
+    looks = iter(range(3))
+
+    def lost() -> None:
+        if next(looks, None) is None:
+            raise PeerError("worker 1 is lost", LostPeer.GONE, 1)
+
+    if rank == 0:
+        alone = Rendezvous(dist.PrefixStore("first", store), SECRET, 0, ["here"] * 2, check=lost)
+        with pytest.raises(PeerError, match="worker 1 is lost"):
+            groups.join_world("gloo", alone)
+    again = Rendezvous(
+        dist.PrefixStore("second", store), SECRET, rank, ["here"] * 2, timeout_s=15, check=lambda: None
+    )
+    world = groups.join_world("gloo", again)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    world.cut()
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(total)
+    return float(total)
+
+
+def test_a_worker_that_gave_up_joining_joins_others_and_its_waits_can_be_ended():
+    assert run_ranks(2, join_after_a_loss, deadline_s=40) == [2.0, 2.0]

@@ -7,7 +7,7 @@ import queue
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ class NoProcesses:
 
     def tell_workers(self, membership: Membership) -> None:
         self.published.append(membership)
+
+    def dismiss_workers(self, workers: Sequence[int]) -> None:
+        pass
 
     def stop_workers(self) -> None:
         pass

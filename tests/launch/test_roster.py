@@ -221,3 +221,15 @@ def test_a_member_that_is_lost_when_others_are_done_leaves_nothing_to_a_joiner()
     roster.on_gone(1, "ended by SIGKILL")
     assert roster.next_steps() == NextSteps()
     assert roster.is_over()
+
+
+def test_a_worker_that_was_to_leave_goes_on_where_all_others_are_lost():
+    roster = roster_of(2)
+    roster.resize(1)
+    published = roster.next_steps().publish
+    assert published is not None
+    assert (published.members, roster.leavers()) == ((0,), [1])
+    roster.on_gone(0, "hung")
+    published = roster.next_steps().publish
+    assert published is not None
+    assert (published.members, published.lost) == ((1,), (0,))

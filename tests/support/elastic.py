@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.adapt.changes import ChangeRequest
+from plait.adapt.changes import ChangeRequest, StepTable, WorkersChange
 from plait.launch.membership import Membership, Memberships
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import LaunchedWorker
@@ -39,6 +39,8 @@ class ScriptedAgent:
 
     def __init__(self, worker: int, after_loss: Membership | None = None) -> None:
         self.memberships = Memberships(worker)
+        # Nobody is lost while others leave.
+        self.memberships.dismiss()
         self.stop_requested = False
         self.said: list[dict[str, Any]] = []
         self._after_loss = after_loss
@@ -109,7 +111,8 @@ def train_elastic(
     run = Run(worker, settings, parts, RunDir(folder))
     assert worker.memberships is not None
     table = Announcements(worker.memberships, versions)
-    result = Loop(run, DataParallelEngine(run), [table]).train(resume=False)
+    wishes = StepTable({3: WorkersChange(4)})
+    result = Loop(run, DataParallelEngine(run), [table, wishes]).train(resume=False)
     return {
         "result": result,
         "weights": {name: value.tolist() for name, value in parts.model.state_dict().items()},

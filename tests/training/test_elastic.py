@@ -50,6 +50,8 @@ def test_workers_that_join_and_leave_change_no_step(tmp_path: Path):
     assert [change.members for change in changes] == [members for _, members in versions[1:]]
     assert [change.left for change in changes] == [(), (0, 2), (1,), ()]
     assert [change.joined for change in changes] == [(2, 3), (), (), (4,)]
+    # What a policy asks for goes to the supervisor, once.
+    assert ["resize" in each["said"] for each in found] == [True, False, False, False, False]
 
 
 @pytest.mark.parametrize(("victim", "topology"), [(0, "default"), (2, "native")])

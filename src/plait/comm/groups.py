@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from plait.comm.rendezvous import CHECK_S, Rendezvous
 from plait.comm.tags import Tag
@@ -57,6 +58,9 @@ def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
     def make(attempt: int) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Torch names groups by their number, which all members must count alike: also one that has left
+        # behind a group that was never made. It begins anew itself where a group is destroyed.
+        distributed_c10d._world.group_count = 0
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"plait/world/{attempt}", rendezvous.store),
@@ -140,6 +144,8 @@ def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[i
                 group = make(attempt)
             except RuntimeError:
                 fine = False
+                if rendezvous.check is not None:
+                    rendezvous.check()
             if _is_proven(rendezvous, name, ranks, group, fine):
                 return group
     raise PeerError(

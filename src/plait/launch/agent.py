@@ -3,7 +3,8 @@
 It exchanges JSON lines with the supervisor over its standard streams and decides nothing itself:
 
     in   the order (one line), then {"go": store}, then possibly {"stop": true}, {"end": [rank, ...]} and,
-         where workers come and go, {"start": {"rank": rank, "slot": slot}}, {"members": membership};
+         where workers come and go, {"start": {"rank": rank, "slot": slot}}, {"members": membership},
+         {"dismiss": [rank, ...]};
          the end of the stream ends everything here, whether the supervisor is through or gone
     out  {"ready": store}, {"refused": message}, {"workers": {rank: pid}}, {"line": text}, {"progress": ...},
          {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...}, {"silent": ...},
@@ -324,6 +325,10 @@ class Agent:
             elif "members" in message:
                 for worker in self._workers:
                     worker.tell(members=message["members"])
+            elif "dismiss" in message:
+                for worker in self._workers:
+                    if worker.rank in message["dismiss"]:
+                        worker.tell(dismiss=True)
             elif "start" in message:
                 self._start_worker(message["start"]["rank"], message["start"]["slot"], joins=True)
             elif "end" in message:

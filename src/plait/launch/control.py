@@ -44,7 +44,7 @@ def serving(folder: RunDir, address: str, ask: Callable[[ControlRequest], None])
     host, _, port = address.rpartition(":")
     token = secrets.token_urlsafe(32)
     try:
-        server = _ControlServer((host, int(port)), _Handler)
+        server = _ControlServer((host, int(port)), _ControlHandler)
     except (OSError, OverflowError) as failure:
         raise InputError(
             f"parallel.control: found {shown(address)}, but nobody can listen there: {failure}; use a free "
@@ -69,7 +69,7 @@ class _ControlServer(ThreadingHTTPServer):
     ask: Callable[[ControlRequest], None]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ControlHandler(BaseHTTPRequestHandler):
     server: _ControlServer
     server_version = "plait"
     sys_version = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ class Processes(Protocol):
     def start_worker(self, start: Start) -> None: ...
     def end_workers(self, workers: tuple[int, ...]) -> None: ...
     def tell_workers(self, membership: Membership) -> None: ...
+    def dismiss_workers(self, workers: Sequence[int]) -> None: ...
     def stop_workers(self) -> None: ...
     def warn(self, words: str) -> None: ...
     def pid_of(self, worker: int) -> int | None: ...
@@ -146,6 +147,8 @@ class ElasticWorkers:
         if roster.is_settled and roster.membership.version > self._settled_version:
             self._settled_version = roster.membership.version
             self._settled(roster.membership)
+            if leavers := roster.leavers():
+                self._processes.dismiss_workers(leavers)
         while self._do(roster.next_steps()):
             pass
 

@@ -43,6 +43,7 @@ class Memberships:
         self.worker = worker
         self._known: dict[int, Membership] = {}
         self._current: Membership | None = None
+        self._is_dismissed = False
         self._changed = threading.Condition()
         self._on_loss: list[Callable[[PeerError], None]] = []
 
@@ -111,6 +112,20 @@ class Memberships:
             return self._known[latest] if latest > version else None
 
         return self._await(later, "the members that are left", seconds)
+
+    def dismiss(self) -> None:
+        """This worker may end: the members of a version without it have taken their places."""
+        with self._changed:
+            self._is_dismissed = True
+            self._changed.notify_all()
+
+    def dismissal_or_later(self, version: int) -> Membership | None:
+        """None once this worker may end; or a version after `version`, should it be needed again."""
+        with self._changed:
+            while not self._is_dismissed and max(self._known) <= version:
+                self._changed.wait()
+            latest = self._known[max(self._known)]
+            return latest if latest.version > version else None
 
     def _await(self, find: Callable[[], Membership | None], what: str, seconds: float) -> Membership:
         end = time.monotonic() + seconds

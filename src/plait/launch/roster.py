@@ -25,7 +25,7 @@ class StaleVersionError(InputError):
     """Somebody else has changed the number of workers since it was looked at."""
 
 
-class _Phase(enum.Enum):
+class _Stage(enum.Enum):
     STARTING = "starting"
     READY = "ready"
     MEMBER = "member"
@@ -37,7 +37,7 @@ class _Phase(enum.Enum):
 class _Entry:
     host: int
     slot: int
-    state: _Phase
+    stage: _Stage
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Roster:
         self._entries: dict[int, _Entry] = {}
         for index, host in enumerate(self.hosts):
             for slot in range(host.slots):
-                self._entries[len(self._entries)] = _Entry(index, slot, _Phase.MEMBER)
+                self._entries[len(self._entries)] = _Entry(index, slot, _Stage.MEMBER)
         self.wanted = Wanted(len(self._entries))
         self.membership = self._made(1, tuple(self._entries), "launch", "")
         self._lost: list[int] = []
@@ -105,7 +105,12 @@ class Roster:
     @property
     def is_settled(self) -> bool:
         """Whether all members have taken their places in the version that was published last."""
-        return self._joined >= {m for m in self.membership.members if self._is(m, _Phase.MEMBER)}
+        return self._joined >= {m for m in self.membership.members if self._is(m, _Stage.MEMBER)}
+
+    def leavers(self) -> list[int]:
+        """The workers that are to leave and have not: they keep their state until they are dismissed."""
+        members = self.membership.members
+        return [w for w in sorted(self._holders) if self._is(w, _Stage.MEMBER) and w not in members]
 
     def place_of(self, worker: int) -> tuple[int, int]:
         """The index of the worker's host, and its place there."""
@@ -175,8 +180,8 @@ class Roster:
         self._stopping = True
 
     def on_ready(self, worker: int) -> None:
-        if self._is(worker, _Phase.STARTING):
-            self._entries[worker].state = _Phase.READY
+        if self._is(worker, _Stage.STARTING):
+            self._entries[worker].stage = _Stage.READY
             self._failed_starts = 0
 
     def on_joined(self, worker: int, version: int) -> None:
@@ -186,11 +191,11 @@ class Roster:
         self.has_begun = self.has_begun or self.is_settled
 
     def on_left(self, worker: int) -> None:
-        self._entries[worker].state = _Phase.GONE
+        self._entries[worker].stage = _Stage.GONE
 
     def on_done(self, worker: int) -> None:
-        if not self._is(worker, _Phase.GONE):
-            self._entries[worker].state = _Phase.DONE
+        if not self._is(worker, _Stage.GONE):
+            self._entries[worker].stage = _Stage.DONE
 
     def on_progress(self, step: int) -> None:
         if step > self._step:
@@ -198,10 +203,10 @@ class Roster:
 
     def on_gone(self, worker: int, why: str) -> None:
         """The worker has died, or is ended because nobody can reach it."""
-        state, self._entries[worker].state = self._entries[worker].state, _Phase.GONE
-        if state in (_Phase.STARTING, _Phase.READY):
+        state, self._entries[worker].stage = self._entries[worker].stage, _Stage.GONE
+        if state in (_Stage.STARTING, _Stage.READY):
             self._failed_starts += 1
-        elif state is _Phase.MEMBER:
+        elif state is _Stage.MEMBER:
             self._fresh_losses.append((worker, why))
 
     def is_over(self) -> bool:
@@ -209,8 +214,8 @@ class Roster:
 
         A joiner may wait for members that have finished the run meanwhile.
         """
-        running = [worker for worker in self._holders if self._is(worker, _Phase.MEMBER)]
-        return not running and any(entry.state is _Phase.DONE for entry in self._entries.values())
+        running = [worker for worker in self._holders if self._is(worker, _Stage.MEMBER)]
+        return not running and any(entry.stage is _Stage.DONE for entry in self._entries.values())
 
     def next_steps(self) -> NextSteps:
         """What to do now; called after each thing that happened."""
@@ -218,7 +223,7 @@ class Roster:
             return self._leave_out_lost()
         if self._stopping or not self.has_begun or not self.is_settled:
             return NextSteps()
-        if any(self._is(m, _Phase.DONE) for m in self.membership.members):
+        if any(self._is(m, _Stage.DONE) for m in self.membership.members):
             return NextSteps()
         return self._approach_wanted()
 
@@ -230,7 +235,7 @@ class Roster:
         if version != self.membership.version or self._fresh_losses:
             return NextSteps()
         self._losses_at_step += 1
-        rest = tuple(m for m in self.membership.members if self._is(m, _Phase.MEMBER))
+        rest = tuple(m for m in self.membership.members if self._is(m, _Stage.MEMBER))
         if self._losses_at_step > self._most_losses() or not rest:
             return NextSteps(too_few=f"the workers cannot work together: {why}")
         return NextSteps(publish=self._publish(rest, "supervisor", why))
@@ -244,7 +249,10 @@ class Roster:
         self._losses_at_step += len(losses)
         self._lost += [worker for worker, _ in losses]
         words = ", ".join(f"worker {worker} {why}" for worker, why in losses)
-        rest = tuple(m for m in self.membership.members if self._is(m, _Phase.MEMBER))
+        rest = tuple(m for m in self.membership.members if self._is(m, _Stage.MEMBER))
+        if not self._holders & set(rest):
+            # Those that were about to leave still hold the state of the run.
+            rest = tuple(sorted({*rest, *self.leavers()}))
         if self.is_over():
             return NextSteps()
         if not rest:
@@ -256,7 +264,7 @@ class Roster:
         publish = self._publish(rest, "supervisor", words)
         least = self.rules.min_workers
         too_few = None
-        if len(rest) < least and not any(self._is(m, _Phase.DONE) for m in self._entries):
+        if len(rest) < least and not any(self._is(m, _Stage.DONE) for m in self._entries):
             too_few = f"{len(rest)} of at least {least} workers (parallel.min_workers) are left: {words}"
             self._stopping = True
         return NextSteps(publish=publish, too_few=too_few)
@@ -265,8 +273,8 @@ class Roster:
         members = self.membership.members
         keep = [m for m in members if m not in self.wanted.without][: self.wanted.workers]
         missing = self.wanted.workers - len(keep)
-        ready = [w for w in self._entries if self._is(w, _Phase.READY)]
-        starting = [w for w in self._entries if self._is(w, _Phase.STARTING)]
+        ready = [w for w in self._entries if self._is(w, _Stage.READY)]
+        starting = [w for w in self._entries if self._is(w, _Stage.STARTING)]
         surplus = tuple((ready + starting)[missing:])
         if surplus:
             return NextSteps(end=surplus)
@@ -277,7 +285,7 @@ class Roster:
         if chosen == members or not chosen:
             return NextSteps()
         for worker in ready:
-            self._entries[worker].state = _Phase.MEMBER
+            self._entries[worker].stage = _Stage.MEMBER
         is_replaced = len(chosen) > len(members) and bool(self._lost)
         why = self.wanted.why or ("in the place of lost workers" if is_replaced else "")
         return NextSteps(publish=self._publish(chosen, self.wanted.by, why))
@@ -287,12 +295,12 @@ class Roster:
             return ()
         found: list[Start] = []
         for host, slots in enumerate(self.capacity):
-            here = [e for e in self._entries.values() if e.host == host and e.state is not _Phase.GONE]
+            here = [e for e in self._entries.values() if e.host == host and e.stage is not _Stage.GONE]
             taken = {entry.slot for entry in here}
             free = (slot for slot in range(len(here) + slots) if slot not in taken)
             for slot in itertools.islice(free, max(0, min(count - len(found), slots - len(here)))):
                 worker = len(self._entries)
-                self._entries[worker] = _Entry(host, slot, _Phase.STARTING)
+                self._entries[worker] = _Entry(host, slot, _Stage.STARTING)
                 found.append(Start(worker, host, slot))
         return tuple(found)
 
@@ -306,5 +314,5 @@ class Roster:
         lost = tuple(self._lost) if version > 1 else ()
         return Membership(version, members, hosts, lost, by, why)
 
-    def _is(self, worker: int, state: _Phase) -> bool:
-        return self._entries[worker].state is state
+    def _is(self, worker: int, stage: _Stage) -> bool:
+        return self._entries[worker].stage is stage

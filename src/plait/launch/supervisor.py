@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,9 @@ class Supervisor:
 
     def tell_workers(self, membership: Membership) -> None:
         self._tell_all(members=as_message(membership))
+
+    def dismiss_workers(self, workers: Sequence[int]) -> None:
+        self._tell_all(dismiss=list(workers))
 
     def stop_workers(self) -> None:
         self._tell_all(stop=True)

@@ -328,6 +328,8 @@ class AgentLink:
                     self.stop_requested = True
                 elif "members" in message and self.memberships is not None:
                     self.memberships.put(decode(Membership, message["members"]))
+                elif "dismiss" in message and self.memberships is not None:
+                    self.memberships.dismiss()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _read(self) -> bytes:

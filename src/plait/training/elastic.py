@@ -97,8 +97,12 @@ class ElasticMembers:
         """
         worker = self.worker
         worker.leave_world()
-        if worker.id not in membership.members:
-            raise WorkerLeft
+        while worker.id not in membership.members:
+            # Until the members have taken their places, this worker may be the only one with the state.
+            later = self._memberships.dismissal_or_later(membership.version)
+            if later is None:
+                raise WorkerLeft
+            membership = later
         worker.enter(membership)
         if worker.world_size > 1:
             worker.join(BACKEND)

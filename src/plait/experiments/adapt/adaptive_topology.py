@@ -25,8 +25,9 @@ from plait.core.run_events import Changed, Signals, Step
 from plait.experiments.adapt.guests import train_as_guest
 from plait.experiments.bench import Bench, BenchClaim, Row
 from plait.experiments.sync.shaped_hosts import NIC, BridgedHosts, bridged_hosts, missing_for_shaping
+from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import Launch, Supervisor, Unwatched
+from plait.launch.supervisor import Launch, Supervisor
 from plait.launch.worker import Worker
 from plait.schema.hosts import Host
 from plait.schema.placement import Placement
@@ -138,7 +139,7 @@ def _record(courses: dict[str, Course]) -> list[RecordedRun]:
         )
         shaper.start()
         try:
-            Supervisor(launch, Unwatched()).run()
+            Supervisor(launch, Silent()).run()
         finally:
             shaper.end()
         return [

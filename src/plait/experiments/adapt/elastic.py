@@ -13,6 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
 from plait.core import events
 from plait.core.run_events import Step, WorkersChanged
 from plait.experiments.bench import Bench, BenchClaim, Row
@@ -29,7 +33,14 @@ QUIET_STEPS = 30
 # So that a change meets a job in the middle of its steps, also on few cores.
 STEP_S = 0.02
 
-# Name -> the job's model, and by how much its loss may differ from a run of fixed size.
+# A job whose scaling is known: a step takes so long for each sample of a worker, and for each worker.
+SAMPLE_S = 0.004
+WORKER_S = 0.008
+BATCH = 48
+MOST_WORKERS = 5
+GAIN = 0.15
+
+# Name -> what the job says of its model.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"model": "plait.workloads.mlp:mlp_tiny", "precision": "float64"},
     "mlp-30-million": {
@@ -37,6 +48,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "model_args": {"inputs": 64, "hidden": [5000, 5000, 1000]},
         "precision": "float32",
     },
+    "known-scaling": {"model": f"{__name__}:KnownScaling"},
 }
 
 
@@ -44,7 +56,7 @@ def run(command: str = "plait bench elastic", quick: bool = False) -> Bench:
     """Resize jobs while they run and lose a worker of one; beside them, a run of fixed size."""
     rows: list[Row] = []
     claims: list[BenchClaim] = []
-    for name in ("mlp",) if quick else MODELS:
+    for name in ("mlp",) if quick else ("mlp", "mlp-30-million"):
         rows += _resized(name)
         claims += _stall_claims(name, rows)
         if name == "mlp":
@@ -52,6 +64,8 @@ def run(command: str = "plait bench elastic", quick: bool = False) -> Bench:
             claims.append(_loss_claim(rows))
     rows += _lost("mlp")
     claims.append(_loss_of_worker_claim(rows))
+    rows += _chosen_by_policy()
+    claims.append(_policy_claim(rows))
     return Bench("elastic", command, tuple(_without_curves(rows)), tuple(claims))
 
 
@@ -63,7 +77,7 @@ def _job(name: str, folder: str, parallel: Mapping[str, Any], steps: int) -> dic
     return {
         "name": NAME,
         **MODELS[name],
-        "data": {"kind": "digits", "batch_size": 48},
+        "data": {"kind": "digits", "batch_size": BATCH},
         "optimizer": {"kind": "sgd", "lr": 0.02, "momentum": 0.9},
         "steps": steps,
         "device": "cpu",
@@ -127,14 +141,53 @@ def _lost(name: str) -> list[Row]:
     return _change_rows("kill -9 of worker 0", name, recorded)
 
 
+class KnownScaling(nn.Module):
+    """A model that takes the time of a job whose best number of workers is known, whatever the machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            workers = dist.get_world_size() if dist.is_initialized() else 1
+            time.sleep(SAMPLE_S * len(x) + WORKER_S * workers)
+        found: torch.Tensor = self.layer(x.flatten(1))
+        return found
+
+
+def best_workers() -> int:
+    """The number of workers after which one more adds less than the policy asks for."""
+    rates = [1 / (SAMPLE_S * BATCH / n + WORKER_S * n) for n in range(1, MOST_WORKERS + 1)]
+    return next((n for n in range(1, MOST_WORKERS) if rates[n] < (1 + GAIN) * rates[n - 1]), MOST_WORKERS)
+
+
+def _chosen_by_policy() -> list[Row]:
+    """A row for each number of workers that the policy tries."""
+    parallel = {"workers": 1, "elastic": True, "max_workers": MOST_WORKERS, "jitter": [0.0, 0.0]}
+    policy = {"kind": "workers", "most": MOST_WORKERS, "gain": GAIN, "window": 8}
+    return _change_rows(
+        "policy", "known-scaling", _trained("known-scaling", parallel, 160, [], adapt=[policy])
+    )
+
+
+def _policy_claim(rows: Sequence[Row]) -> BenchClaim:
+    tried = [int(row["then"] or 0) for row in rows if row["case"] == "policy"]
+    best = best_workers()
+    words = "the number of workers that the policy comes to, for a job whose scaling is known"
+    last = tried[-1] if tried else None
+    holds = last == best and max(tried) == best + 1
+    return BenchClaim(words, last, f"{best}, after {best + 1} were tried", holds)
+
+
 def _trained(
-    name: str, parallel: Mapping[str, Any], steps: int, acts: Sequence[Callable[..., None]]
+    name: str, parallel: Mapping[str, Any], steps: int, acts: Sequence[Callable[..., None]], **more: Any
 ) -> list[events.Recorded]:
     """What was recorded of a run, by whichever worker, in the order of time."""
     from plait.jobs.train import train  # reads job files
 
     with tempfile.TemporaryDirectory() as folder:
-        made = train(_job(name, folder, parallel, steps), display=_Driver(acts, Path(folder)))
+        made = train(_job(name, folder, parallel, steps) | more, display=_Driver(acts, Path(folder)))
         files = sorted(Path(made.run).glob("events/*.jsonl"))
         found = [line for path in files for line in events.read(path)]
     return sorted(found, key=lambda line: line.t)

@@ -13,6 +13,7 @@ from plait.comm.groups import join_world
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
+from plait.schema.results import RunResult
 from plait.schema.settings import CheckpointSettings, TrainSettings
 from plait.training import components
 from plait.training.worker import make_loop
@@ -23,6 +24,7 @@ class GuestWorker:
 
     def __init__(self, worker: Worker, name: str) -> None:
         self.rank, self.world_size, self.local_rank = worker.rank, worker.world_size, worker.local_rank
+        self.id, self.memberships = worker.id, None
         self.host, self.hosts, self.timeout_s = worker.host, worker.hosts, worker.timeout_s
         self.store = dist.PrefixStore(f"bench/{name}", worker.store)
         secret = worker.rendezvous.secret
@@ -45,7 +47,7 @@ def train_as_guest(
     name: str,
     settings: TrainSettings,
     folder: Path,
-) -> dict[str, Any]:
+) -> RunResult:
     """Train a run in `folder` together with the other workers; `name` is given once."""
     settings = replace(settings, checkpoint=CheckpointSettings(every_steps=10**9), device="cpu")
     guest: Any = GuestWorker(worker, name)
@@ -58,4 +60,5 @@ def train_as_guest(
     worker.store.set(f"{done}/{worker.rank}", "")
     # The first worker holds the store of the run, which the others use to their end.
     worker.store.wait([f"{done}/{rank}" for rank in range(worker.world_size)])
+    assert result is not None
     return result
