@@ -56,7 +56,7 @@ def test_a_straggler_leads_to_partial_reduce(tmp_path: Path):
     settings = digits_job(steps=40, slow=SlowSettings({1: 40.0}), adapt=(policy,))
     with job_store() as address:
         result, _ = run_ranks(3, train, address, settings, tmp_path)[0]
-    assert result["step"] == 40
+    assert result.step == 40
     log = [r.event for r in events.read(RunDir(tmp_path).events())]
     first = next(e for e in log if isinstance(e, Changed))
     assert first.change["sync"] == "partial-reduce"

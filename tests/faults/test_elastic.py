@@ -23,7 +23,7 @@ from plait.core.run_events import WorkersChanged
 from plait.launch.control import ask_job
 from plait.launch.display import Silent, WorkerState
 from plait.launch.run_dir import RunDir, find_run
-from plait.schema.job import Job
+from plait.schema.job import make_job
 from plait.training.checkpoint import list_checkpoints, load
 from support.hosts import Hosts
 from support.training import largest_difference
@@ -111,7 +111,7 @@ def test_fewer_workers_than_the_job_asks_for_end_it_with_a_checkpoint(tmp_path: 
 
 
 def test_when_the_supervisor_is_killed_nothing_is_left_and_the_run_can_be_resumed(tmp_path: Path):
-    asked = Job(**job(tmp_path, {"workers": 2, "max_workers": 3}, steps=10_000))
+    asked = make_job(job(tmp_path, {"workers": 2, "max_workers": 3}, steps=10_000))
     path = tmp_path / "job.yaml"
     path.write_text(asked.text())
     mark = {"PLAIT_TEST_MARK": str(tmp_path)}

@@ -91,8 +91,8 @@ def test_stages_and_data_parallel_workers_equal_one_process_and_their_checkpoint
     for name, settings in runs.items():
         plain, weights = train_here(jobs.get(name, jobs["pairs"]), tmp_path / "plain" / name)
         assert largest_difference(saved_weights(tmp_path / name), weights) < 1e-10
-        assert results[name]["test"]["token_accuracy"] == plain["test"]["token_accuracy"]
-        assert results[name]["test"]["loss"] == pytest.approx(plain["test"]["loss"], abs=1e-10)
+        assert results[name].test["token_accuracy"] == plain.test["token_accuracy"]
+        assert results[name].test["loss"] == pytest.approx(plain.test["loss"], abs=1e-10)
         both = [
             measure_bleu(write_settings(folder, settings), GREEDY)
             for folder in (tmp_path / name, tmp_path / "plain" / name)
@@ -108,8 +108,8 @@ def test_three_fused_trials_equal_the_same_trials_alone(tmp_path: Path) -> None:
     assert (verified.trials, verified.unfused, verified.refused) == (3, {}, None)
     for row in found["trials"]:
         alone, _ = trial_alone(sweep, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert row["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-9)
-        assert row["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=1e-9)
+        assert row["train_loss"] == pytest.approx(alone.train_loss, abs=1e-9)
+        assert row["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=1e-9)
 
 
 @pytest.mark.parametrize("options", [{}, {"sentences": 3}])

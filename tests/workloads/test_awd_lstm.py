@@ -111,8 +111,8 @@ def test_a_run_carries_the_state_as_a_plain_loop_does(tmp_path: Path) -> None:
     weights, loss = plain_loop()
     result, found = train_here(job(), tmp_path)
     assert largest_difference(without_state(found), without_state(weights)) < 1e-9
-    assert result["test"]["loss"] == pytest.approx(loss, abs=1e-9)
-    assert result["test"]["perplexity"] == pytest.approx(torch.tensor(loss).exp().item(), abs=1e-4)
+    assert result.test["loss"] == pytest.approx(loss, abs=1e-9)
+    assert result.test["perplexity"] == pytest.approx(torch.tensor(loss).exp().item(), abs=1e-4)
 
 
 def test_workers_and_stages_carry_the_state_as_one_process_does(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_workers_and_stages_carry_the_state_as_one_process_does(tmp_path: Path) 
         found = saved_weights(tmp_path / name)
         assert largest_difference(without_state(found), without_state(weights)) < 1e-9, name
         assert largest_difference(found, alone) < 1e-9, name
-        assert result[name]["test"]["loss"] == pytest.approx(loss, abs=1e-9), name
+        assert result[name].test["loss"] == pytest.approx(loss, abs=1e-9), name
 
 
 def test_a_resumed_run_continues_the_text_from_the_state_it_was_in(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_resumed_run_continues_the_text_from_the_state_it_was_in(tmp_path: Pat
     train_here(job(model=dropped, steps=4), tmp_path / "parts")
     resumed, found = train_here(job(model=dropped), tmp_path / "parts", resume=True)
     assert largest_difference(found, weights) == 0.0
-    assert resumed["test"] == whole["test"]
+    assert resumed.test == whole.test
 
 
 def test_fused_trials_carry_their_states_as_each_alone(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_fused_trials_carry_their_states_as_each_alone(tmp_path: Path) -> None:
     assert len(result["trials"]) == 3
     for trial in result["trials"]:
         alone, _ = trial_alone(sweep, trial["values"], tmp_path / f"{trial['trial']}")
-        assert trial["metrics"]["loss"] == pytest.approx(alone["test"]["loss"], abs=1e-6)
+        assert trial["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=1e-6)
     best = min(result["trials"], key=lambda trial: trial["metrics"]["perplexity"])
-    assert result["best"]["trial"] == best["trial"]
+    assert result.best["trial"] == best["trial"]
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,8 @@ def test_a_resumed_run_goes_on_with_the_samples_that_are_left(tmp_path: Path) ->
     train_here(digits_job(**{**vars(job), "steps": 4}), tmp_path / "parts")
     resumed, found = train_here(job, tmp_path / "parts", resume=True)
     assert largest_difference(found, weights) == 0.0
-    assert resumed["test"] == whole["test"]
-    assert 0 <= whole["test"]["masked_accuracy"] <= 1
+    assert resumed.test == whole.test
+    assert 0 <= whole.test["masked_accuracy"] <= 1
     other = DataSettings("bert-shards", 8, {**data.options, "lanes": 3})
     with pytest.raises(JobError, match=r"data\.lanes 3, but .* data\.lanes 2, by which bert-shards orders"):
         train_here(digits_job(**{**vars(job), "data": other, "steps": 12}), tmp_path / "parts", resume=True)

@@ -125,7 +125,7 @@ def test_a_fine_tuned_run_is_evaluated_by_exact_match_and_f1(tmp_path: Path) -> 
     result, _ = train_here(job, tmp_path)
     folder.settings.write_text(json.dumps(encode(job)))
     metrics = measure_run(folder)["metrics"]
-    assert metrics["span_accuracy"] == pytest.approx(result["test"]["span_accuracy"])
+    assert metrics["span_accuracy"] == pytest.approx(result.test["span_accuracy"])
     assert {"exact_match", "f1", "has_answer_f1", "no_answer_f1"} <= metrics.keys()
     assert 0 <= metrics["exact_match"] <= metrics["f1"] <= 100
 

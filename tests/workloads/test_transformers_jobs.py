@@ -111,7 +111,7 @@ def test_a_model_trains_alike_in_a_plain_loop_in_a_run_and_in_two_stages(model: 
     evaluate = EvaluateSettings(batch_size=BATCH // 2)
     result, found = train_here(job(model, accumulate=2, evaluate=evaluate), tmp_path)
     assert largest_difference(found, weights) < 1e-6
-    assert result["test"]["loss"] == pytest.approx(loss, abs=1e-6)
+    assert result.test["loss"] == pytest.approx(loss, abs=1e-6)
     if model == "bert":  # in two stages: test_examples has it with both of its heads
         return
     module = components.build_model(job(model).model, seed=0).double()
