@@ -1,10 +1,12 @@
 """Elastic jobs under fire: kills, hangs, pauses and resizes at random; each must end as a run in peace does.
 
-    python benchmarks/elastic_soak.py [--faults 200] [--seed 0] [--workers 4] [--out F.jsonl]
+    python benchmarks/elastic_soak.py [--faults 200] [--seed 0] [--workers 4] [--hosts 3] [--out F.jsonl]
 
 Each trial starts `plait train` with `parallel.elastic`, does something terrible every now and then until the
 job ends, and looks: the exit status, the final weights against those of one worker in peace (float64, 1e-9),
 and whether processes are left. The state of a run lives in its members, so one of them is always spared.
+With `--hosts` the workers are on several hosts, in network namespaces (Linux, root), and links are cut too; a
+job does without the hosts that it has lost.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,10 @@ from plait.core.errors import PlaitError
 from plait.launch.control import ask_job
 from plait.launch.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.hosts import Hosts
 
 MARK = "PLAIT_SOAK"
 HEARTBEAT_S = 2.0
@@ -62,12 +68,22 @@ class SoakResult:
 class ElasticSoak:
     """Runs elastic jobs in `folder` and does things to them."""
 
-    def __init__(self, folder: Path, steps: int = 300, workers: int = 4, pause_s: float = 0.02) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        steps: int = 300,
+        workers: int = 4,
+        pause_s: float = 0.02,
+        hosts: Hosts | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
         self._folder = folder
+        self._hosts = hosts
+        self._names = names
         self._steps = steps
         self._workers = workers
         self._pause_s = pause_s
-        self._peace: Mapping[str, Any] | None = None
+        self.peace: Mapping[str, Any] | None = None
 
     def try_once(self, seed: int) -> SoakResult:
         """One job with faults drawn from `seed`."""
@@ -107,6 +123,14 @@ class ElasticSoak:
             "checkpoint": {"every_steps": 60},
             "parallel": {"threads": 1, "jitter": [1.0, self._pause_s], **parallel},
         }
+        if self._hosts is not None and parallel.get("elastic"):
+            slots = -(-self._workers // len(self._names)) + 1
+            job["cluster"] = {
+                "hosts": [f"{name}:{slots}" for name in self._names],
+                "shell": self._hosts.shell,
+                "nic": "eth0",
+                "link_timeout_s": HEARTBEAT_S,
+            }
         path = self._folder / f"{run.name}.yaml"
         path.write_text(yaml.safe_dump(job))
         command = [sys.executable, "-m", "plait", "train", str(path), "--run", str(run)]
@@ -120,7 +144,7 @@ class ElasticSoak:
     ) -> None:
         """Do things at random moments until the job ends."""
         job_pid, end = psutil.Process(job.pid), time.monotonic() + LONGEST_S
-        faults = _Faults(folder, draw, self._workers, job_pid)
+        faults = _Faults(folder, draw, self._workers, job_pid, self._cut)
         while job.poll() is None and time.monotonic() < end:
             time.sleep(draw.uniform(0.05, 1.0))
             try:
@@ -129,6 +153,13 @@ class ElasticSoak:
                 continue  # it has just ended, or what was aimed at has
             if kind is not None:
                 result.faults[kind] += 1
+
+    def _cut(self, host: str) -> bool:
+        """Cut the link of a host, unless it is the one that holds the job's store."""
+        if self._hosts is None or host == self._names[0]:
+            return False
+        self._hosts.cut(host)
+        return True
 
     def _judge(self, run: Path, status: int | None, mark: str, result: SoakResult) -> None:
         if status != 0:
@@ -147,19 +178,28 @@ class ElasticSoak:
                 result.wrong.append(f"its weights differ by {result.difference:.3g}")
 
     def _weights_in_peace(self) -> Mapping[str, Any]:
-        if self._peace is None:
+        if self.peace is None:
             run, parallel = self._folder / "peace", {"workers": 1, "jitter": [0.0, 0.0]}
             with (self._folder / "peace.txt").open("w") as said:
                 job = self._start(run, parallel, "peace", said)
                 assert job.wait(LONGEST_S) == 0
-            self._peace = load(list_checkpoints(RunDir(run).checkpoints)[0]).model
-        return self._peace
+            self.peace = load(list_checkpoints(RunDir(run).checkpoints)[0]).model
+        return self.peace
 
 
 class _Faults:
     """What can be done to a running job; a member that holds its state is always spared."""
 
-    def __init__(self, folder: RunDir, draw: random.Random, workers: int, job: psutil.Process) -> None:
+    def __init__(
+        self,
+        folder: RunDir,
+        draw: random.Random,
+        workers: int,
+        job: psutil.Process,
+        cut: Callable[[str], bool],
+    ) -> None:
+        self._cut_link = cut
+        self._cut: set[str] = set()
         self._folder = folder
         self._draw = draw
         self._workers = workers
@@ -173,6 +213,7 @@ class _Faults:
             ("kill a joiner", self._kill_joiner, 1),
             ("resize", self._resize, 3),
             ("leave", self._leave, 1),
+            ("cut a link", self._cut_one, 1),
         )
         self._kinds = [(name, act) for name, act, weight in kinds for _ in range(weight)]
 
@@ -213,6 +254,18 @@ class _Faults:
         if not workers or (not now["is_settled"] and len(now["members"]) < 2):
             return False
         self._draw.choice(workers).kill()
+        return True
+
+    def _cut_one(self, now: dict[str, Any]) -> bool:
+        places = {int(worker): host for worker, host in now["places"].items()}
+        host = self._draw.choice(sorted(now["hosts"]))
+        there = {worker for worker, place in places.items() if place == host}
+        if host in self._cut or not self._settled & set(now["members"]) - self._hit - there:
+            return False
+        if not self._cut_link(host):
+            return False
+        self._cut.add(host)
+        self._hit |= there
         return True
 
     def _resize(self, now: dict[str, Any]) -> bool:
@@ -260,6 +313,20 @@ def _marked(mark: str, seconds: float = 5.0) -> list[str]:
         time.sleep(0.2)
 
 
+@contextlib.contextmanager
+def _made(names: Sequence[str]) -> Iterator[Hosts | None]:
+    """Hosts of these names in network namespaces; None where there are none."""
+    if not names:
+        yield None
+        return
+    hosts = Hosts()
+    try:
+        hosts.make(*names)
+        yield hosts
+    finally:
+        hosts.remove()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
@@ -267,14 +334,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--pause", type=float, default=0.02, help="seconds that each step sleeps")
+    parser.add_argument("--hosts", type=int, default=0, help="put workers on so many hosts, and cut links")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     total: Counter[str] = Counter()
+    peace: Mapping[str, Any] | None = None
     failed, seed = 0, asked.seed
+    names = [f"w{number}" for number in range(asked.hosts)]
     with tempfile.TemporaryDirectory() as folder:
-        soak = ElasticSoak(Path(folder), asked.steps, asked.workers, asked.pause)
         while total.total() < asked.faults:
-            result = soak.try_once(seed)
+            with _made(names) as hosts:
+                soak = ElasticSoak(Path(folder), asked.steps, asked.workers, asked.pause, hosts, names)
+                soak.peace = peace
+                result = soak.try_once(seed)
+                peace = soak.peace
             seed += 1
             total += result.faults
             failed += bool(result.wrong)

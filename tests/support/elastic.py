@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from plait.training import components
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.loop import Loop
 from plait.training.run import Run
+from plait.workloads import data
 from support.meeting import SECRET
 
 # The members of each version, and the step after which the job is told of it.
@@ -137,3 +138,13 @@ class MortalNet(nn.Module):
             if self.is_victim and self.seen == self._dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.layer(x.flatten(1))
+
+
+class DigitStream(torch.utils.data.IterableDataset[Any]):
+    """The digits as a stream, which says nothing of its length."""
+
+    def __init__(self, split: str) -> None:
+        self._digits = data.build("digits", split)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._digits[number] for number in range(len(self._digits)))

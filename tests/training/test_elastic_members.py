@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,13 @@ def test_the_step_in_which_a_worker_dies_is_taken_again_by_the_rest(
         if isinstance(line.event, WorkersChanged)
     )
     assert (change.step, change.members, change.lost) == (11, rest, (victim,))
+
+
+@pytest.mark.parametrize(("kind", "loaders"), [("digits", 2), ("support.elastic:DigitStream", 1)])
+def test_loader_processes_and_streams_go_on_at_the_same_sample(kind: str, loaders: int, tmp_path: Path):
+    data = DataSettings(kind, 60, loaders=loaders)
+    settings = digits_job(steps=None, epochs=2, data=data)
+    found = run_elastic(settings, tmp_path / "elastic", [(0, (0,)), (7, (0, 1)), (31, (1,))])
+    result, alone = train_here(replace(settings, data=replace(data, loaders=0)), tmp_path / "alone")
+    assert found[1]["result"]["step"] == result["step"]
+    assert largest_difference(found[1]["weights"], alone) < 1e-9

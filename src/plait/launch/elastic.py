@@ -103,6 +103,7 @@ class ElasticWorkers:
             "version": roster.wanted.version,
             "members": list(roster.membership.members),
             "pids": {member: self._processes.pid_of(member) for member in roster.membership.members},
+            "places": dict(zip(roster.membership.members, roster.membership.hosts)),
             "is_settled": roster.is_settled and len(roster.membership.members) == roster.wanted.workers,
             "hosts": {host.name: slots for host, slots in zip(roster.hosts, roster.capacity)},
         }
