@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from plait.core import events
-from plait.core.errors import JobError
 from plait.core.run_events import Changed, Signals
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import OptimizerSettings, PolicySettings, SlowSettings, TrainSettings
@@ -67,15 +65,3 @@ def test_only_jobs_whose_policies_may_ask_for_it_can_change_their_sync():
     assert may_change_sync(digits_job(adapt=(PolicySettings("sync"),)))
     assert may_change_sync(digits_job(adapt=table({3: {"sync": "sma"}})))
     assert not may_change_sync(digits_job(adapt=table({3: {"topology": "ring"}})))
-
-
-def refuse(rank: int, address: str, folder: Path) -> str:
-    settings = digits_job(steps=4, adapt=table({2: {"sync": "partial-reduce", "options": {"mimimum": 2}}}))
-    with pytest.raises(JobError, match="minimum") as refused:
-        train(rank, address, settings, folder)
-    return str(refused.value)
-
-
-def test_options_that_a_sync_does_not_have_are_refused_in_words(tmp_path: Path):
-    with job_store() as address:
-        run_ranks(2, refuse, address, tmp_path)

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+# Of one dot product: float32 sums over many millions lose digits.
+ELEMENTS = 1 << 20
+
 
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of the squares of all elements, as one float64 on their device; 0 where there are none.
@@ -22,7 +25,9 @@ def _dot(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     if flat.dtype not in (torch.float32, torch.float64):
         flat = flat.float()
-    return torch.dot(flat, flat).double()
+    if not flat.numel():
+        return torch.zeros((), dtype=torch.float64, device=flat.device)
+    return torch.stack([torch.dot(piece, piece) for piece in flat.split(ELEMENTS)]).double().sum()
 
 
 def trial_squared_norms(tensors: Iterable[Tensor], trials: int) -> Tensor:

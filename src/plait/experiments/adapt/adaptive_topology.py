@@ -2,7 +2,7 @@
 
 The same job with the policy and without it.
 
-Steps sleep instead of computing, so that four workers need no processors; the sums are real, over real links
+Steps sleep instead of computing, so that eight workers need no processors; the sums are real, over real links
 that tc shapes. When the link is free again, the adaptive run must find its way back to the star.
 """
 
@@ -41,11 +41,13 @@ from plait.schema.settings import (
 from plait.schema.topology_spec import TopologySpec
 
 HOSTS = ("w0", "w1", "w2", "w3")
-RATE = "380mbit"
+RATE = "600mbit"
 STEP_S = 0.22
 FEATURES = 512
-BATCH = 8
-CANDIDATES = ["ring", "star:1", "binary-tree:2"]
+BATCH = 16
+WORKERS_A_HOST = 2
+# The star sends twelve times the gradients over its root's link; these, two, two and four times.
+CANDIDATES = ["binary-tree-star:2", "tree:2", "star:2"]
 
 
 class SleepingLinear(nn.Module):
@@ -73,7 +75,7 @@ class Course:
 
 
 FULL = Course(40, 120, 260)
-QUICK = Course(16, 38, 62)
+QUICK = Course(16, 36, 58)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ def _record(courses: dict[str, Course]) -> list[RecordedRun]:
     with tempfile.TemporaryDirectory() as folder, bridged_hosts(HOSTS) as hosts:
         shaper = _Shaper(hosts, Path(folder), courses)
         launch = Launch(
-            Placement(tuple(Host(name, 1) for name in HOSTS), shell=hosts.shell, nic=NIC, threads=1),
+            Placement(
+                tuple(Host(name, WORKERS_A_HOST) for name in HOSTS), shell=hosts.shell, nic=NIC, threads=1
+            ),
             entry=f"{__name__}:topology_worker",
             settings={"courses": {name: asdict(each) for name, each in courses.items()}, "folder": folder},
             logs=Path(folder) / "logs",
