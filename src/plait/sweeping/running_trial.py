@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from plait.core.codec import encode
@@ -127,14 +127,9 @@ class RunningTrial:
     def progress(self, tensors: TrialTensors) -> dict[str, Any]:
         """What a checkpoint holds beside tensors: as for a run of its own, and the loss not told yet."""
         return {
-            "position": asdict(self.position),
-            "seed": self.settings.seed,
-            "best": None,
-            "early_best": self.early_stopping.best,
-            "evaluations_without_gain": self.early_stopping.without_gain,
-            "loss_scale": dict(tensors.loss_scale),
-            "optimizer": self.settings.optimizer.kind,
-            "workers": 1,
+            **checkpoints.common_progress(
+                self.settings, self.position, self.early_stopping, None, tensors.loss_scale, workers=1
+            ),
             "age": tensors.age,
             "loss_sum": self.loss_sum,
             "loss_steps": self.loss_steps,

@@ -17,7 +17,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,10 @@ from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, DiskError
 from plait.core.files import sync_folder, write_atomic, writing
 from plait.core.shown import shown
+from plait.data.sampler import Position
 from plait.pipeline.named_state import Tensors
+from plait.schema.settings import TrainSettings
+from plait.training.early_stopping import EarlyStopping
 
 VERSION = 2
 # Version 1 had no checksum of its state.
@@ -82,6 +85,27 @@ class Written:
     model: Path
     optimizer: Path
     tied: Mapping[str, str]
+
+
+def common_progress(
+    settings: TrainSettings,
+    position: Position,
+    early_stopping: EarlyStopping,
+    best: Mapping[str, Any] | None,
+    loss_scale: Mapping[str, Any],
+    workers: int,
+) -> dict[str, Any]:
+    """What the checkpoints of a run and of a trial both say besides their tensors."""
+    return {
+        "position": asdict(position),
+        "seed": settings.seed,
+        "best": best,
+        "early_best": early_stopping.best,
+        "evaluations_without_gain": early_stopping.without_gain,
+        "loss_scale": dict(loss_scale),
+        "optimizer": settings.optimizer.kind,
+        "workers": workers,
+    }
 
 
 def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:

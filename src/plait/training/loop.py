@@ -110,20 +110,20 @@ class _Starting:
         self._agree_on_start()
 
     def _checkpoint(self, state: EngineState) -> Checkpoint:
-        run, stopping = self.run, self._early_stopping
+        run = self.run
         progress = {
-            "position": asdict(run.position),
-            "seed": run.settings.seed,
+            **checkpoints.common_progress(
+                run.settings,
+                run.position,
+                self._early_stopping,
+                self._best,
+                run.parts.scaler.state_dict(),
+                run.worker.world_size,
+            ),
             "shuffle": run.settings.data.shuffle,
             "samples": run.parts.train_set.length,
             "order": order_id(run.parts.train_set.dataset, run.settings),
             "vocabulary": vocabulary_id(run.parts.train_set.dataset),
-            "best": self._best,
-            "early_best": stopping.best,
-            "evaluations_without_gain": stopping.without_gain,
-            "loss_scale": run.parts.scaler.state_dict(),
-            "optimizer": run.settings.optimizer.kind,
-            "workers": run.worker.world_size,
             "batch": asdict(run.batch),
             "gradient_noise": run.noise.state(),
             "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
