@@ -26,7 +26,7 @@ from plait.launch.run_dir import RunDir, find_run
 from plait.schema.job import make_job
 from plait.training.checkpoint import list_checkpoints, load
 from support.hosts import Hosts
-from support.training import largest_difference
+from support.training import largest_difference, train_here
 
 DEADLINE_S = 90.0
 
@@ -53,9 +53,9 @@ def weights_of(run: Path) -> dict[str, Any]:
 
 
 def weights_in_peace(folder: Path, steps: int) -> dict[str, Any]:
-    """The weights of the same run on one worker."""
-    made = plait.train(job(folder / "peace", {"workers": 1, "jitter": [0.0, 0.0]}, steps))
-    return weights_of(Path(made.run))
+    """The weights of the same run in one process."""
+    settings = make_job(job(folder, {"workers": 1, "jitter": [0.0, 0.0]}, steps)).settings()
+    return train_here(settings, folder / "peace")[1]
 
 
 class AtStep(Silent):

@@ -233,3 +233,16 @@ def test_a_worker_that_was_to_leave_goes_on_where_all_others_are_lost():
     published = roster.next_steps().publish
     assert published is not None
     assert (published.members, published.lost) == ((1,), (0,))
+
+
+def test_workers_that_all_leave_hand_their_state_to_those_that_come():
+    roster = roster_of(1)
+    roster.resize(1, without=[0])
+    assert get_ready(roster) == [1]
+    published = roster.next_steps().publish
+    assert published is not None
+    assert published.members == (0, 1)
+    join(roster)
+    published = roster.next_steps().publish
+    assert published is not None
+    assert (published.members, roster.leavers()) == ((1,), [0])

@@ -281,7 +281,8 @@ class Roster:
         start = self._to_start(missing - len(ready) - len(starting))
         if start or starting:
             return NextSteps(start=start)
-        chosen = (*keep, *ready)
+        # Where all are to leave, those that come in their place need the state of one that stays until then.
+        chosen = (*(keep or members), *ready) if ready else tuple(keep)
         if chosen == members or not chosen:
             return NextSteps()
         for worker in ready:
