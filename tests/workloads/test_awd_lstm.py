@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from plait.core.errors import DataError, JobError
+from plait.data.requirements import check_unchanged
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
     CheckpointSettings,
@@ -19,6 +20,7 @@ from plait.schema.settings import (
     EvaluateSettings,
     ModelSettings,
     OptimizerSettings,
+    PolicySettings,
     SyncSettings,
     TrainSettings,
 )
@@ -171,6 +173,23 @@ def test_a_run_that_could_not_continue_the_text_is_refused(changes: dict[str, An
         settings = replace(settings, **{name: whole})
     with pytest.raises(JobError, match=message):
         components.build(settings, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("policies", "elastic", "message"),
+    [
+        (["topology", "batch-size"], False, "adapt: found batch-size, but the samples of .* continue"),
+        ([], True, "parallel.elastic: found true, but the samples of .* continue"),
+    ],
+)
+def test_changes_of_a_running_job_are_refused_that_would_tear_the_text(
+    policies: list[str], elastic: bool, message: str
+) -> None:
+    settings = replace(job(), adapt=tuple(PolicySettings(kind) for kind in policies))
+    parts = components.build(replace(settings, adapt=()), torch.device("cpu"))
+    with pytest.raises(JobError, match=message):
+        check_unchanged(settings, parts.train_set.dataset, elastic)
+    check_unchanged(replace(settings, adapt=(PolicySettings("topology"),)), parts.train_set.dataset, False)
 
 
 def test_replicated_stages_are_refused_with_what_to_plan_instead() -> None:

@@ -39,6 +39,18 @@ def check_continued(settings: TrainSettings, dataset: Any, model: nn.Module) -> 
         )
 
 
+def check_unchanged(settings: TrainSettings, dataset: Any, elastic: bool) -> None:
+    """Refuse what would change the batches or the workers of a run whose samples continue each other."""
+    policies = [policy.kind for policy in settings.adapt if policy.kind != "topology"]
+    if streams_of(dataset) is None or not (elastic or policies):
+        return
+    key = "parallel.elastic: found true" if elastic else f"adapt: found {', '.join(policies)}"
+    raise JobError(
+        f"{key}, but the samples of {settings.data.kind} continue those of the batch before, so its batches "
+        f"and workers stay as they are; leave it out"
+    )
+
+
 def _check_batches(settings: TrainSettings, streams: int) -> None:
     data = settings.data
     if data.shuffle:

@@ -16,6 +16,7 @@ from plait.adapt.policy_source import PolicySource
 from plait.core.codec import decode
 from plait.core.errors import PlaitError
 from plait.core.logs import show_logs
+from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
@@ -79,6 +80,7 @@ class DivergedError(PlaitError):
 
 def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> Loop | Follower:
     """The loop with the engine that the settings ask for; all workers make one together."""
+    check_unchanged(settings, parts.train_set.dataset, elastic=worker.memberships is not None)
     chosen = None
     if settings.sync.kind == "auto" and settings.pipeline is None and worker.world_size > 1:
         from plait.training.engines.auto_sync import choose_sync  # imports the profiler
