@@ -72,9 +72,11 @@ class TrainStep:
 
     def _make_sync(self) -> AllReduce:
         parameters, monitor = list(self._parts.model.parameters()), self._monitor
+        may_fail = self._worker.memberships is not None
         if monitor is None:
-            return AllReduce(parameters, members=self._members)
-        sync = AllReduce(parameters, members=self._members, most_notes=3 + monitor.notes)
+            return AllReduce(parameters, members=self._members, may_fail=may_fail)
+        notes = 3 + monitor.notes
+        sync = AllReduce(parameters, members=self._members, most_notes=notes, may_fail=may_fail)
         monitor.watch(sync)
         return sync
 
