@@ -7,7 +7,7 @@ import random
 import pytest
 
 from plait.core.errors import InputError
-from plait.launch.membership import Membership
+from plait.launch.membership import Membership, Memberships
 from plait.launch.roster import NextSteps, Roster, StaleVersionError
 from plait.schema.hosts import Host
 from plait.schema.placement import ElasticRules
@@ -246,3 +246,20 @@ def test_workers_that_all_leave_hand_their_state_to_those_that_come():
     published = roster.next_steps().publish
     assert published is not None
     assert (published.members, roster.leavers()) == ((1,), [0])
+
+
+def test_members_that_cannot_work_together_are_all_woken_and_given_a_few_more_chances():
+    roster = roster_of(2)
+    again = roster.form_again(1, "a connection broke").publish
+    assert again is not None
+    assert (again.members, again.lost, again.breaks) == ((0, 1), (), True)
+    told = Memberships(0)
+    told.enter(Membership(1, (0, 1), ("here", "here")))
+    woken: list[str] = []
+    told.on_loss(lambda loss: woken.append(str(loss)))
+    told.put(again)
+    assert woken == ["the workers cannot go on together: a connection broke"]
+    assert roster.form_again(1, "told late") == NextSteps()
+    versions = range(2, 20)
+    ends = [roster.form_again(version, "it broke").too_few for version in versions]
+    assert "the workers cannot work together: it broke" in ends

@@ -19,6 +19,7 @@ class Membership:
     """The members of a version in the order of their ranks, the host of each, and who was lost so far.
 
     `lost` holds the workers of earlier versions that died; those that left in agreement are not among them.
+    `breaks` says that those of the version before cannot go on together: nobody waits for another any more.
     """
 
     version: int
@@ -27,6 +28,7 @@ class Membership:
     lost: tuple[int, ...] = ()
     by: str = "launch"
     why: str = ""
+    breaks: bool = False
 
     def rank_of(self, worker: int) -> int:
         return self.members.index(worker)
@@ -143,7 +145,10 @@ class Memberships:
     def _loss(self) -> PeerError | None:
         if self._current is None or not self._known:
             return None
-        lost = set(self._known[max(self._known)].lost) & set(self._current.members)
+        latest = self._known[max(self._known)]
+        lost = set(latest.lost) & set(self._current.members)
+        if not lost and latest.breaks and latest.version > self._current.version:
+            return PeerError(f"the workers cannot go on together: {latest.why}", LostPeer.GONE)
         if not lost:
             return None
         first = min(lost)

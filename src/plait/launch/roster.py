@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plait.core.errors import InputError
 from plait.launch.membership import Membership
@@ -238,7 +238,7 @@ class Roster:
         rest = tuple(m for m in self.membership.members if self._is(m, _Stage.MEMBER))
         if self._losses_at_step > self._most_losses() or not rest:
             return NextSteps(too_few=f"the workers cannot work together: {why}")
-        return NextSteps(publish=self._publish(rest, "supervisor", why))
+        return NextSteps(publish=self._publish(rest, "supervisor", why, breaks=True))
 
     def _most_losses(self) -> int:
         """Losses without a step in between after which nobody expects another step to be finished."""
@@ -261,7 +261,7 @@ class Roster:
             return NextSteps(
                 too_few=f"{self._losses_at_step} workers were lost and no step was finished: {words}"
             )
-        publish = self._publish(rest, "supervisor", words)
+        publish = self._publish(rest, "supervisor", words, breaks=True)
         least = self.rules.min_workers
         too_few = None
         if len(rest) < least and not any(self._is(m, _Stage.DONE) for m in self._entries):
@@ -305,9 +305,10 @@ class Roster:
                 found.append(Start(worker, host, slot))
         return tuple(found)
 
-    def _publish(self, members: tuple[int, ...], by: str, why: str) -> Membership:
+    def _publish(self, members: tuple[int, ...], by: str, why: str, breaks: bool = False) -> Membership:
         self._joined = set()
-        self.membership = self._made(self.membership.version + 1, members, by, why)
+        made = self._made(self.membership.version + 1, members, by, why)
+        self.membership = replace(made, breaks=breaks)
         return self.membership
 
     def _made(self, version: int, members: tuple[int, ...], by: str, why: str) -> Membership:

@@ -43,9 +43,9 @@ GAIN = 0.15
 # Name -> what the job says of its model.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"model": "plait.workloads.mlp:mlp_tiny", "precision": "float64"},
-    "mlp-30-million": {
+    "mlp-3-million": {
         "model": "plait.workloads.mlp:mlp",
-        "model_args": {"inputs": 64, "hidden": [5000, 5000, 1000]},
+        "model_args": {"inputs": 64, "hidden": [1500, 1500, 300]},
         "precision": "float32",
     },
     "known-scaling": {"model": f"{__name__}:KnownScaling"},
@@ -56,7 +56,7 @@ def run(command: str = "plait bench elastic", quick: bool = False) -> Bench:
     """Resize jobs while they run and lose a worker of one; beside them, a run of fixed size."""
     rows: list[Row] = []
     claims: list[BenchClaim] = []
-    for name in ("mlp",) if quick else ("mlp", "mlp-30-million"):
+    for name in ("mlp",) if quick else ("mlp", "mlp-3-million"):
         rows += _resized(name)
         claims += _stall_claims(name, rows)
         if name == "mlp":

@@ -93,6 +93,7 @@ class AllReduce:
         group: dist.ProcessGroup | None = None,
         members: Members | None = None,
         most_notes: int = MOST_NOTES,
+        may_fail: bool = False,
     ) -> None:
         self._group = group
         self._members = members
@@ -101,11 +102,13 @@ class AllReduce:
         marks = sum(len(bucket.parameters) for bucket in self._buckets)
         device = specs[0].device if specs else torch.device("cpu")
         self._most_notes = most_notes
+        self._failure: BaseException | None = None
+        self._check = self._raise_failure if may_fail else None
         self._specs = [*specs, Spec(most_notes + marks, torch.float64, device)]
         self._over: OverTopology | None = None
         self._buffers: Sequence[Tensor] = []
         self._look_at([torch.zeros(s.count, dtype=s.dtype, device=s.device) for s in self._specs])
-        self._reducer: Reducer = Native(self._buffers, group)
+        self._reducer: Reducer = Native(self._buffers, group, self._check)
         self._sending: list[Pending] = []
         self._next = 0
         self._armed = False
@@ -135,7 +138,7 @@ class AllReduce:
             self._over = OverTopology(self._members, self._specs)
             self._look_at(self._over.buffers)
         if topology is None:
-            self._reducer = Native(self._buffers, self._group)
+            self._reducer = Native(self._buffers, self._group, self._check)
         else:
             assert self._over is not None
             self._over.switch(topology)
@@ -149,9 +152,14 @@ class AllReduce:
             self._over.close()
 
     def fail(self, failure: BaseException) -> None:
-        """Have whoever waits for a sum fail; from any thread. Of a worker that is lost nothing will come."""
+        """Have whoever waits for a sum fail; from any thread. It was made with `may_fail`."""
+        self._failure = failure
         if self._over is not None:
             self._over.fail(failure)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def begin(self) -> None:
         """Forget the gradients of the step before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.rendezvous import Rendezvous
+
+# How often a wait that may be ended looks whether it is over.
+LOOK_S = 0.0005
 
 
 class Pending(Protocol):
@@ -85,12 +89,32 @@ def whole_world(rendezvous: Rendezvous) -> Members:
 class Native:
     """The backend's own all-reduce."""
 
-    def __init__(self, buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self._buffers = buffers
         self._group = group
+        self._check = check
 
     def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
         if fill is not None:
             fill()
         work: dist.Work = dist.all_reduce(self._buffers[index], group=self._group, async_op=True)
-        return work
+        return work if self._check is None else _CheckedWork(work, self._check)
+
+
+@dataclass(frozen=True)
+class _CheckedWork:
+    """A sum whose wait ends where `check` raises; the backend itself may wait for a lost peer for ever."""
+
+    work: dist.Work
+    check: Callable[[], None]
+
+    def wait(self) -> None:
+        while not self.work.is_completed():
+            self.check()
+            time.sleep(LOOK_S)
+        self.work.wait()

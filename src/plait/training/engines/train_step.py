@@ -76,7 +76,8 @@ class TrainStep:
 
     def _make_sync(self) -> AllReduce:
         parameters, notes = list(self._parts.model.parameters()), 3 + notes_of(self._worker.world_size)
-        return AllReduce(parameters, members=self._members, most_notes=notes)
+        may_fail = self._worker.memberships is not None
+        return AllReduce(parameters, members=self._members, most_notes=notes, may_fail=may_fail)
 
     def watch(self, monitor: StepMonitor | None) -> None:
         """Let `monitor` measure the steps from the next one on, or none; all workers call it together."""
