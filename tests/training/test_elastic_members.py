@@ -91,5 +91,5 @@ def test_loader_processes_and_streams_go_on_at_the_same_sample(kind: str, loader
     settings = digits_job(steps=None, epochs=2, data=data)
     found = run_elastic(settings, tmp_path / "elastic", [(0, (0,)), (7, (0, 1)), (31, (1,))])
     result, alone = train_here(replace(settings, data=replace(data, loaders=0)), tmp_path / "alone")
-    assert found[1]["result"].step == result["step"]
+    assert found[1]["result"].step == result.step
     assert largest_difference(found[1]["weights"], alone) < 1e-9
