@@ -122,8 +122,15 @@ def _ask(workers: int) -> Callable[[RunDir, tuple[WorkerState, ...]], None]:
     return ask
 
 
-def _kill_first(_: RunDir, workers: tuple[WorkerState, ...]) -> None:
-    os.kill(workers[0].pid, signal.SIGKILL)
+class _KillFirst:
+    """Kills the worker that keeps the record, and notes when."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, _: RunDir, workers: tuple[WorkerState, ...]) -> None:
+        self.at = time.time()
+        os.kill(workers[0].pid, signal.SIGKILL)
 
 
 def _resized(name: str) -> list[Row]:
@@ -137,8 +144,10 @@ def _resized(name: str) -> list[Row]:
 def _lost(name: str) -> list[Row]:
     """A row for the loss of the worker that keeps the record, and one for the worker in its place."""
     parallel = {"workers": 3, "elastic": True, "max_workers": 3}
-    recorded = _trained(name, parallel, 8 * QUIET_STEPS, [_kill_first])
-    return _change_rows("kill -9 of worker 0", name, recorded)
+    kill = _KillFirst()
+    recorded = _trained(name, parallel, 8 * QUIET_STEPS, [kill])
+    # What the worker that was killed recorded last may not have reached its file.
+    return _change_rows("kill -9 of worker 0", name, recorded, kill.at)
 
 
 class KnownScaling(nn.Module):
@@ -193,8 +202,10 @@ def _trained(
     return sorted(found, key=lambda line: line.t)
 
 
-def _change_rows(case: str, name: str, recorded: Sequence[events.Recorded]) -> list[Row]:
-    """How long each change held up the steps, beyond the time of a step."""
+def _change_rows(
+    case: str, name: str, recorded: Sequence[events.Recorded], since: float | None = None
+) -> list[Row]:
+    """How long each change held up the steps, beyond the time of a step; the first one from `since` on."""
     rows: list[Row] = []
     for index, line in enumerate(recorded):
         event = line.event
@@ -204,7 +215,8 @@ def _change_rows(case: str, name: str, recorded: Sequence[events.Recorded]) -> l
             ahead = [each for each in recorded[index:] if isinstance(each.event, Step)][1 : QUIET_STEPS // 2]
             # Two steps in a row that a worker records end one step apart.
             step_s = statistics.median(b.t - a.t for a, b in itertools.pairwise(ahead))
-            gap_s = first.t - last[-1].t
+            began = since if since is not None and not rows else last[-1].t
+            gap_s = first.t - began
             rows.append(
                 {
                     "case": case,
