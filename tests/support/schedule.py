@@ -24,6 +24,11 @@ SLOW = (
     "pipeline/test_meta_device.py",
     "sweep/test_sweep_stages_verified.py",
     "training/test_pipeline_training.py",
+    "faults/test_elastic.py",
+    "workloads/test_examples.py",
+    "training/test_translation_training.py",
+    "workloads/test_transformers_jobs.py",
+    "adapt/test_signals.py",
 )
 
 
