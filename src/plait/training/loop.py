@@ -10,30 +10,28 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, SavedSource, WorkersChange
+from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, WorkersChange
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
-from plait.core.errors import ArtefactError, CheckpointError, JobError, PeerError
+from plait.core.errors import JobError, PeerError
 from plait.core.run_events import Changed
-from plait.data.requirements import check_same_order, check_same_vocabulary, order_id, vocabulary_id
 from plait.data.sampler import Position
 from plait.launch.membership import Membership
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.batch_size import BatchSize, resumed
-from plait.training.checkpoint import Checkpoint
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
-from plait.training.early_stopping import EarlyStopping, gain
+from plait.training.early_stopping import gain
 from plait.training.elastic import NO_STATE, ElasticMembers, Mark, WorkerLeft, loss_of, most_advanced
-from plait.training.engine import Engine, EngineState, Following, Starting, elastic_engine
+from plait.training.engine import Engine, Following, elastic_engine
 from plait.training.loss_parts import describe_parts
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
+from plait.training.start import RunStart
 
 T = TypeVar("T")
 
@@ -42,23 +40,6 @@ def keep_what_was_built() -> None:
     """Let garbage collections pass over what is there now: while it trains, each would stop a step."""
     gc.collect()
     gc.freeze()
-
-
-def check_order(
-    progress: Mapping[str, Any], position: Position, settings: TrainSettings, samples: int | None
-) -> None:
-    """Refuse to go on in the middle of an epoch whose samples would come in another order."""
-    if position.sample == 0:
-        return
-    now = {"seed": settings.seed, "data.shuffle": settings.data.shuffle, "samples": samples}
-    for key, value in now.items():
-        before = progress.get(key.rpartition(".")[2], value)
-        if before != value:
-            raise JobError(
-                f"{key}: found {value!r}, but the run was trained with {before!r}, and it is in the middle "
-                f"of an epoch: samples would be repeated and left out; resume with {before!r}, or start a "
-                f"new run"
-            )
 
 
 class Training(Protocol):
@@ -93,105 +74,7 @@ def take_steps(training: Training) -> str:
     return reason
 
 
-class _Starting:
-    """A run's beginning: from its newest good checkpoint, the same on all workers."""
-
-    def __init__(self, run: Run, engine: Starting, sources: Sequence[ChangeSource] = ()) -> None:
-        self.run = run
-        self._sources = tuple(sources)
-        self._starting = engine
-        self._best: dict[str, Any] | None = None
-        self._early_stopping = EarlyStopping(run.settings.early_stop)
-
-    def start(self, resume: bool) -> None:
-        """Take up the state that all workers go on from."""
-        if resume:
-            self._restore()
-        self._agree_on_start()
-
-    def _checkpoint(self, state: EngineState) -> Checkpoint:
-        run = self.run
-        progress = {
-            **checkpoints.common_progress(
-                run.settings,
-                run.position,
-                self._early_stopping,
-                self._best,
-                run.parts.scaler.state_dict(),
-                run.worker.world_size,
-            ),
-            "shuffle": run.settings.data.shuffle,
-            "samples": run.parts.train_set.length,
-            "order": order_id(run.parts.train_set.dataset, run.settings),
-            "vocabulary": vocabulary_id(run.parts.train_set.dataset),
-            "batch": asdict(run.batch),
-            "gradient_noise": run.noise.state(),
-            "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
-        }
-        return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
-
-    def _restore(self) -> None:
-        """Take up the newest checkpoint that is whole and of this model; tell of those that are not."""
-        run, refused = self.run, []
-        for path in checkpoints.list_checkpoints(run.folder.checkpoints):
-            try:
-                self._take_up(self._starting.read(path))
-            except CheckpointError as failure:
-                refused.append(str(failure))
-                run.metrics.refused(path, str(failure))
-                continue
-            return
-        if not refused:
-            run.metrics.warn(f"no checkpoint below {run.folder.checkpoints}; starting from the first step")
-        if refused:
-            raise CheckpointError(
-                f"no checkpoint below {run.folder.checkpoints} can be used; the newest: {refused[0]}"
-            )
-
-    def _take_up(self, state: Checkpoint) -> None:
-        """Go on from a checkpoint; nothing has changed where its progress or its tensors are refused."""
-        run, progress = self.run, state.progress
-        checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
-        check_same_vocabulary(progress, run.parts.train_set.dataset, run.settings.data.kind)
-        try:
-            position = decode(Position, progress["position"])
-            best, early_best = progress["best"], progress["early_best"]
-            without_gain, loss_scale = int(progress["evaluations_without_gain"]), progress["loss_scale"]
-            kept = decode(BatchSize, progress["batch"]) if "batch" in progress else run.batch
-            policies = list(progress.get("policies", ()))
-            noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
-        except (KeyError, TypeError, ValueError, ArtefactError) as failure:
-            raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
-        check_order(progress, position, run.settings, run.parts.train_set.length)
-        if position.sample:
-            check_same_order(progress, run.parts.train_set.dataset, run.settings)
-        self._starting.load(state)
-        run.step, run.position = state.step, position
-        run.batch = resumed(kept, run.settings.data.batch_size)
-        run.noise.load(noise)
-        saved = [source for source in self._sources if isinstance(source, SavedSource)]
-        for source, own in zip(saved, policies):
-            source.load(own)
-        self._best = best if best and checkpoints.has(run.folder.checkpoints, best.get("step")) else None
-        self._early_stopping.best, self._early_stopping.without_gain = early_best, without_gain
-        # A run that had no loss scale begins with a fresh one.
-        if loss_scale and run.parts.scaler.is_enabled():
-            run.parts.scaler.load_state_dict(loss_scale)
-
-    def _agree_on_start(self) -> None:
-        """All workers start from rank 0's state, also where their folders are not shared."""
-        worker = self.run.worker
-        if worker.world_size == 1:
-            return
-        if len(set(all_gather_values(self.run.step))) > 1:
-            own = self._checkpoint(self._starting.start_state()) if worker.rank == 0 else None
-            state = checkpoints.broadcast(own)
-            if worker.rank != 0:
-                self._take_up(state)
-        self._starting.broadcast_start()
-
-
-class Loop(_Starting):
+class Loop(RunStart):
     """Trains a run with an engine, from where the last good checkpoint left off.
 
     `sources` are asked for changes between two steps; the loop alone applies them, and records them. Where
@@ -544,7 +427,7 @@ class Loop(_Starting):
         run.metrics.saved(run.step, time.perf_counter() - started, is_best)
 
 
-class Follower(_Starting):
+class Follower(RunStart):
     """A worker without a loop of its own: another one tells its engine what to do."""
 
     def __init__(self, run: Run, engine: Following) -> None:

@@ -32,9 +32,9 @@ from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components, build_model
 from plait.training.engine import EngineState
+from plait.training.engines.stragglers import StragglerInjector
 from plait.training.metrics import MetricsLogger
 from plait.training.optimizers.build import build_optimizer
-from plait.training.stragglers import StragglerInjector
 from plait.verification import same_random_numbers
 
 # The model's and the optimizer's state, by name.

@@ -28,10 +28,10 @@ from plait.sync.allreduce.sums import whole_world
 from plait.sync.buffers import average
 from plait.sync.carried_rows import merge_rows
 from plait.training.components import Components
+from plait.training.engines.stragglers import StragglerInjector
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor, notes_of
 from plait.training.optimizers.lr_schedule import set_lr
-from plait.training.stragglers import StragglerInjector
 
 
 @dataclass(frozen=True)
