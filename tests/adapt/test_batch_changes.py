@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from plait.adapt.changes import BatchSizeChange, StepTable, WorkersChange
+from plait.adapt.changes import BatchSizeChange, WorkersChange
 from plait.cli.train import _adapted
 from plait.core import events
 from plait.core.errors import JobError
@@ -36,6 +36,7 @@ from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.loop import Loop
 from plait.training.run import Run
 from plait.training.worker import make_loop
+from support.changes import StepTable
 from support.training import PlainWorker, digits_job, largest_difference
 from support.world import run_ranks
 

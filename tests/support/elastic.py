@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.adapt.changes import ChangeRequest, StepTable, WorkersChange
+from plait.adapt.changes import ChangeRequest, WorkersChange
 from plait.launch.membership import Membership, Memberships
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import LaunchedWorker
@@ -22,6 +22,7 @@ from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.loop import Loop
 from plait.training.run import Run
 from plait.workloads import data
+from support.changes import StepTable
 from support.meeting import SECRET
 
 # The members of each version, and the step after which the job is told of it.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.adapt.changes import StepTable, TopologyChange
+from plait.adapt.changes import TopologyChange
 from plait.core import events as core_events
 from plait.core.errors import InputError
 from plait.core.run_events import Changed
@@ -23,6 +23,7 @@ from plait.training import components
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.loop import Loop
 from plait.training.run import Run
+from support.changes import StepTable
 from support.training import PlainWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
 

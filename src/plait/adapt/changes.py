@@ -75,17 +75,3 @@ class SavedSource(ChangeSource, Protocol):
 
     def load(self, state: Any) -> None:
         """Go on from the state of a checkpoint."""
-
-
-class StepTable:
-    """Changes at steps that are known beforehand."""
-
-    def __init__(self, changes: Mapping[int, Change]) -> None:
-        self._changes = dict(changes)
-
-    def next_due(self, step: int) -> int | None:
-        return min((at for at in self._changes if at > step), default=None)
-
-    def due(self, step: int) -> list[ChangeRequest]:
-        change = self._changes.get(step)
-        return [] if change is None else [ChangeRequest(change, "table", f"step {step}")]
