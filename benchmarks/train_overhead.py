@@ -128,6 +128,7 @@ class Ours:
         worker: Any = LoneWorker(rank, world_size)
         run = Run(worker, settings, parts, RunDir(folder))
         self.loop = Loop(run, DataParallelEngine(run))
+        self.loop.start(resume=False)
 
     def run(self, steps: int) -> float:
         loop = self.loop
