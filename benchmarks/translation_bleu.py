@@ -57,7 +57,7 @@ def train(overrides: list[str], folder: str) -> tuple[float, float, float, str]:
     clock.start()
     result: Any = plait.train(plait.read_job(EXAMPLE, [*overrides, f"run_dir={folder}"]))
     cpu_s, wall_s = clock.stop(), time.perf_counter() - begin
-    found = measure_bleu(RunDir(Path(result["run"])), BeamOptions())
+    found = measure_bleu(RunDir(Path(result.run)), BeamOptions())
     return cpu_s, wall_s, found["checkpoints"][-1]["bleu"], found["signature"]
 
 

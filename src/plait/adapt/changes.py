@@ -40,8 +40,15 @@ class SyncChange:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-# What an engine can be asked to apply between two steps.
-Change = TopologyChange | BatchSizeChange | WorkersChange | SyncChange
+@dataclass(frozen=True)
+class PlanChange:
+    """Lay the model out by this plan, as its file holds it; layers whose workers change move there."""
+
+    plan: Mapping[str, Any]
+
+
+# What the loop can be asked to apply between two steps.
+Change = TopologyChange | BatchSizeChange | WorkersChange | SyncChange | PlanChange
 
 
 @dataclass(frozen=True)

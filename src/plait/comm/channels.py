@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from plait.comm.links.gloo import RemoteLink
 from plait.comm.links.nccl import NcclLink, NcclPeers, make_nccl_links
 from plait.comm.links.packing import Message
 from plait.comm.links.shm import SharedLink, wait_for_notices
-from plait.comm.rendezvous import Rendezvous, sharing_memory
+from plait.comm.rendezvous import CHECK_S, Rendezvous, sharing_memory
 from plait.core.codec import decode, encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 
@@ -36,10 +36,19 @@ class Channels:
 
     A channel is a number that both ends use for one stream of messages; each message has a number of its
     own (a microbatch), rising on each channel. At most `window` messages of a channel are under way.
+    `check` is called now and then while this worker waits; what it raises ends the wait.
     """
 
-    def __init__(self, rank: int, links: Mapping[int, Link], deadline_s: float, window: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, Link],
+        deadline_s: float,
+        window: int,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self._rank = rank
+        self._check = check
         self._links = dict(links)
         self._shared = [link for link in links.values() if isinstance(link, SharedLink)]
         self._deadline_s = deadline_s
@@ -141,7 +150,11 @@ class Channels:
             self._say_silent(peer, what)
         for each in self._shared:
             each.give_back(wait=True)
-        wait_for_notices(self._shared, end - time.monotonic())
+        left = end - time.monotonic()
+        if self._check is not None:
+            self._check()
+            left = min(left, CHECK_S)
+        wait_for_notices(self._shared, left)
 
     def _say_silent(self, peer: int, what: str) -> NoReturn:
         raise PeerError(
@@ -202,7 +215,7 @@ def connect(
         other = reach[peer]
         can_read = gpu is not None and other is not None and name_of(gpu) in other.readable
         links[peer] = SharedLink(connection, gpu if can_read else None)
-    return Channels(rank, links, deadline_s, window)
+    return Channels(rank, links, deadline_s, window, rendezvous.check)
 
 
 def meet_near(rendezvous: Rendezvous, name: str, peers: Iterable[int]) -> dict[int, socket.socket]:

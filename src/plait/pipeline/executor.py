@@ -253,6 +253,10 @@ class Pipeline:
         plain_forwards(self._quickened)
         self._quickened = []
 
+    def fail(self, failure: BaseException) -> None:
+        """Have whoever waits for gradients of other workers fail; from any thread."""
+        self._updates.fail(failure)
+
     def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Go on with the state that another optimizer has for the same parameters."""
         for parameter in self.parameters.values():

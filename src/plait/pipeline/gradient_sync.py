@@ -92,7 +92,7 @@ class GradientReducer:
             if rank in workers:
                 # All holders go through their groups in this one order, so none waits in a circle.
                 members = Members(rendezvous, workers, group)
-                sum_ = AllReduce(parameters, group, members)
+                sum_ = AllReduce(parameters, group, members, may_fail=rendezvous.check is not None)
                 if topology is not None:
                     device = parameters[0].device
                     sum_.switch(resolve_topology(topology, members, sum_.gradient_bytes, device)[0])
@@ -106,6 +106,11 @@ class GradientReducer:
         """End the thread that sums; all holders call it after their last update."""
         for reduce in self._sums:
             reduce.close()
+
+    def fail(self, failure: BaseException) -> None:
+        """Have whoever waits for a sum fail; from any thread."""
+        for reduce in self._sums:
+            reduce.fail(failure)
 
     def before_last_backward(
         self, factor: float = 1.0, leaves: Mapping[Parameter, Parameter] | None = None

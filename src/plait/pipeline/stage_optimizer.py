@@ -142,6 +142,11 @@ class StageOptimizer:
         for versions in self._versions.values():
             versions.restart()
 
+    def fail(self, failure: BaseException) -> None:
+        """Have whoever waits for gradients of other workers fail; from any thread."""
+        for agreement in set(self._agreements.values()):
+            agreement.fail(failure)
+
     def close(self) -> None:
         """End the threads that sum gradients; all workers call it after their last update."""
         for agreement in set(self._agreements.values()):

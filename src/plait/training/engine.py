@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 
-from plait.adapt.changes import BatchSizeChange, Change, SyncChange, TopologyChange, WorkersChange
+from plait.adapt.changes import (
+    BatchSizeChange,
+    Change,
+    PlanChange,
+    SyncChange,
+    TopologyChange,
+    WorkersChange,
+)
 from plait.core.errors import JobError, PeerError
 from plait.data.sampler import Position
 from plait.pipeline import named_state
 from plait.pipeline.named_state import Tensors
+from plait.training.change.members import Mark
 from plait.training.checkpoint import Checkpoint, Written
 from plait.training.components import Components
 
@@ -107,8 +115,14 @@ class Engine(Starting, Protocol):
 class ElasticEngine(Engine, Protocol):
     """An engine whose workers may come and go: it can be closed and, among other workers, opened again."""
 
-    def synchronize(self) -> None:
-        """Bring all workers to the same state, where steps leave them apart."""
+    def choose_source(self, marks: Sequence[Mark]) -> int | None:
+        """The rank whose progress all go on from, by how far each is; all workers call it together.
+
+        None where what the workers hold is not a whole state any more: only a checkpoint is.
+        """
+
+    def begin_anew(self) -> None:
+        """Hold the model as its factory makes it, as before the first step: a checkpoint is read next."""
 
     def warm_up(self) -> None:
         """Compute what a step does, on this worker alone: the first one should take no longer than others."""
@@ -116,7 +130,7 @@ class ElasticEngine(Engine, Protocol):
 
 def elastic_engine(engine: Engine) -> ElasticEngine:
     """`engine`, whose workers may come and go; settings that ask for that with another one are refused."""
-    assert hasattr(engine, "synchronize")
+    assert hasattr(engine, "choose_source")
     return cast("ElasticEngine", engine)
 
 
@@ -134,6 +148,7 @@ def cannot_apply(change: Change, engine: str) -> JobError:
         BatchSizeChange: "has batches that cannot change",
         WorkersChange: "cannot change its number of workers",
         SyncChange: "cannot change how its workers agree",
+        PlanChange: "has no stages whose layers could move",
     }
     why = f"{engine} {reasons[type(change)]}"
     return JobError(f"adapt: cannot apply {change}: {why}; leave the policy that asks for it out")

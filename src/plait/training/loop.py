@@ -11,29 +11,27 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, WorkersChange
+from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, SyncChange, WorkersChange
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
-from plait.core.errors import JobError, PeerError
+from plait.core.errors import JobError
 from plait.core.run_events import Changed
 from plait.data.sampler import Position
-from plait.launch.membership import Membership
 from plait.schema.results import RunResult
-from plait.schema.settings import TrainSettings
+from plait.schema.settings import SyncSettings, TrainSettings
+from plait.schema.sync_options import read_options
 from plait.training import checkpoint as checkpoints
+from plait.training.change.member_switch import MemberSwitch
+from plait.training.change.members import NO_STATE, ElasticMembers, Mark, WorkerLeft
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
-from plait.training.early_stopping import gain
-from plait.training.elastic import NO_STATE, ElasticMembers, Mark, WorkerLeft, loss_of, most_advanced
+from plait.training.early_stopping import EarlyStopping, gain
 from plait.training.engine import Engine, Following, elastic_engine
 from plait.training.loss_parts import describe_parts
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
 from plait.training.start import RunStart
-
-T = TypeVar("T")
 
 
 def keep_what_was_built() -> None:
@@ -79,12 +77,21 @@ class Loop(RunStart):
 
     `sources` are asked for changes between two steps; the loop alone applies them, and records them. Where
     workers may come and go, the engine is closed and opened again among others between two steps; where one
-    is lost, what it was lost in is done again by the rest.
+    is lost, what it was lost in is done again by the rest. `make_engine` gives another engine for the
+    settings as they are then, where how workers agree may change.
     """
 
-    def __init__(self, run: Run, engine: Engine, sources: Sequence[ChangeSource] = ()) -> None:
+    engine: Engine
+
+    def __init__(
+        self,
+        run: Run,
+        engine: Engine,
+        sources: Sequence[ChangeSource] = (),
+        make_engine: Callable[[], Engine] | None = None,
+    ) -> None:
         super().__init__(run, engine, sources)
-        self.engine = engine
+        self._make_engine = make_engine
         self._steps = 0
         over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
         self._until_data_ends = over_stream and engine.sees_end_of_data
@@ -92,7 +99,7 @@ class Loop(RunStart):
         self._checked_step: int | None = None
         self._stopped = self._change_asked = self._has_begun = False
         memberships = run.worker.memberships
-        self._members = None if memberships is None else ElasticMembers(run, memberships)
+        self._switch = None if memberships is None else MemberSwitch(ElasticMembers(run, memberships), self)
 
     def train(self, resume: bool) -> RunResult | None:
         """Train to the end or until asked to stop; what the run came to. All ranks call it together.
@@ -102,9 +109,8 @@ class Loop(RunStart):
         run = self.run
         try:
             self._enter(resume)
-            reason = self._with_the_rest(lambda: take_steps(self))
-            run.metrics.log_rest()
-            metrics = self._with_the_rest(lambda: self._finish(reason))
+            work = self._train_and_finish
+            reason, metrics = work() if self._switch is None else self._switch.with_the_rest(work)
         except WorkerLeft:
             self._leave()
             return None
@@ -114,39 +120,44 @@ class Loop(RunStart):
             reason = "diverged"
         return run.metrics.end(run.step, reason, metrics, self._best)
 
+    def _train_and_finish(self) -> tuple[str, dict[str, float]]:
+        reason = take_steps(self)
+        self.run.metrics.log_rest()
+        return reason, self._finish(reason)
+
     def start(self, resume: bool) -> None:
         super().start(resume)
         self._checked_step = self.run.step
 
     def _enter(self, resume: bool) -> None:
         """Get ready to take steps, with the workers that start together or with those that train already."""
-        if self._members is not None and self._members.is_joining:
+        if self._switch is not None and self._switch.members.is_joining:
             elastic_engine(self.engine).warm_up()
             keep_what_was_built()
-            self._switch(self._members.first)
+            self._switch.to(self._switch.members.first)
             return
         self.start(resume)
         # Counted from the position: the batch size may have changed since the steps before were taken.
         self.begin(self._total_steps())
-        if self._members is not None:
-            self._members.tell_joined()
+        if self._switch is not None:
+            self._switch.members.tell_joined()
 
     def _finish(self, reason: str) -> dict[str, float]:
         # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
         with self._undone_by_losses():
             metrics = self._evaluate() if reason != "stopped" else {}
             self.engine.finish(lambda: self._save(metrics))
-        if self._members is not None and self.run.worker.world_size > 1:
+        if self._switch is not None and self.run.worker.world_size > 1:
             # Were the one that writes lost, another would have to be there to do it.
             all_gather_values(None)
         return metrics
 
     def _leave(self) -> None:
         """End this worker; the others go on."""
-        assert self._members is not None
+        assert self._switch is not None
         self.run.metrics.leave()
         self.run.close()
-        self._members.worker.tell_left()
+        self._switch.members.worker.tell_left()
 
     def begin(self, steps: int) -> None:
         """Get ready to go on until `steps` steps are done."""
@@ -207,18 +218,6 @@ class Loop(RunStart):
             # Of the steps before the one that a worker was lost in, the last may have something due.
             raise trained.lost
 
-    def _with_the_rest(self, work: Callable[[], T]) -> T:
-        """What `work` returns; where a worker is lost meanwhile, the rest does it again."""
-        while True:
-            try:
-                return work()
-            except RuntimeError as failure:
-                loss = loss_of(self.run.worker, failure)
-                if loss is None:
-                    raise
-            # Outside of the clause, whose traceback keeps the broken process group alive.
-            self._go_on_without(loss)
-
     @contextlib.contextmanager
     def _undone_by_losses(self) -> Iterator[None]:
         """Forget what an evaluation said where a worker is lost in it, or in the checkpoint after it."""
@@ -230,32 +229,35 @@ class Loop(RunStart):
             self._best, stopping.best, stopping.without_gain = kept
             raise
 
-    def _go_on_without(self, loss: PeerError) -> None:
-        assert self._members is not None
-        self._switch(partial(self._members.after, loss), was_lost=True)
+    def close_engine(self) -> None:
+        self.engine.close()
 
-    def _switch(self, find: Callable[[], Membership], was_lost: bool = False) -> None:
-        """Go on among the members that `find` returns; again with later ones where one is lost meanwhile.
+    def mark(self) -> Mark:
+        if self._checked_step is None and not self._has_begun:
+            return NO_STATE
+        return (self.run.step, int(self._checked_step == self.run.step))
 
-        Those that are behind, or have only just joined, go on from the state of the most advanced.
-        """
-        members = self._members
-        assert members is not None
-        while True:
-            try:
-                self.engine.close()
-                members.enter(find())
-                self._agree_on_state()
-                self._reopen(was_lost)
-                members.tell_joined()
-                return
-            except RuntimeError as failure:
-                loss = loss_of(self.run.worker, failure)
-                if loss is None:
-                    raise
-            find, was_lost = partial(members.after, loss), True
+    def choose_source(self, marks: Sequence[Mark]) -> int | None:
+        return elastic_engine(self.engine).choose_source(marks)
 
-    def _reopen(self, was_lost: bool) -> None:
+    def take_progress(self, source: int, is_there: bool) -> None:
+        given = self.run.worker.rank == source
+        state = checkpoints.broadcast(self._checkpoint(self.engine.start_state()) if given else None, source)
+        rest = broadcast_value(self._position_in_loop() if given else None, source)
+        if not is_there:
+            self._take_position(rest)
+            self._take_up(state)
+            self._checked_step = self.run.step if rest["is_checked"] else None
+
+    def back_to_checkpoint(self) -> None:
+        self.run.begin_anew()
+        self._best, self._early_stopping = None, EarlyStopping(self.run.settings.early_stop)
+        elastic_engine(self.engine).begin_anew()
+        self._has_begun = False
+        self.start(resume=True)
+        self._steps = self._total_steps()
+
+    def reopen(self, was_lost: bool) -> None:
         if self.run.worker.rank == 0:
             self.run.take_over_record()
         self._change_asked = False
@@ -268,36 +270,13 @@ class Loop(RunStart):
             # In agreement, all have done so before they parted.
             elastic_engine(self.engine).synchronize()
 
-    def _agree_on_state(self) -> None:
-        """Go on from the most advanced state that one of the members has; all of them call it together."""
-        worker = self.run.worker
-        own = NO_STATE if self._checked_step is None and not self._has_begun else self._mark()
-        if worker.world_size == 1:
-            most_advanced([own])
-            return
-        marks = [tuple(mark) for mark in all_gather_values(list(own))]
-        source = most_advanced(marks)
-        if len(set(marks)) == 1:
-            return
-        given = worker.rank == source
-        state = checkpoints.broadcast(
-            self._checkpoint(self._starting.start_state()) if given else None, source
-        )
-        rest = broadcast_value(self._position_in_loop() if given else None, source)
-        if marks[worker.rank] != marks[source]:
-            self._take_position(rest)
-            self._take_up(state)
-            self._checked_step = self.run.step if marks[source][1] else None
-
-    def _mark(self) -> Mark:
-        return (self.run.step, int(self._checked_step == self.run.step))
-
     def _position_in_loop(self) -> dict[str, Any]:
         """What a worker that is behind must know beside the state of a checkpoint."""
         return {
             "steps": self._steps,
             "until_data_ends": self._until_data_ends,
             "stopped": self._stopped,
+            "is_checked": self._is_checked(),
             "settings": encode(self.run.settings),
         }
 
@@ -334,22 +313,45 @@ class Loop(RunStart):
                 self._apply(asked)
                 kind = type(asked.change).__name__
                 self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
-        if self._change_asked and self._members is not None:
-            membership = self._members.agree()
-            elastic_engine(self.engine).synchronize()
-            self._switch(lambda: membership)
+        if self._change_asked and self._switch is not None:
+            membership = self._switch.members.agree()
+            self.engine.synchronize()
+            self._switch.to(lambda: membership)
 
     def _apply(self, asked: ChangeRequest) -> None:
-        if isinstance(asked.change, BatchSizeChange):
-            self._change_batch(asked.change)
-        if not isinstance(asked.change, WorkersChange):
-            self.engine.apply(asked.change)
-        elif self._members is None:
+        change = asked.change
+        if isinstance(change, SyncChange) and self._make_engine is not None:
+            self._change_sync(change, self._make_engine)
+        elif isinstance(change, WorkersChange):
+            self._ask_for_workers(change, f"{asked.by}: {asked.why}")
+        else:
+            if isinstance(change, BatchSizeChange):
+                self._change_batch(change)
+            self.engine.apply(change)
+
+    def _ask_for_workers(self, change: WorkersChange, why: str) -> None:
+        if self._switch is None:
             raise JobError(
-                f"adapt: cannot apply {asked.change}: the job's workers are fixed; set parallel.elastic: true"
+                f"adapt: cannot apply {change}: the job's workers are fixed; set parallel.elastic: true"
             )
-        elif self.run.worker.rank == 0:
-            self._members.worker.ask_to_resize(asked.change.workers, f"{asked.by}: {asked.why}")
+        if self.run.worker.rank == 0:
+            self._switch.members.worker.ask_to_resize(change.workers, why)
+
+    def _change_sync(self, change: SyncChange, make_engine: Callable[[], Engine]) -> None:
+        """Let workers agree otherwise from the next step on.
+
+        At the end of an interval all are in the same state under any sync, so the next engine goes on from
+        the model and the optimizer as they are. Links are made anew.
+        """
+        run = self.run
+        if change.sync == run.settings.sync.kind:
+            return
+        read_options(change.sync, change.options, run.worker.world_size)
+        self.engine.synchronize()
+        self.engine.close()
+        run.settings = replace(run.settings, sync=SyncSettings(change.sync, change.options))
+        self.engine = make_engine()
+        self.engine.open()
 
     def _change_batch(self, change: BatchSizeChange) -> None:
         """Take batches of another size from the next step on; the samples go on where they are."""

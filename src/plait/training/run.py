@@ -19,7 +19,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_wish
-from plait.training.batch_size import BatchSize
+from plait.training.change.batch_size import BatchSize
 from plait.training.components import Components
 from plait.training.metrics import MetricsLogger
 
@@ -59,6 +59,11 @@ class Run:
     def set_topology(self, name: str) -> None:
         """Sum gradients over the topology of that name from now on, also among other workers."""
         self.settings = replace(self.settings, topology=read_wish(name))
+
+    def begin_anew(self) -> None:
+        """Go back to where the run began, before a checkpoint is read."""
+        self.step, self.position = 0, Position()
+        self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
 
     def note(self, event: Event) -> None:
         """Record an event of this worker's, in the run's record or in a file of its own."""

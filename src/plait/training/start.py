@@ -14,7 +14,7 @@ from plait.data.requirements import check_same_order, check_same_vocabulary, ord
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.batch_size import BatchSize, resumed
+from plait.training.change.batch_size import BatchSize, resumed
 from plait.training.checkpoint import Checkpoint
 from plait.training.early_stopping import EarlyStopping
 from plait.training.engine import EngineState, Starting
@@ -44,7 +44,7 @@ class RunStart:
     def __init__(self, run: Run, engine: Starting, sources: Sequence[ChangeSource] = ()) -> None:
         self.run = run
         self._sources = tuple(sources)
-        self._starting = engine
+        self.engine = engine
         self._best: dict[str, Any] | None = None
         self._early_stopping = EarlyStopping(run.settings.early_stop)
 
@@ -80,7 +80,7 @@ class RunStart:
         run, refused = self.run, []
         for path in checkpoints.list_checkpoints(run.folder.checkpoints):
             try:
-                self._take_up(self._starting.read(path))
+                self._take_up(self.engine.read(path))
             except CheckpointError as failure:
                 refused.append(str(failure))
                 run.metrics.refused(path, str(failure))
@@ -110,7 +110,7 @@ class RunStart:
         check_order(progress, position, run.settings, run.parts.train_set.length)
         if position.sample:
             check_same_order(progress, run.parts.train_set.dataset, run.settings)
-        self._starting.load(state)
+        self.engine.load(state)
         run.step, run.position = state.step, position
         run.batch = resumed(kept, run.settings.data.batch_size)
         run.noise.load(noise)
@@ -129,8 +129,8 @@ class RunStart:
         if worker.world_size == 1:
             return
         if len(set(all_gather_values(self.run.step))) > 1:
-            own = self._checkpoint(self._starting.start_state()) if worker.rank == 0 else None
+            own = self._checkpoint(self.engine.start_state()) if worker.rank == 0 else None
             state = checkpoints.broadcast(own)
             if worker.rank != 0:
                 self._take_up(state)
-        self._starting.broadcast_start()
+        self.engine.broadcast_start()

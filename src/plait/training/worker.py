@@ -23,14 +23,14 @@ from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import TOLERANT
 from plait.training import checkpoint as checkpoints
 from plait.training import components
+from plait.training.change.members import BACKEND
 from plait.training.components import Components
-from plait.training.elastic import BACKEND
+from plait.training.engine import Engine
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.loop import Follower, Loop
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
-from plait.training.sync_change import SwitchingEngine, may_change_sync
 
 # How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
 APART_STEPS = 25
@@ -92,11 +92,41 @@ def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder
         run.metrics.note(chosen)
     if settings.pipeline is not None:
         return _with_stages(run)
-    if worker.world_size > 1 and may_change_sync(settings):
-        return Loop(run, SwitchingEngine(run, worker.hosts), make_sources(run))
-    if worker.world_size == 1 or settings.sync.kind == "all-reduce":
-        return Loop(run, DataParallelEngine(run), make_sources(run))
-    return Loop(run, DecentralizedEngine(run, WholeModel(run, worker.hosts)), make_sources(run))
+    engines = WholeModelEngines(run)
+    changes = worker.world_size > 1 and may_change_sync(settings)
+    return Loop(run, engines.make(keep_world=changes), make_sources(run), engines.make if changes else None)
+
+
+def may_change_sync(settings: TrainSettings) -> bool:
+    """Whether a policy of the job may ask for another sync; a user's own may ask for anything."""
+    return any(
+        policy.kind == "sync"
+        or ":" in policy.kind
+        or any("sync" in entry for entry in dict(policy.options.get("changes", {})).values())
+        for policy in settings.adapt
+    )
+
+
+class WholeModelEngines:
+    """Makes the engines of a run whose workers hold whole models, one after the other."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._made = 0
+
+    def make(self, keep_world: bool = True) -> Engine:
+        """The engine that the run's settings ask for now.
+
+        With `keep_world` the process group stays, for the engines to come: then, unlike in a run that only
+        ever averages, the loss of a worker ends the run.
+        """
+        run = self._run
+        # What an earlier engine left in the store is not this one's.
+        name = f"/{self._made}" if self._made else ""
+        self._made += 1
+        if run.worker.world_size == 1 or run.settings.sync.kind == "all-reduce":
+            return DataParallelEngine(run)
+        return DecentralizedEngine(run, WholeModel(run, run.worker.hosts, name), name, keep_world=keep_world)
 
 
 def make_sources(run: Run) -> list[ChangeSource]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
 from plait.schema.topology_spec import TopologySpec, check_wish
 from plait.training import checkpoint as checkpoints
+from plait.training.change.members import Mark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint
-from plait.training.elastic import loss_of
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import evaluate_parts
@@ -161,6 +161,12 @@ class DataParallelEngine(WholeModelStart):
 
     def synchronize(self) -> None:
         self._average_buffers()
+
+    def choose_source(self, marks: Sequence[Mark]) -> int | None:
+        return most_advanced(marks)
+
+    def begin_anew(self) -> None:
+        raise NotImplementedError("every worker holds the whole state")
 
     def warm_up(self) -> None:
         run = self._run
