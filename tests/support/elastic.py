@@ -13,17 +13,21 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.adapt.changes import ChangeRequest, WorkersChange
+from plait.comm.store import StoreServer
 from plait.launch.membership import Membership, Memberships
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import LaunchedWorker
 from plait.schema.settings import TrainSettings
 from plait.training import components
+from plait.training.change.members import join_members
 from plait.training.engines.data_parallel import DataParallelEngine
+from plait.training.engines.pipeline import PipelineEngine
 from plait.training.loop import Loop
 from plait.training.run import Run
 from plait.workloads import data
 from support.changes import StepTable
 from support.meeting import SECRET
+from support.world import run_ranks
 
 # The members of each version, and the step after which the job is told of it.
 Versions = Sequence[tuple[int, tuple[int, ...]]]
@@ -107,19 +111,36 @@ def train_elastic(
     MortalNet.is_victim = rank == victim
     agent = ScriptedAgent(rank, after_loss)
     worker = elastic_worker(rank, versions, store, agent)
-    if worker.world_size > 1:
-        worker.join("gloo")
+    join_members(worker, settings)
     parts = components.build(settings, torch.device("cpu"))
     run = Run(worker, settings, parts, RunDir(folder))
     assert worker.memberships is not None
     table = Announcements(worker.memberships, versions)
-    wishes = StepTable({3: WorkersChange(4)})
-    result = Loop(run, DataParallelEngine(run), [table, wishes]).train(resume=False)
+    if settings.pipeline is not None:
+        # Nothing more is asked for: a pipeline that drains for it would train otherwise.
+        result = Loop(run, PipelineEngine(run), [table]).train(resume=False)
+    else:
+        requests = StepTable({3: WorkersChange(4)})
+        result = Loop(run, DataParallelEngine(run), [table, requests]).train(resume=False)
     return {
         "result": result,
-        "weights": {name: value.tolist() for name, value in parts.model.state_dict().items()},
+        "weights": {name: value.tolist() for name, value in run.parts.model.state_dict().items()},
         "said": [next(iter(message)) for message in agent.said],
     }
+
+
+def run_elastic(
+    settings: TrainSettings, folder: Path, versions: Versions, **more: Any
+) -> list[dict[str, Any]]:
+    """What each worker of an elastic world came to; `more` are further arguments of `train_elastic`."""
+    store = StoreServer(SECRET)
+    may_die = (more["victim"],) if "victim" in more else ()
+    try:
+        workers = 1 + max(max(members) for _, members in versions)
+        arguments = (settings, folder, store.address.text, versions)
+        return run_ranks(workers, train_elastic, *arguments, may_die=may_die, **more)
+    finally:
+        store.close()
 
 
 class MortalNet(nn.Module):
@@ -139,6 +160,35 @@ class MortalNet(nn.Module):
             if self.is_victim and self.seen == self._dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.layer(x.flatten(1))
+
+
+class MortalLayers(nn.Sequential):
+    """Layers with normalisation; the second kills the process of the victim in its forward `dies_at`."""
+
+    def __init__(self, dies_at: int) -> None:
+        super().__init__(
+            nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), Fatal(dies_at), nn.Linear(12, 10), nn.BatchNorm1d(10)
+        )
+
+
+class Fatal(nn.Linear):
+    """A layer that kills the process of the victim in its forward number `dies_at` in training."""
+
+    def __init__(self, dies_at: int) -> None:
+        super().__init__(12, 12)
+        self._dies_at, self._seen = dies_at, 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        _count_forward(self)
+        return super().forward(input)
+
+
+@torch.compiler.disable
+def _count_forward(layer: Fatal) -> None:
+    if layer.training and MortalNet.is_victim:
+        layer._seen += 1
+        if layer._seen == layer._dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DigitStream(torch.utils.data.IterableDataset[Any]):

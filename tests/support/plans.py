@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 from plait.core.codec import encode
+from plait.graph.graph import Edge, Graph, Node
 from plait.measure.job import trace_job
 from plait.planner.cluster import machines
 from plait.planner.plan import Plan, Speedups, Stage
@@ -49,3 +51,12 @@ def in_stages(
         Speedups(1.0, 1.0, 1.0), 1.0, False, "",
     )  # fmt: skip
     return replace(settings, pipeline=PipelineSettings(encode(plan), **options))
+
+
+def with_graph(settings: TrainSettings) -> TrainSettings:
+    """The settings of a pipeline with what its layers cost, all the same: another plan may be made of it."""
+    assert settings.pipeline is not None
+    ids = [layer.id for layer in trace_job(settings).layers]
+    nodes = tuple(Node(each, "", 1e-3, 2e-3, 1e3, 1e3) for each in ids)
+    graph = Graph(nodes, tuple(Edge(a, b, 1e3) for a, b in itertools.pairwise(ids)))
+    return replace(settings, pipeline=replace(settings.pipeline, graph=encode(graph)))

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from plait.comm.store import StoreServer
 from plait.core import events
 from plait.core.run_events import WorkersChanged
-from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, TrainSettings
+from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings
 from plait.schema.topology_spec import TopologySpec
-from support.elastic import Versions, membership, train_elastic
-from support.meeting import SECRET
+from support.elastic import membership, run_elastic
 from support.training import digits_job, largest_difference, train_here
-from support.world import run_ranks
-
-
-def run_elastic(settings: TrainSettings, folder: Path, versions: Versions, **more: Any) -> list[dict]:
-    store = StoreServer(SECRET)
-    may_die = (more["victim"],) if "victim" in more else ()
-    try:
-        workers = 1 + max(max(members) for _, members in versions)
-        arguments = (settings, folder, store.address.text, versions)
-        return run_ranks(workers, train_elastic, *arguments, may_die=may_die, **more)
-    finally:
-        store.close()
 
 
 def test_workers_that_join_and_leave_change_no_step(tmp_path: Path):

@@ -7,7 +7,7 @@ then, not for every step.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,43 @@ def gather_in_turn(
     return {name: spec for theirs in specs for name, spec in theirs.items()}, _received(
         tensors, members, specs, group
     )
+
+
+def exchange_named(outgoing: Mapping[int, Mapping[str, Tensor]], pairs: Sequence[tuple[int, int]]) -> Named:
+    """The named tensors that others send here, on the CPU; `outgoing` are this rank's, by whom they go to.
+
+    All ranks of the world call it with the same `pairs` of a sender and a receiver, which go in this order.
+    """
+    rank, found = dist.get_rank(), Named()
+    for source, target in pairs:
+        if rank == source:
+            _send(outgoing[target], target)
+        elif rank == target:
+            found |= _receive(source)
+    return found
+
+
+def _send(tensors: Mapping[str, Tensor], target: int) -> None:
+    head = _bytes(_specs(tensors))
+    dist.send(torch.tensor([head.numel()]), target)
+    dist.send(head, target)
+    for tensor in tensors.values():
+        if tensor.numel():
+            dist.send(_flat(tensor), target)
+
+
+def _receive(source: int) -> Named:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, source)
+    head = torch.zeros(int(length.item()), dtype=torch.uint8)
+    dist.recv(head, source)
+    found = Named()
+    for name, spec in _value(head).items():
+        flat = _empty(*spec)
+        if flat.numel():
+            dist.recv(flat, source)
+        found[name] = _shaped(flat, *spec)
+    return found
 
 
 def _received(

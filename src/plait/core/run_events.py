@@ -271,6 +271,14 @@ class Changed(Event):
 
 
 @dataclass(frozen=True)
+class LayersMoved(Event):
+    """After `step` steps the model was laid out anew: the tensors, by name, that went to other workers."""
+
+    step: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class WorkersChanged(Event):
     """After `step` steps other workers take part: `members` of that `version`, by their numbers.
 

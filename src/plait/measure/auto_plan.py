@@ -64,13 +64,35 @@ def planned(
     A run that goes on, whose settings were `before`, keeps its plan: another measurement might give another,
     and with it other updates.
     """
-    if request.is_made:
-        plan = _kept(settings, placement, request, before) or _make(settings, placement, request)
-    else:
+    graph = None if before is None or before.pipeline is None else before.pipeline.graph
+    if not request.is_made:
         plan = _read(Path(request.plan), settings, request)
+    elif (kept := _kept(settings, placement, request, before)) is not None:
+        plan = kept
+    else:
+        plan, measured = _make(settings, placement, request)
+        graph = encode(measured)
     plan = with_memory_as_run(plan, request)
-    chosen = PipelineSettings(encode(plan), **values_of(PipelineOptions, request))
+    if not may_plan_again(settings, placement):
+        graph = None
+    elif graph is None:
+        graph = encode(_measured_graph(settings, placement, plan))
+    chosen = PipelineSettings(encode(plan), graph, **values_of(PipelineOptions, request))
     return replace(settings, pipeline=chosen), plan
+
+
+def may_plan_again(settings: TrainSettings, placement: Placement) -> bool:
+    """Whether another plan may be made while the job runs: for other workers, or by a policy."""
+    return placement.elastic is not None or any(each.kind == "plan" for each in settings.adapt)
+
+
+def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan) -> Graph:
+    """What the layers of a job cost whose plan was made elsewhere."""
+    components.check(settings)
+    size = max(1, round(settings.data.batch_size / plan.microbatches))
+    with tempfile.TemporaryDirectory() as logs:
+        (found,) = profile_together(settings, placement, [size], Path(logs), least_s=_MEASURE_S)
+    return found.loaded_graph()
 
 
 def settings_before(path: Path) -> TrainSettings | None:
@@ -203,7 +225,8 @@ def _read(path: Path, settings: TrainSettings, request: PlanRequest) -> Plan:
     return plan
 
 
-def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -> Plan:
+def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -> tuple[Plan, Graph]:
+    """The plan that the job asks for, and what its layers were measured to cost for it."""
     workers = sum(host.slots for host in placement.hosts)
     batch = settings.data.batch_size
     schedule = _schedule(settings, request)
@@ -221,18 +244,21 @@ def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -
     graph = profiles[small].loaded_graph()
     if request.plan == "model-parallel":
         plan = model_parallel_plan(graph, cluster, asked)
-        return replace(plan, schedule=schedule, microbatch_samples=small)
+        return replace(plan, schedule=schedule, microbatch_samples=small), graph
     if settings.sync.kind != "all-reduce":
-        return replace(_side_by_side(graph, cluster, asked, settings.sync.kind), microbatch_samples=small)
+        plan = _side_by_side(graph, cluster, asked, settings.sync.kind)
+        return replace(plan, microbatch_samples=small), graph
     best = replace(fastest_plan(graph, cluster, asked), microbatch_samples=small)
     if schedule is Schedule.STASH and request.microbatches is None:
         best = with_whole_batches(best)
         best = replace(best, microbatches=min(best.microbatches, batch))
     if request.leaves_pieces_open and batch >= workers:
         one_each = Settings(Schedule.FLUSH, workers, memory=memory)
-        shared = data_parallel_plan(profiles[whole].loaded_graph(), cluster, one_each)
-        best = faster_plan(best, replace(shared, microbatch_samples=whole))
-    return best
+        large = profiles[whole].loaded_graph()
+        shared = replace(data_parallel_plan(large, cluster, one_each), microbatch_samples=whole)
+        best = faster_plan(best, shared)
+        graph = large if best.microbatch_samples == whole else graph
+    return best, graph
 
 
 def _side_by_side(graph: Graph, cluster: Cluster, asked: Settings, kind: str) -> Plan:

@@ -124,13 +124,17 @@ def _check_elastic(job: Job, workers: int) -> None:
                 f"parallel.{min(extra)}: belongs to workers that come and go; add parallel.elastic: true"
             )
         return
-    if parallel.plan != "data-parallel" or parallel.sync != "all-reduce":
-        in_plan = parallel.plan != "data-parallel"
-        key, found = ("plan", parallel.plan) if in_plan else ("sync", parallel.sync)
+    if parallel.sync != "all-reduce":
         raise JobError(
-            f"parallel.elastic: found true with parallel.{key} {shown(found)}; workers come and go under "
-            f"plan: data-parallel with sync: all-reduce"
+            f"parallel.elastic: found true with parallel.sync {shown(parallel.sync)}; workers come and go "
+            f"with sync: all-reduce"
         )
+    for key in ("depths", "recompute", "vertical_sync"):
+        if parallel.plan != "data-parallel" and getattr(parallel, key):
+            raise JobError(
+                f"parallel.{key}: found {shown(getattr(parallel, key))} with parallel.elastic, where stages "
+                f"change with the workers; leave it out"
+            )
     if not read_wish(parallel.topology).by_name:
         raise JobError(
             f"parallel.topology: found {shown(parallel.topology)} with parallel.elastic, whose number of "

@@ -234,9 +234,13 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class PipelineSettings(PipelineOptions):
-    """A plan to run, as its file holds it, and what a run chooses besides."""
+    """A plan to run, as its file holds it, and what a run chooses besides.
+
+    `graph` is what the job's layers were measured to cost, where the plan may be made anew while it runs.
+    """
 
     plan: Mapping[str, Any]
+    graph: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

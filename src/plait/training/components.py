@@ -9,7 +9,7 @@ import resource
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +291,12 @@ def build(
         autocast=_autocast(settings.precision, device),
         pieces=pieces,
     )
+
+
+def with_fresh_model(parts: Components, settings: TrainSettings) -> Components:
+    """The parts with the model and the optimizer as the job makes them, whatever was trained meanwhile."""
+    sets = parts.train_set, parts.test_set
+    return replace(build(settings, parts.device, sets), scaler=parts.scaler)
 
 
 def total_steps(settings: TrainSettings, samples: int | None, step: int, position: Position) -> int:

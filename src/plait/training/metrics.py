@@ -35,7 +35,9 @@ class MetricsLogger:
         self._active = worker.rank == 0
         self._worker = worker
         self._settings = settings
-        self._parts = parts
+        self._device = str(parts.device)
+        self._parameters = sum(p.numel() for p in parts.model.parameters())
+        self._samples_of_epoch = parts.train_set.length
         self._folder = folder
         self._log = EventLog(folder.events(), worker.rank) if self._active else None
         self._board = _open_board(folder.tensorboard) if self._active and settings.tensorboard else None
@@ -66,16 +68,16 @@ class MetricsLogger:
 
     def start(self, step: int, steps: int | None) -> None:
         self._total = steps
-        settings, parts = self._settings, self._parts
+        settings = self._settings
         self._record(
             run_events.RunStarted(
                 name=settings.name,
                 model=settings.model.factory,
-                parameters=sum(p.numel() for p in parts.model.parameters()),
+                parameters=self._parameters,
                 workers=self._worker.world_size,
-                device=str(parts.device),
+                device=self._device,
                 precision=settings.precision,
-                samples=parts.train_set.length,
+                samples=self._samples_of_epoch,
                 batch_size=self.batch_size,
                 steps=steps,
                 step=step,
@@ -214,7 +216,7 @@ class MetricsLogger:
             samples_per_s=round(rate, 1),
             seconds=round(seconds, 3),
             workers=self._worker.world_size,
-            device=str(self._parts.device),
+            device=self._device,
             verified_s=self._verified_s,
         )
 

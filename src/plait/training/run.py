@@ -40,6 +40,8 @@ class Run:
         self.signals = SignalHistory(self.metrics.signals)
         # What is known of the gradients' noise, by whichever engine's monitor.
         self.noise = GradientAverages()
+        # What it took to open the engine that trains now, where layers may move.
+        self.opened_s = 0.0
         self._keeps_record = worker.rank == 0
         self._own_events: EventLog | None = None
 

@@ -23,7 +23,7 @@ from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import TOLERANT
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.change.members import BACKEND
+from plait.training.change.members import join_members
 from plait.training.components import Components
 from plait.training.engine import Engine
 from plait.training.engines.data_parallel import DataParallelEngine
@@ -50,12 +50,14 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     device = components.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if worker.memberships is not None and worker.world_size > 1:
-        worker.join(BACKEND)
+    if worker.memberships is not None:
+        join_members(worker, settings)
     elif worker.world_size > 1 or settings.pipeline is not None:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
     folder = RunDir(Path(order["folder"]))
-    parts = components.build(settings, device, pieces=components.find_pieces(settings, device))
+    # Where layers may move, each worker makes the model whole, and keeps its own.
+    pieces = components.find_pieces(settings, device) if worker.memberships is None else None
+    parts = components.build(settings, device, pieces=pieces)
     result = make_loop(worker, settings, parts, folder).train(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and settings.sync.kind not in TOLERANT and worker.memberships is None:
@@ -150,7 +152,7 @@ def _with_stages(run: Run) -> Loop | Follower:
 
     hosts = run.worker.hosts
     if run.settings.sync.kind == "all-reduce":
-        return Loop(run, PipelineEngine(run, hosts), make_sources(run))
+        return Loop(run, PipelineEngine(run), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
     if run.worker.rank in [replica.layout.worker(0, 0) for replica in replica_layouts(layout)]:
         return Loop(run, DecentralizedEngine(run, LeadPipeline(run, hosts, layout)), make_sources(run))

@@ -15,6 +15,7 @@ from plait.core.errors import PeerError, PlaitError
 from plait.core.run_events import WorkersChanged
 from plait.launch.membership import Membership, Memberships
 from plait.launch.worker import ElasticWorker, Worker, as_loss
+from plait.schema.settings import TrainSettings
 
 if TYPE_CHECKING:
     from plait.training.run import Run
@@ -51,6 +52,12 @@ def most_advanced(marks: Sequence[Mark]) -> int:
     if marks[found][0] < 0:
         raise PlaitError("all workers that held the state of the run are lost; go on with --resume")
     return found
+
+
+def join_members(worker: Worker, settings: TrainSettings) -> None:
+    """Make the process group of the members, where this worker is one and anything uses the group."""
+    if worker.world_size > 1 or (settings.pipeline is not None and worker.rank >= 0):
+        worker.join(BACKEND)
 
 
 class ElasticMembers:
@@ -104,8 +111,7 @@ class ElasticMembers:
                 raise WorkerLeft
             membership = later
         worker.enter(membership)
-        if worker.world_size > 1:
-            worker.join(BACKEND)
+        join_members(worker, self._run.settings)
 
     def tell_joined(self) -> None:
         """Tell the supervisor that this worker goes on in the version it entered, and record the change."""

@@ -8,18 +8,22 @@ only where an interval ends. Checkpoints hold the whole model by name, so a run 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from plait.adapt.changes import BatchSizeChange, Change
-from plait.comm.collectives import gather_in_turn
+from plait.adapt.changes import BatchSizeChange, Change, PlanChange
+from plait.comm.collectives import all_gather_values, gather_in_turn
 from plait.core.codec import decode
 from plait.core.errors import JobError
+from plait.core.run_events import LayersMoved
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
+from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, with_choices
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step, loaded_by
 from plait.pipeline.op_timings import operations_event
@@ -29,7 +33,19 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
+from plait.training.change.layers import (
+    HeldLayers,
+    carry_out,
+    find_complete,
+    find_moves,
+    held_layers,
+    put_back,
+    tensors_of,
+)
+from plait.training.change.members import NO_STATE, Mark
+from plait.training.change.replanning import replan_together
 from plait.training.checkpoint import Checkpoint
+from plait.training.components import with_fresh_model
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.data_parallel import load_whole
 from plait.training.engines.own_tensors import fill_pieces, names_by_stage, unused_names
@@ -49,10 +65,14 @@ from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
 
 
-def check_pipeline(settings: TrainSettings, workers: int) -> PipelineLayout:
-    """The layout that a job's plan asks for; refuses what a pipeline cannot do."""
+def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayout:
+    """The layout that a job's plan asks for, on that many workers, or as many as it says (None).
+
+    Refuses what a pipeline cannot do.
+    """
     assert settings.pipeline is not None
     plan = decode(Plan, settings.pipeline.plan, "plan")
+    workers = plan.devices_used if workers is None else workers
     if plan.devices_used != workers:
         raise JobError(
             f"parallel.plan: the plan is for {plan.devices_used} devices, but the job has {workers} "
@@ -110,14 +130,25 @@ def _check_depths(pipeline_layout: PipelineLayout) -> None:
 
 
 class PipelineEngine:
-    """Steps of a run whose workers hold stages of the model; `hosts` names the host of each rank."""
+    """Steps of a run whose workers hold stages of the model.
+
+    It can be closed and opened again, among other workers or by another plan: then each layer stays where it
+    is, if it belongs there, and the others move.
+    """
 
     sees_end_of_data = False
 
-    def __init__(self, run: Run, hosts: Sequence[str]) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._layout = check_pipeline(run.settings, run.worker.world_size)
-        self._hosts = hosts
+        elastic = run.worker.memberships is not None
+        self._layout = check_pipeline(run.settings, None if elastic else run.worker.world_size)
+        self._pipeline: Pipeline | None = None
+        # Of a pipeline that was closed: what this worker holds, and what each worker does.
+        self._held: HeldLayers | None = None
+        self._held_by: list[list[str]] = []
+        self._own_names: set[str] = set()
+        # Whether what workers hold belongs together: not in the middle of a step.
+        self._is_whole = True
         self._tied = further_names(run.parts.model)
         # Of a model that no worker holds as a whole: the checkpoint that its tensors are read from.
         self._stored: checkpoints.StoredCheckpoint | None = None
@@ -136,13 +167,15 @@ class PipelineEngine:
 
     def load(self, state: Checkpoint) -> None:
         if self._run.parts.pieces is None:
-            load_whole(self._run, state)
+            # Where layers are with other workers, they come from there.
+            if state.model:
+                load_whole(self._run, state)
         elif self._stored is not None:
             checkpoints.check_names(self._run.parts.model, self._stored.model)
 
     def start_state(self) -> EngineState:
-        in_pieces = self._run.parts.pieces is not None
-        return EngineState({}, {}) if in_pieces else whole_state(self._run.parts)
+        is_spread = self._run.parts.pieces is not None or self._held is not None
+        return EngineState({}, {}) if is_spread else whole_state(self._run.parts)
 
     def broadcast_start(self) -> None:
         if self._run.parts.pieces is None:
@@ -150,22 +183,54 @@ class PipelineEngine:
 
     def open(self) -> None:
         """Cut the model, with the state it has now, into its stages."""
-        run, parts = self._run, self._run.parts
+        run, started = self._run, time.perf_counter()
+        if self._held is not None:
+            run.parts = with_fresh_model(run.parts, run.settings)
+            put_back(run.parts, self._held)
+        if len(check_pipeline(run.settings, None).workers) != run.worker.world_size:
+            run.settings = replan_together(run.worker, run.settings)
+        self._layout = check_pipeline(run.settings, run.worker.world_size)
+        parts = run.parts
         found, self._layout = prepare_together(run.worker, run.settings, parts, self._layout, run.folder)
         report_verification(run.metrics, found)
+        stages = names_by_stage(found.traced, self._layout)
         if parts.pieces is not None:
-            stages = names_by_stage(found.traced, self._layout)
             fill_pieces(run.worker.rank, parts, parts.pieces, stages, self._stored)
             self._unused = unused_names(parts.model, stages) if run.worker.rank == 0 else []
+        everyone = range(run.worker.world_size)
+        needed = {**stages, **dict.fromkeys(unused_names(parts.model, stages), everyone)}
+        if self._held is not None:
+            self._bring_layers(needed)
+        self._own_names = {name for name, ranks in needed.items() if run.worker.rank in ranks}
         self._channels, self._pipeline = open_pipeline(
-            run.worker, run.settings, parts, found.traced, self._layout, self._hosts
+            run.worker, run.settings, parts, found.traced, self._layout, run.worker.hosts
         )
+        if run.worker.memberships is not None:
+            run.worker.memberships.on_loss(self._pipeline.fail)
+        self._held, self._held_by, self._is_whole = None, [], True
         self._pipeline.on_spans = self._record_operations
         if is_monitored(run.settings):
             self._monitor = StageMonitor(run, self._pipeline)
+        run.opened_s = time.perf_counter() - started
+
+    def _bring_layers(self, needed: Mapping[str, Sequence[int]]) -> None:
+        """Have each worker that lacks layers of its stages take them from one that has them."""
+        run = self._run
+        assert self._held is not None
+        if not self._held_by:
+            self._held_by = all_gather_values(sorted(self._held.model))
+        moves = find_moves(self._held_by, needed)
+        carry_out(moves, self._held, run.parts, run.worker.rank)
+        run.metrics.note(LayersMoved(run.step, tuple(sorted({name for name, *_ in moves}))))
 
     def train(self, steps: int) -> Trained:
         """Take the steps through the pipeline; it is empty at their end."""
+        self._is_whole = False
+        trained = self._train(steps)
+        self._is_whole = True
+        return trained
+
+    def _train(self, steps: int) -> Trained:
         run, layout = self._run, self._layout
         batches = list(itertools.islice(run.order(), steps))
         usual, many = run.batch_size, layout.microbatches
@@ -185,7 +250,7 @@ class PipelineEngine:
         notes.finish(run.step + done)
         self._record_operations(run.step + done)
         position = batches[done - 1].after if done else run.position
-        return Trained(done, position, stopped=notes.stopped or done < len(batches))
+        return Trained(done, position, stopped=notes.stopped, change_asked=notes.change_asked)
 
     def _take_batches(self, pieces: list[list[Microbatch]], notes: DeferredStepReduce) -> int:
         """One batch after the other, each with its update; how many were taken."""
@@ -199,9 +264,9 @@ class PipelineEngine:
             ops = one_batch(layout, rank, local)
             if self._monitor is not None:
                 self._monitor.begin_batch(ops, work)
-            self._pipeline.run(ops, work)
-            notes.give(first + done, sum(float(loss) for loss in self._pipeline.losses.values()))
-            self._pipeline.losses.clear()
+            self._pipe.run(ops, work)
+            notes.give(first + done, sum(float(loss) for loss in self._pipe.losses.values()))
+            self._pipe.losses.clear()
         return len(pieces)
 
     def _take_stream(self, microbatches: list[Microbatch], notes: DeferredStepReduce) -> int:
@@ -211,8 +276,8 @@ class PipelineEngine:
         ops = stream(self._layout, rank, work)
         # Losses belong to the last of its stages, if to any.
         stage = max(self._layout.stages_of(rank))
-        self._pipeline.run(notes.watch(ops, stage, work, self._pipeline.losses), work)
-        self._pipeline.losses.clear()
+        self._pipe.run(notes.watch(ops, stage, work, self._pipe.losses), work)
+        self._pipe.losses.clear()
         return work.end - self._run.step
 
     def _work(self, microbatches: list[Microbatch], fetch: Any, stop_before: Any) -> MicrobatchSource:
@@ -238,7 +303,7 @@ class PipelineEngine:
         return (loader.to_device(b.content, device, dtype) for b in self._run.load(source, order))
 
     def _set_lr(self, step: int) -> None:
-        set_lr(self._pipeline.optimizer, self._pipeline.base_lrs, self._run.lr_factor(step))
+        set_lr(self._pipe.optimizer, self._pipe.base_lrs, self._run.lr_factor(step))
 
     def _recorder_of(self, batches: list[GlobalBatch]) -> Callable[[int, float, float, list[float]], None]:
         """Records each step of an interval as its loss becomes known."""
@@ -257,7 +322,7 @@ class PipelineEngine:
         """Mean loss and metric over the test split, sent through the pipeline."""
         run, layout, tests = self._run, self._layout, self._run.parts.test_set
         assert tests is not None
-        self._pipeline.average_buffers()
+        self._pipe.average_buffers()
         size = run.settings.evaluate.batch_size or run.settings.data.batch_size
         each = max(1, size // layout.microbatches)
         pieces = [
@@ -272,20 +337,20 @@ class PipelineEngine:
             sums.add_(sums_of(run.parts, output, target, count))
 
         local = layout.local(len(pieces), layout.pipeline_of(run.worker.rank))
-        self._pipeline.evaluate(local, work, measure)
+        self._pipe.evaluate(local, work, measure)
         return mean_of_all(run.parts, sums, run.worker.world_size)
 
     def state(self) -> EngineState | None:
-        self._pipeline.average_buffers()
+        self._pipe.average_buffers()
         if self._run.parts.pieces is not None:
             return self._write_in_turn()
-        gathered = self._pipeline.gather_state()
+        gathered = self._pipe.gather_state()
         is_writer = self._run.worker.rank == 0
         return with_gathered(whole_state(self._run.parts), gathered, self._tied) if is_writer else None
 
     def _write_in_turn(self) -> EngineState | None:
         """Rank 0 writes what all workers hold as it comes, so that nobody holds all of it."""
-        model, optimizer = self._pipeline.state()
+        model, optimizer = self._pipe.state()
         is_writer = self._run.worker.rank == 0
         if is_writer:
             own = self._run.parts.model.state_dict()
@@ -302,20 +367,74 @@ class PipelineEngine:
         save()
 
     def apply(self, change: Change) -> None:
+        if isinstance(change, PlanChange):
+            self._change_plan(change)
         # Batches are cut anew for each interval; the number of microbatches stays, and their size changes.
-        if not isinstance(change, BatchSizeChange):
+        elif not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, "a pipeline")
 
+    def _change_plan(self, change: PlanChange) -> None:
+        run = self._run
+        assert run.settings.pipeline is not None
+        if run.parts.pieces is not None:
+            raise JobError(
+                "adapt: found a change of the plan, but no worker has memory for the whole model, which it "
+                "takes to cut it anew; leave the policy out"
+            )
+        settings = replace(run.settings, pipeline=replace(run.settings.pipeline, plan=change.plan))
+        check_pipeline(settings, run.worker.world_size)
+        self.synchronize()
+        self.close()
+        run.settings = settings
+        self.open()
+
+    def choose_source(self, marks: Sequence[Mark]) -> int | None:
+        run = self._run
+        if self._held is None and marks[run.worker.rank] != NO_STATE:
+            # It has not trained yet: it has what all start from.
+            self._held = held_layers(run.parts, None, run.parts.optimizer)
+        self._held = self._held if self._held is not None and self._is_whole else HeldLayers()
+        self._held_by = all_gather_values(sorted(self._held.model))
+        source = find_complete(marks, self._held_by, tensors_of(run.parts.model))
+        if source is not None:
+            # Others are elsewhere in the run, and so is what they hold.
+            far = [list(mark) == list(marks[source]) for mark in marks]
+            self._held_by = [held if is_there else [] for held, is_there in zip(self._held_by, far)]
+            self._held = self._held if far[run.worker.rank] else HeldLayers()
+        return source
+
+    def begin_anew(self) -> None:
+        run = self._run
+        run.parts = with_fresh_model(run.parts, run.settings)
+        self._held, self._held_by, self._is_whole = None, [], True
+
+    def warm_up(self) -> None:
+        """The first step takes no longer for a worker that joins: what it needs is made as the links are."""
+
     def synchronize(self) -> None:
-        self._pipeline.average_buffers()
+        self._pipe.average_buffers()
 
     def close(self) -> None:
-        self._pipeline.close()
-        self._channels.close()
+        run, pipeline, self._pipeline = self._run, self._pipeline, None
+        if pipeline is None:
+            return
+        self._held = held_layers(run.parts, self._own_names, pipeline.optimizer)
+        was_lost = run.worker.memberships is not None and run.worker.memberships.loss() is not None
+        for close in (pipeline.close, self._channels.close):
+            try:
+                close()
+            except RuntimeError:
+                if self._is_whole and not was_lost:
+                    raise
+
+    @property
+    def _pipe(self) -> Pipeline:
+        assert self._pipeline is not None
+        return self._pipeline
 
     def _record_operations(self, step: int | None = None) -> None:
         """Record when each operation began and ended, in a long interval now and then."""
-        event = operations_event(self._run.step if step is None else step, self._pipeline.spans)
-        self._pipeline.spans.clear()
+        event = operations_event(self._run.step if step is None else step, self._pipe.spans)
+        self._pipe.spans.clear()
         self._run.note(event)
         self._run.flush_events()

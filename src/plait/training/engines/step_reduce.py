@@ -1,4 +1,4 @@
-"""Sums over the workers of a pipeline, overlapped with its work: each step's loss, and requests to stop."""
+"""Sums over the workers of a pipeline, overlapped with its work: each step's loss, and requests."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class DeferredStepReduce:
     A step's sum is read when all workers have long given theirs: `slack` microbatches after its last one,
     which is more than they can be apart. All read the same, so all stop before the same step. `on_loss` is
     called with each step, its loss, when this worker was done with it, and the sums of workers' `numbers`.
+    `stopped` and `change_asked` say what workers asked for in the steps whose sums were read.
     """
 
     def __init__(
@@ -39,29 +40,26 @@ class DeferredStepReduce:
         self._ends = _ends(microbatches)
         self._next_to_give = self._next_to_read = microbatches[0].step
         self._given: dict[int, tuple[Tensor, dist.Work | None, float]] = {}
-        self._stop = False
+        self.stopped = self.change_asked = False
 
     def give(self, step: int, loss: float) -> None:
         """Add this worker's part of a step's loss; called for each step in turn."""
         assert step == self._next_to_give
         self._next_to_give += 1
-        own = [loss, float(self._worker.stop_requested()), *self._numbers()]
+        members = self._worker.memberships
+        change = members is not None and members.is_asked
+        own = [loss, float(self._worker.stop_requested()), float(change), *self._numbers()]
         values = torch.tensor(own, dtype=torch.float64)
         shared = self._worker.world_size > 1
         work = dist.all_reduce(values, async_op=True) if shared else None
         self._given[step] = values, work, time.perf_counter()
 
     def stop_before(self, step: int) -> bool:
-        """Whether a worker had asked to stop in the steps whose sums can be known by now."""
+        """Whether a worker had asked to stop, or for other members, in the steps whose sums can be known."""
         begin = self._ends[step] - self._steps[step]
         while self._next_to_read < step and self._ends[self._next_to_read] + self._slack <= begin:
             self._read()
-        return self._stop
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a worker asked to stop in the steps whose sums were read."""
-        return self._stop
+        return self.stopped or self.change_asked
 
     def finish(self, end: int) -> None:
         """Read the sums of all steps before `end`; the pipeline has drained."""
@@ -72,8 +70,8 @@ class DeferredStepReduce:
         values, work, ended = self._given.pop(self._next_to_read)
         if work is not None:
             work.wait()
-        loss, stops, *sums = values.tolist()
-        self._stop = self._stop or stops > 0
+        loss, stops, changes, *sums = values.tolist()
+        self.stopped, self.change_asked = self.stopped or stops > 0, self.change_asked or changes > 0
         self._on_loss(self._next_to_read, loss, ended, sums)
         self._next_to_read += 1
 
