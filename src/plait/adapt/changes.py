@@ -47,8 +47,19 @@ class PlanChange:
     plan: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Replan:
+    """Look for a plan for workers that take `slowness` times as long as planned, beside the training.
+
+    A `PlanChange` follows where a step becomes shorter by the share `gain` of it, and that pays for the move.
+    """
+
+    slowness: tuple[float, ...]
+    gain: float = 0.1
+
+
 # What the loop can be asked to apply between two steps.
-Change = TopologyChange | BatchSizeChange | WorkersChange | SyncChange | PlanChange
+Change = TopologyChange | BatchSizeChange | WorkersChange | SyncChange | PlanChange | Replan
 
 
 @dataclass(frozen=True)

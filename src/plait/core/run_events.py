@@ -301,6 +301,7 @@ class Signals(Event):
     """What monitors saw of one step, the same on all workers; policies decide by it.
 
     `work_s` and `link_bytes_per_s` have a number for each worker, and are empty where a step was not timed.
+    `planned_s` is what a pipeline's plan gives each worker to compute in a step, in seconds.
     """
 
     step: int
@@ -313,6 +314,7 @@ class Signals(Event):
     step_s: float | None = None
     samples_per_s: float | None = None
     work_s: tuple[float, ...] = ()
+    planned_s: tuple[float, ...] = ()
     link_bytes_per_s: tuple[float, ...] = ()
     noise_scale: float | None = None
     variance: float | None = None

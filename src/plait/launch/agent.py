@@ -167,6 +167,8 @@ class _Output:
         self._prefix = prefix
         self._lines = LineBuffer()
         self._log = log.open("ab", buffering=0) if log is not None else None
+        # Its descriptor may be another worker's by now.
+        self.closed = False
 
     def take(self, supervisor: SupervisorLink) -> bool:
         """Pass on what has come; False at its end."""
@@ -182,6 +184,7 @@ class _Output:
         return bool(data)
 
     def close(self) -> None:
+        self.closed = True
         os.close(self.read)
         if self._log is not None:
             self._log.close()
@@ -437,7 +440,7 @@ class Agent:
         end = time.monotonic() + DRAIN_S
         for worker in self._workers:
             for output in worker.outputs:
-                while output.read in self._selector.get_map() and time.monotonic() < end:
+                while not output.closed and time.monotonic() < end:
                     if self._selector.select(0.05):
                         self._pass_on(output)
         while self._supervisor.has_unsent and time.monotonic() < end:

@@ -34,8 +34,9 @@ from plait.planner import (
     with_memory_as_run,
 )
 from plait.planner.partition.fits import misfit
+from plait.planner.replan import plan_for
 from plait.profiler.profile import Profile
-from plait.schema.placement import Placement
+from plait.schema.placement import ElasticRules, Placement
 from plait.schema.settings import (
     OptimizerSettings,
     PipelineOptions,
@@ -77,6 +78,8 @@ def planned(
         graph = None
     elif graph is None:
         graph = encode(_measured_graph(settings, placement, plan))
+    if placement.elastic is not None:
+        _check_sizes(plan, decode(Graph, graph, "graph"), placement.elastic)
     chosen = PipelineSettings(encode(plan), graph, **values_of(PipelineOptions, request))
     return replace(settings, pipeline=chosen), plan
 
@@ -84,6 +87,18 @@ def planned(
 def may_plan_again(settings: TrainSettings, placement: Placement) -> bool:
     """Whether another plan may be made while the job runs: for other workers, or by a policy."""
     return placement.elastic is not None or any(each.kind == "plan" for each in settings.adapt)
+
+
+def _check_sizes(plan: Plan, graph: Graph, rules: ElasticRules) -> None:
+    """Refuse numbers of workers that the job may come to and no plan can be made for."""
+    for workers in range(rules.min_workers, rules.most + 1):
+        try:
+            plan_for(plan, graph, [1.0] * workers)
+        except PlanError as failure:
+            raise JobError(
+                f"parallel.elastic: the job may come to {workers} workers (parallel.min_workers "
+                f"{rules.min_workers}, parallel.max_workers {rules.most}), but {failure}"
+            ) from None
 
 
 def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan) -> Graph:

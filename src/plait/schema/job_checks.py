@@ -49,6 +49,7 @@ def check_combinations(job: Job) -> None:
     _check_sync(job, slots)
     _check_topology(job, slots)
     _check_elastic(job, slots)
+    _check_policies(job)
     if job.early_stop is not None and job.evaluate.every_steps is None:
         raise JobError("early_stop: needs evaluations to judge by; add evaluate.every_steps")
 
@@ -114,6 +115,20 @@ def _check_topology(job: Job, workers: int) -> None:
             f"replicas of each stage need a topology of their own: use a name, or plan: data-parallel"
         )
     check_wish(wish, workers)
+
+
+def _check_policies(job: Job) -> None:
+    parallel = job.parallel
+    if any(policy.kind == "plan" for policy in job.adapt) and parallel.plan == "data-parallel":
+        raise JobError(
+            "adapt.kind: found plan, but every worker holds the whole model; set parallel.plan: auto, or "
+            "leave the policy out"
+        )
+    if any(policy.kind == "plan" for policy in job.adapt) and parallel.sync != "all-reduce":
+        raise JobError(
+            f"adapt.kind: found plan with parallel.sync {shown(parallel.sync)}; layers move in one pipeline: "
+            f"use sync: all-reduce"
+        )
 
 
 def _check_elastic(job: Job, workers: int) -> None:

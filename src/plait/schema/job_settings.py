@@ -62,8 +62,13 @@ class Job(CommonSettings):
         return tuple(host.slots for host in parse_hosts(self.cluster.hosts, "cluster.hosts"))
 
     def elastic_rules(self) -> ElasticRules:
-        """The rules of workers that come and go; no more of them than slots, or samples in a batch."""
+        """The rules of workers that come and go; no more of them than slots, or samples in a batch.
+
+        Those of a pipeline have to find a plan, so there are no more than it starts with unless it says so.
+        """
         most = sum(self.slots()) if self.cluster.hosts else MOST_SLOTS
+        if self.parallel.plan != "data-parallel":
+            most = self.parallel.workers or sum(self.slots()) or 1
         rules = ElasticRules(**values_of(ElasticRules, self.parallel))
         return replace(rules, max_workers=rules.max_workers or min(most, self.data.batch_size))
 

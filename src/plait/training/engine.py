@@ -13,6 +13,7 @@ from plait.adapt.changes import (
     BatchSizeChange,
     Change,
     PlanChange,
+    Replan,
     SyncChange,
     TopologyChange,
     WorkersChange,
@@ -149,6 +150,7 @@ def cannot_apply(change: Change, engine: str) -> JobError:
         WorkersChange: "cannot change its number of workers",
         SyncChange: "cannot change how its workers agree",
         PlanChange: "has no stages whose layers could move",
+        Replan: "has no plan that could be made anew",
     }
     why = f"{engine} {reasons[type(change)]}"
     return JobError(f"adapt: cannot apply {change}: {why}; leave the policy that asks for it out")

@@ -166,7 +166,8 @@ class Loop(RunStart):
         run.schedule = build_lr_factor(run.settings.lr_schedule, self._schedule_steps(steps))
         metrics.batch_size = run.batch_size
         self._tell_of_parts()
-        metrics.start(run.step, None if steps == UNKNOWN_STEPS else steps)
+        run.total_steps = None if steps == UNKNOWN_STEPS else steps
+        metrics.start(run.step, run.total_steps)
         if slow := emulated(run.settings.precision, run.parts.device):
             metrics.warn(slow)
         if run.parts.train_set.is_stream:
@@ -364,7 +365,7 @@ class Loop(RunStart):
         run.batch = run.batch.changed(change, run.step, by_samples=run.settings.epochs is not None)
         run.metrics.batch_size = run.batch_size
         if not self._until_data_ends:
-            self._steps = self._total_steps()
+            self._steps = run.total_steps = self._total_steps()
             run.metrics.set_steps(self._steps)
 
     def steps_until_due(self) -> int:

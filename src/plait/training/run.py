@@ -40,6 +40,8 @@ class Run:
         self.signals = SignalHistory(self.metrics.signals)
         # What is known of the gradients' noise, by whichever engine's monitor.
         self.noise = GradientAverages()
+        # Of the whole run, where they are known.
+        self.total_steps: int | None = None
         # What it took to open the engine that trains now, where layers may move.
         self.opened_s = 0.0
         self._keeps_record = worker.rank == 0

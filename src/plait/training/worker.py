@@ -140,7 +140,14 @@ def make_sources(run: Run) -> list[ChangeSource]:
         return 1 if at_once or run.worker.world_size == 1 else APART_STEPS
 
     policies = [(each.kind, make_policy(each.kind, each.options)) for each in run.settings.adapt]
-    return [PolicySource(policies, run.signals, every_steps)] if policies else []
+    if not policies:
+        return []
+    source = PolicySource(policies, run.signals, every_steps)
+    if run.settings.pipeline is None or run.settings.pipeline.graph is None:
+        return [source]
+    from plait.training.change.replanning import Replanning  # imports the planner
+
+    return [Replanning(run, source)]
 
 
 def _with_stages(run: Run) -> Loop | Follower:

@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.adapt.policies.batch_size import AdaptiveBatchSize
 from plait.adapt.policies.own_function import FunctionPolicy
+from plait.adapt.policies.plan import AdaptivePlan
 from plait.adapt.policies.policy import Policy
 from plait.adapt.policies.step_table import StepBased
 from plait.adapt.policies.sync import AdaptiveSync
@@ -20,6 +21,7 @@ from plait.core.shown import shown
 
 POLICIES: Mapping[str, Any] = {
     "batch-size": AdaptiveBatchSize,
+    "plan": AdaptivePlan,
     "steps": StepBased,
     "sync": AdaptiveSync,
     "topology": AdaptiveTopology,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from plait.adapt.changes import ChangeRequest, PlanChange, Replan, SavedSource
 from plait.comm.collectives import broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
+from plait.core.units import show_bytes
 from plait.graph.graph import Graph
 from plait.launch.worker import Worker
 from plait.planner import Plan, PlanError
-from plait.planner.replan import plan_for
+from plait.planner.replan import Replanned, plan_for, replan
 from plait.schema.settings import TrainSettings
+from plait.training.run import Run
 
 
 def replan_together(worker: Worker, settings: TrainSettings) -> TrainSettings:
@@ -38,3 +44,102 @@ def plan_and_graph(settings: TrainSettings) -> tuple[Plan, Graph]:
         raise PlanError("the run does not know what its layers cost, so no other plan can be made")
     plan = decode(Plan, settings.pipeline.plan, "plan")
     return plan, decode(Graph, settings.pipeline.graph, "graph")
+
+
+def why_to_move(
+    found: Replanned, gain: float, steps_left: int | None, opening_s: float, bytes_per_s: float
+) -> str | None:
+    """In words, why to change over to the plan that was found; None where that does not pay.
+
+    It takes `opening_s` to open a pipeline, besides what it takes to move layers.
+    """
+    saved_s = found.before_s - found.step_s
+    move_s = opening_s + found.moved_bytes / bytes_per_s
+    if saved_s <= 0 or saved_s < gain * found.before_s:
+        return None
+    if steps_left is not None and saved_s * steps_left <= move_s:
+        return None
+    return (
+        f"a step would take {found.step_s * 1e3:.3g} ms instead of {found.before_s * 1e3:.3g} ms, which pays "
+        f"for the move ({show_bytes(found.moved_bytes)}, about {move_s:.2g} s) within "
+        f"{max(1, round(move_s / saved_s))} steps"
+    )
+
+
+class Replanning:
+    """Answers requests to plan again: the planner runs beside the training, and steps go on meanwhile.
+
+    `source` is where requests come from. What it asks for besides goes through.
+    """
+
+    def __init__(self, run: Run, source: SavedSource) -> None:
+        self._run = run
+        self._source = source
+        # The request that is being answered, on all workers; on rank 0 the thread, and what it found.
+        self._asked: ChangeRequest | None = None
+        self._version: int | None = None
+        self._planner: threading.Thread | None = None
+        self._found: dict[str, Any] = {}
+
+    def next_due(self, step: int) -> int | None:
+        return self._source.next_due(step)
+
+    def due(self, step: int) -> Sequence[ChangeRequest]:
+        found = []
+        if self._asked is not None and self._members_version() != self._version:
+            # Asked for by other members: those that have joined know nothing of it.
+            self._asked = self._planner = None
+        for request in self._source.due(step):
+            if not isinstance(request.change, Replan):
+                found.append(request)
+            elif self._asked is None:
+                self._begin(request, request.change)
+        return [*found, *self._answers()]
+
+    def state(self) -> Any:
+        return self._source.state()
+
+    def load(self, state: Any) -> None:
+        self._source.load(state)
+
+    def _begin(self, request: ChangeRequest, asked: Replan) -> None:
+        self._asked, self._version = request, self._members_version()
+        if self._run.worker.rank == 0:
+            self._found = {}
+            self._planner = threading.Thread(target=self._plan, args=(asked,), name="plait-planner")
+            self._planner.daemon = True
+            self._planner.start()
+
+    def _members_version(self) -> int | None:
+        members = self._run.worker.memberships
+        return None if members is None else members.current.version
+
+    def _plan(self, asked: Replan) -> None:
+        run = self._run
+        try:
+            plan, graph = plan_and_graph(run.settings)
+            devices = [plan.machines.device(rank) for rank in range(plan.machines.count)]
+            speeds = [device.speed / slow for device, slow in zip(devices, asked.slowness)]
+            found = replan(plan, graph, speeds)
+            left = None if run.total_steps is None else run.total_steps - run.step
+            rate = min(level.bytes_per_s for level in plan.machines.levels)
+            why = why_to_move(found, asked.gain, left, run.opened_s, rate)
+            self._found = {"plan": encode(found.plan) if why else None, "why": why}
+        except PlanError as failure:
+            self._found = {"plan": None, "why": str(failure)}
+
+    def _answers(self) -> list[ChangeRequest]:
+        """The change to the plan that was found, once the planner is done and where it pays."""
+        asked = self._asked
+        if asked is None:
+            return []
+        own = None
+        if self._planner is not None and not self._planner.is_alive():
+            own = self._found
+        answer = broadcast_value(own, 0) if self._run.worker.world_size > 1 else own
+        if answer is None:
+            return []
+        self._asked = self._planner = None
+        if answer.get("plan") is None:
+            return []
+        return [ChangeRequest(PlanChange(answer["plan"]), asked.by, f"{asked.why}: {answer['why']}")]

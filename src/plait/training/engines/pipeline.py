@@ -386,6 +386,8 @@ class PipelineEngine:
         self.synchronize()
         self.close()
         run.settings = settings
+        # What was measured before is of the other plan.
+        run.signals.forget()
         self.open()
 
     def choose_source(self, marks: Sequence[Mark]) -> int | None:

@@ -15,13 +15,25 @@ import torch
 from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import WorkerTimes
-from plait.core.codec import finite
+from plait.core.codec import decode, finite
 from plait.core.run_events import Signals
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import MicrobatchSource
+from plait.planner.plan import Plan
+from plait.planner.replan import seconds_of_devices
 from plait.planner.schedules.operations import Backward, BackwardWeight, Op
+from plait.schema.settings import TrainSettings
 from plait.training.monitoring.asked import wants_norms
 from plait.training.run import Run
+
+
+def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
+    """What the plan gives each worker to compute in a step, at the speed that it was planned to have."""
+    assert settings.pipeline is not None
+    plan = decode(Plan, settings.pipeline.plan, "plan")
+    found = enumerate(seconds_of_devices(plan))
+    seconds = tuple(each / plan.machines.device(device).speed for device, each in found)
+    return seconds if all(seconds) else ()
 
 
 class StageMonitor:
@@ -33,6 +45,7 @@ class StageMonitor:
         self._rank, self._workers = run.worker.rank, run.worker.world_size
         self.averages = run.noise
         self._norms = wants_norms(run.settings)
+        self._planned_s = planned_seconds(run.settings)
         schedule = pipeline.pipeline_layout.schedule
         if self._norms and not schedule.synchronous:
             run.metrics.warn(
@@ -116,6 +129,7 @@ class StageMonitor:
                 step_s=max(seconds) if known else None,
                 samples_per_s=samples / max(seconds) if known else None,
                 work_s=busy if known else (),
+                planned_s=self._planned_s,
                 noise_scale=averages.noise_scale,
                 variance=averages.variance,
                 squared_norm=averages.squared_norm,

@@ -1,0 +1,74 @@
+"""Adaptive plan: look for another one when workers take other times for their stages than was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import ClassVar
+
+from plait.adapt.changes import Replan
+from plait.adapt.policies.policy import Decision, Proposal
+from plait.core.errors import JobError
+from plait.core.run_events import Signals
+
+
+@dataclass(frozen=True)
+class PlanState:
+    """What was found when a plan was last looked for: the step, and how slow each worker was."""
+
+    since: int = 0
+    slowness: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class AdaptivePlan:
+    """Plan again when a worker takes `threshold` more or less of the planned time than the others do.
+
+    Times are medians of `window` steps, and what all workers take more than planned is no reason. The job
+    changes over only where a step becomes shorter by the share `gain` of it, and where that pays for the
+    move in the steps that are left.
+    """
+
+    threshold: float = 0.3
+    window: int = 10
+    gain: float = 0.1
+    state_type: ClassVar[type | None] = PlanState
+
+    def __post_init__(self) -> None:
+        if self.threshold <= 0 or self.window < 1 or not 0 <= self.gain < 1:
+            raise JobError(
+                f"adapt: plan found threshold {self.threshold}, window {self.window} and gain {self.gain}; "
+                f"expected a threshold above 0, a window of 1 or more, and a gain from 0 to 1"
+            )
+
+    def decide(self, signals: Sequence[Signals], state: PlanState | None) -> Decision:
+        now, state = signals[-1], state or PlanState()
+        slowness = self._slowness([each for each in signals if each.planned_s == now.planned_s])
+        if slowness is None or now.step < state.since + self.window:
+            return Decision(state=state)
+        if not self._differ(slowness, (1.0,) * len(slowness)):
+            return Decision(state=PlanState(now.step))
+        if len(state.slowness) == len(slowness) and not self._differ(slowness, state.slowness):
+            # A plan was looked for, and none was worth it.
+            return Decision(state=state)
+        worst = max(range(len(slowness)), key=lambda worker: max(slowness[worker], 1 / slowness[worker]))
+        why = f"worker {worst} takes {slowness[worst]:.2f} times what was planned for it, against the others"
+        proposal = Proposal(Replan(tuple(round(each, 4) for each in slowness), self.gain), why)
+        return Decision((proposal,), PlanState(now.step, slowness))
+
+    def _slowness(self, signals: Sequence[Signals]) -> tuple[float, ...] | None:
+        """How many times its planned seconds each worker takes, against the one in the middle."""
+        timed = [each for each in signals if each.work_s and len(each.work_s) == len(each.planned_s)]
+        if len(timed) < self.window:
+            return None
+        ratios = [
+            median(each.work_s[worker] / each.planned_s[worker] for each in timed[-self.window :])
+            for worker in range(len(timed[-1].planned_s))
+        ]
+        usual = median_low(ratios)
+        return tuple(ratio / usual for ratio in ratios)
+
+    def _differ(self, one: Sequence[float], other: Sequence[float]) -> bool:
+        most = 1 + self.threshold
+        return any(not 1 / most <= a / b <= most for a, b in zip(one, other))

@@ -1,0 +1,119 @@
+"""Layers that move between the workers of a pipeline: only those whose workers change, and exactly."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.adapt.changes import PlanChange
+from plait.core import events
+from plait.core.run_events import Changed, LayersMoved
+from plait.graph.graph import Edge, Graph, Node
+from plait.launch.run_dir import RunDir
+from plait.planner import Schedule, machines, make_plan
+from plait.planner.partition.front import Settings
+from plait.planner.replan import moved_bytes, plan_for, replan
+from plait.schema.settings import TrainSettings
+from plait.training import checkpoint as checkpoints
+from plait.training import components
+from plait.training.change.layers import find_complete, find_moves
+from plait.training.engines.pipeline import PipelineEngine
+from plait.training.loop import Loop
+from plait.training.run import Run
+from support.changes import StepTable
+from support.plans import planned
+from support.training import PlainWorker, largest_difference, train_here
+from support.world import run_ranks
+
+NAMES = st.sets(st.sampled_from("abcdef"))
+
+
+@given(st.lists(NAMES, min_size=1, max_size=4), st.data())
+def test_after_the_moves_each_worker_has_what_it_needs_and_nothing_moved_in_vain(
+    held: list[set[str]], data: Any
+):
+    known = sorted(set().union(*held))
+    ranks = st.sets(st.integers(0, len(held) - 1))
+    needed = {name: data.draw(ranks) for name in known}
+    moves = find_moves(held, needed)
+    after = [set(names) for names in held]
+    for name, source, target in moves:
+        assert name in held[source]
+        assert name not in after[target]
+        after[target].add(name)
+    assert all(name in after[rank] for name, users in needed.items() for rank in users)
+    assert sum(map(len, after)) == sum(map(len, held)) + len(moves)
+
+
+@given(st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 1), NAMES), min_size=1, max_size=5))
+def test_the_state_to_go_on_from_is_whole_and_no_later_one_is(workers: list[tuple[int, int, set[str]]]):
+    marks, held = [(step, done) for step, done, _ in workers], [names for *_, names in workers]
+    found = find_complete(marks, held, "abc")
+
+    def is_whole(mark: tuple[int, int]) -> bool:
+        here = [names for each, names in zip(marks, held) if each == mark]
+        return mark[0] >= 0 and set("abc") <= set().union(*here)
+
+    if found is None:
+        assert not any(map(is_whole, marks))
+    else:
+        assert is_whole(marks[found])
+        assert not any(is_whole(mark) and mark[0] > marks[found][0] for mark in marks)
+
+
+def train_under(rank: int, settings: TrainSettings, folder: Path, change: PlanChange) -> None:
+    torch.set_num_threads(1)
+    parts = components.build(settings, torch.device("cpu"))
+    run = Run(PlainWorker(), settings, parts, RunDir(folder))
+    Loop(run, PipelineEngine(run), [StepTable({7: change})]).train(resume=False)
+
+
+def test_a_pipeline_that_changes_its_plan_trains_as_one_process_does(tmp_path: Path):
+    before = planned((2, 1), Schedule.FLUSH, steps=15, verify="off")
+    after = planned((1, 2), Schedule.FLUSH, steps=15)
+    assert after.pipeline is not None
+    run_ranks(3, train_under, before, tmp_path / "moved", PlanChange(after.pipeline.plan))
+    train_here(replace(before, pipeline=None), tmp_path / "alone")
+    ours, alone = (
+        checkpoints.load(checkpoints.list_checkpoints(tmp_path / each / "checkpoints")[0])
+        for each in ("moved", "alone")
+    )
+    assert largest_difference(ours.model, alone.model) < 1e-9
+    assert largest_difference(ours.optimizer, alone.optimizer) < 1e-9
+    found = [line.event for line in events.read(tmp_path / "moved" / "events" / "rank0.jsonl")]
+    (moved,) = [event for event in found if isinstance(event, LayersMoved)]
+    # The convolution and its norm stay with worker 0 and go to nobody; worker 1 takes the linear layer.
+    assert moved.names == ("5.bias", "5.weight")
+    assert [event.kind_of_change for event in found if isinstance(event, Changed)] == ["PlanChange"]
+
+
+def chain(seconds: list[float]) -> Graph:
+    ids = [f"n{i}" for i in range(len(seconds))]
+    nodes = tuple(Node(id, "", each / 3, 2 * each / 3, 1e3, 1e6) for id, each in zip(ids, seconds))
+    return Graph(nodes, tuple(Edge(a, b, 1e3) for a, b in itertools.pairwise(ids)))
+
+
+def test_a_slow_worker_gets_fewer_layers():
+    graph = chain([1e-3] * 20)
+    asked = Settings(Schedule.FLUSH, 16, straight=True)
+    plan = make_plan(graph, machines(4, 1e9), asked)
+    found = replan(plan, graph, [1.0, 1.0, 1 / 3, 1.0])
+    counts = {stage.devices[0]: len(stage.layers) for stage in found.plan.stages}
+    assert counts == {0: 6, 1: 6, 2: 2, 3: 6}
+    assert found.step_s < 0.5 * found.before_s
+    assert found.moved_bytes == moved_bytes(plan, found.plan, graph) > 0
+
+
+def test_a_plan_for_fewer_workers_uses_all_of_them():
+    graph = chain([1e-3] * 6)
+    plan = make_plan(graph, machines(4, 1e9), Settings(Schedule.STASH, 4, straight=True))
+    for workers in (1, 2, 3, 5):
+        found = plan_for(plan, graph, [1.0] * workers)
+        assert found.devices_used == workers
+        assert (found.schedule, found.microbatches) == (Schedule.STASH, 4)
