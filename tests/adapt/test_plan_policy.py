@@ -34,8 +34,8 @@ def test_what_all_workers_take_more_than_planned_is_no_reason_to_plan_again():
 def test_one_worker_that_becomes_slower_is_planned_for_once():
     course = signals(range(1, 31), (1.0, 1.0, 1.0)) + signals(range(31, 90), (1.0, 3.0, 1.0))
     ((step, proposal),) = replay(AdaptivePlan(window=10), course)
-    # Half of the window has to show it.
-    assert 31 + 4 <= step <= 31 + 10 + 10
+    # Not before the whole window shows it: at half way a worker seems half as slow as it is.
+    assert 31 + 5 <= step <= 31 + 10 + 10
     assert isinstance(proposal.change, Replan)
     assert proposal.change.slowness == pytest.approx((1.0, 3.0, 1.0), rel=0.1)
     assert "worker 1 takes" in proposal.why
@@ -44,8 +44,7 @@ def test_one_worker_that_becomes_slower_is_planned_for_once():
 def test_a_worker_that_becomes_slower_still_is_planned_for_again():
     course = signals(range(1, 41), (1.0, 2.0, 1.0)) + signals(range(41, 90), (1.0, 4.0, 1.0))
     found = replay(AdaptivePlan(window=10), course)
-    first, *_, last = (each.change for _, each in found)
-    assert (round(first.slowness[1]), round(last.slowness[1])) == (2, 4)
+    assert [round(each.change.slowness[1]) for _, each in found] == [2, 4]
 
 
 def test_times_under_another_plan_are_left_out():

@@ -25,9 +25,10 @@ class PlanState:
 class AdaptivePlan:
     """Plan again when a worker takes `threshold` more or less of the planned time than the others do.
 
-    Times are medians of `window` steps, and what all workers take more than planned is no reason. The job
-    changes over only where a step becomes shorter by the share `gain` of it, and where that pays for the
-    move in the steps that are left.
+    Times are medians of `window` steps whose halves agree, so that a worker that is becoming slower is not
+    planned for at half way; what all workers take more than planned is no reason. The job changes over only
+    where a step becomes shorter by the share `gain` of it, and where that pays for the move in the steps that
+    are left.
     """
 
     threshold: float = 0.3
@@ -62,13 +63,20 @@ class AdaptivePlan:
         timed = [each for each in signals if each.work_s and len(each.work_s) == len(each.planned_s)]
         if len(timed) < self.window:
             return None
-        ratios = [
-            median(each.work_s[worker] / each.planned_s[worker] for each in timed[-self.window :])
-            for worker in range(len(timed[-1].planned_s))
-        ]
-        usual = median_low(ratios)
-        return tuple(ratio / usual for ratio in ratios)
+        seen, middle = timed[-self.window :], self.window // 2
+        if middle and self._differ(_slowness(seen[:middle]), _slowness(seen[middle:])):
+            return None
+        return _slowness(seen)
 
     def _differ(self, one: Sequence[float], other: Sequence[float]) -> bool:
         most = 1 + self.threshold
         return any(not 1 / most <= a / b <= most for a, b in zip(one, other))
+
+
+def _slowness(signals: Sequence[Signals]) -> tuple[float, ...]:
+    ratios = [
+        median(each.work_s[worker] / each.planned_s[worker] for each in signals)
+        for worker in range(len(signals[-1].planned_s))
+    ]
+    usual = median_low(ratios)
+    return tuple(ratio / usual for ratio in ratios)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +16,12 @@ from torch import nn
 
 from plait.core import events
 from plait.core.run_events import Step, WorkersChanged
+from plait.experiments.adapt import pipelines
+from plait.experiments.adapt.driver import Act, Driver, KillWorker
 from plait.experiments.bench import Bench, BenchClaim, Row
 from plait.launch.control import ask_job
-from plait.launch.display import Silent, WorkerState
-from plait.launch.run_dir import RunDir, find_run
+from plait.launch.display import WorkerState
+from plait.launch.run_dir import RunDir
 
 SIZES = (2, 3, 4, 2, 1, 3)
 GOAL_S = 0.5
@@ -52,7 +51,28 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def run(command: str = "plait bench elastic", quick: bool = False) -> Bench:
+PARTS = {
+    "workers": "resizes, a worker that is killed, and the policy that chooses the number of workers",
+    "pipelines": "a pipeline that loses a worker, and one in which a worker becomes slower",
+}
+
+
+def run(
+    parts: Sequence[str] = tuple(PARTS), command: str = "plait bench elastic", quick: bool = False
+) -> Bench:
+    """Change jobs while they run, beside jobs that stay as they are; the quick course is that of workers."""
+    rows: list[Row] = []
+    claims: list[BenchClaim] = []
+    if "workers" in parts:
+        more_rows, more_claims = _workers(quick)
+        rows, claims = rows + more_rows, claims + more_claims
+    if "pipelines" in parts and not (quick and "workers" in parts):
+        changed = pipelines.lost_rows() + pipelines.slow_rows()
+        rows, claims = rows + changed, claims + pipelines.claims(changed)
+    return Bench("elastic", command, tuple(_without_curves(rows)), tuple(claims))
+
+
+def _workers(quick: bool) -> tuple[list[Row], list[BenchClaim]]:
     """Resize jobs while they run and lose a worker of one; beside them, a run of fixed size."""
     rows: list[Row] = []
     claims: list[BenchClaim] = []
@@ -66,7 +86,7 @@ def run(command: str = "plait bench elastic", quick: bool = False) -> Bench:
     claims.append(_loss_of_worker_claim(rows))
     rows += _chosen_by_policy()
     claims.append(_policy_claim(rows))
-    return Bench("elastic", command, tuple(_without_curves(rows)), tuple(claims))
+    return rows, claims
 
 
 def _without_curves(rows: Sequence[Row]) -> list[Row]:
@@ -88,49 +108,11 @@ def _job(name: str, folder: str, parallel: Mapping[str, Any], steps: int) -> dic
     }
 
 
-class _Driver(Silent):
-    """Does what is left to do, one thing after the other, each some steps after the one before."""
-
-    def __init__(
-        self, acts: Sequence[Callable[[RunDir, tuple[WorkerState, ...]], None]], run_dir: Path
-    ) -> None:
-        self._acts = list(acts)
-        self._run_dir = run_dir
-        self._quiet_since: int | None = None
-        self._busy = False
-
-    def started(self, workers: tuple[WorkerState, ...]) -> None:
-        self._workers = workers
-        self._quiet_since, self._busy = None, False
-
-    def progressed(self, progress: Mapping[str, Any]) -> None:
-        step = int(progress["step"])
-        if self._quiet_since is None:
-            self._quiet_since = step
-        if self._busy or step < self._quiet_since + QUIET_STEPS or not self._acts:
-            return
-        self._busy = True
-        # In a thread of its own: this one answers the request.
-        act = self._acts.pop(0)
-        threading.Thread(target=act, args=(find_run(NAME, self._run_dir), self._workers), daemon=True).start()
-
-
-def _ask(workers: int) -> Callable[[RunDir, tuple[WorkerState, ...]], None]:
+def _ask(workers: int) -> Act:
     def ask(folder: RunDir, _: tuple[WorkerState, ...]) -> None:
         ask_job(folder, {"workers": workers, "why": f"at {time.time():.6f}"})
 
     return ask
-
-
-class _KillFirst:
-    """Kills the worker that keeps the record, and notes when."""
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-
-    def __call__(self, _: RunDir, workers: tuple[WorkerState, ...]) -> None:
-        self.at = time.time()
-        os.kill(workers[0].pid, signal.SIGKILL)
 
 
 def _resized(name: str) -> list[Row]:
@@ -144,7 +126,7 @@ def _resized(name: str) -> list[Row]:
 def _lost(name: str) -> list[Row]:
     """A row for the loss of the worker that keeps the record, and one for the worker in its place."""
     parallel = {"workers": 3, "elastic": True, "max_workers": 3}
-    kill = _KillFirst()
+    kill = KillWorker(0)
     recorded = _trained(name, parallel, 8 * QUIET_STEPS, [kill])
     # What the worker that was killed recorded last may not have reached its file.
     return _change_rows("kill -9 of worker 0", name, recorded, kill.at)
@@ -196,7 +178,9 @@ def _trained(
     from plait.jobs.train import train  # reads job files
 
     with tempfile.TemporaryDirectory() as folder:
-        made = train(_job(name, folder, parallel, steps) | more, display=_Driver(acts, Path(folder)))
+        made = train(
+            _job(name, folder, parallel, steps) | more, display=Driver(NAME, acts, Path(folder), QUIET_STEPS)
+        )
         files = sorted(Path(made.run).glob("events/*.jsonl"))
         found = [line for path in files for line in events.read(path)]
     return sorted(found, key=lambda line: line.t)
