@@ -110,6 +110,18 @@ def test_fewer_workers_than_the_job_asks_for_end_it_with_a_checkpoint(tmp_path: 
     assert largest_difference(weights_of(run), peace) < 1e-9
 
 
+def test_a_pipeline_goes_on_without_a_worker_that_is_killed(tmp_path: Path):
+    def kill_the_first(folder: RunDir, workers: tuple[WorkerState, ...]) -> None:
+        os.kill(workers[0].pid, signal.SIGKILL)
+
+    display = AtStep(tmp_path, 5, kill_the_first)
+    plan = {"workers": 3, "plan": "model-parallel", "schedule": "flush", "microbatches": 3}
+    made = plait.train(job(tmp_path, {**plan, "jitter": [0.1, 0.01]}, steps=150), display=display)
+    # Another takes its place, unless the run has ended by then.
+    assert display.seen[:3] in ([(0, 1, 2), (1, 2), (1, 2, 3)], [(0, 1, 2), (1, 2)]), display.lines
+    assert largest_difference(weights_of(Path(made.run)), weights_in_peace(tmp_path, 150)) < 1e-9
+
+
 def test_when_the_supervisor_is_killed_nothing_is_left_and_the_run_can_be_resumed(tmp_path: Path):
     asked = make_job(job(tmp_path, {"workers": 2, "max_workers": 3}, steps=10_000))
     path = tmp_path / "job.yaml"
