@@ -163,19 +163,20 @@ class MortalNet(nn.Module):
 
 
 class MortalLayers(nn.Sequential):
-    """Layers with normalisation; the second kills the process of the victim in its forward `dies_at`."""
+    """Layers of which two kill the process of the victim in their forward `dies_at`."""
 
-    def __init__(self, dies_at: int) -> None:
+    def __init__(self, dies_at: int, norm: bool = True) -> None:
+        last = nn.BatchNorm1d(10) if norm else nn.Identity()
         super().__init__(
-            nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), Fatal(dies_at), nn.Linear(12, 10), nn.BatchNorm1d(10)
+            nn.Flatten(), Fatal(64, dies_at), nn.ReLU(), Fatal(12, dies_at), nn.Linear(12, 10), last
         )
 
 
 class Fatal(nn.Linear):
     """A layer that kills the process of the victim in its forward number `dies_at` in training."""
 
-    def __init__(self, dies_at: int) -> None:
-        super().__init__(12, 12)
+    def __init__(self, inputs: int, dies_at: int) -> None:
+        super().__init__(inputs, 12)
         self._dies_at, self._seen = dies_at, 0
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

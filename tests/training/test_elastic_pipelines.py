@@ -82,3 +82,26 @@ def test_without_a_worker_that_is_lost_a_pipeline_goes_on_from_its_last_checkpoi
     assert [event.step for event in recorded(tmp_path / "elastic", RunStarted)] == [0, 8]
     (change,) = recorded(tmp_path / "elastic", WorkersChanged)
     assert (change.step, change.members, change.lost) == (8, (0, 2), (1,))
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_where_replicas_are_left_a_pipeline_goes_on_from_its_last_step(victim: int, tmp_path: Path):
+    model = ModelSettings("support.elastic:MortalLayers", {"dies_at": 23, "norm": False})
+    settings = with_graph(planned((2, 2), Schedule.FLUSH, steps=16, model=model, verify="off"))
+    rest = tuple(rank for rank in range(4) if rank != victim)
+    run_elastic(
+        settings,
+        tmp_path / "elastic",
+        [(0, (0, 1, 2, 3))],
+        victim=victim,
+        after_loss=membership(2, rest, lost=(victim,)),
+    )
+    train_here(replace(settings, pipeline=None), tmp_path / "alone")
+    ours, alone = final_state(tmp_path / "elastic"), final_state(tmp_path / "alone")
+    assert ours.step == 16
+    assert largest_difference(ours.model, alone.model) < 1e-9
+    assert largest_difference(ours.optimizer, alone.optimizer) < 1e-9
+    (change,) = recorded(tmp_path / "elastic", WorkersChanged)
+    # Two microbatches a step and replica: the step in which the worker's eleventh step is under way.
+    assert (change.step, change.lost) == (11, (victim,))
+    assert [event.step for event in recorded(tmp_path / "elastic", RunStarted)] == [0]

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from plait.adapt.changes import PlanChange
 from plait.core import events
@@ -23,6 +25,7 @@ from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.change.layers import find_complete, find_moves
+from plait.training.change.step_commit import StepCommit
 from plait.training.engines.pipeline import PipelineEngine
 from plait.training.loop import Loop
 from plait.training.run import Run
@@ -117,3 +120,37 @@ def test_a_plan_for_fewer_workers_uses_all_of_them():
         found = plan_for(plan, graph, [1.0] * workers)
         assert found.devices_used == workers
         assert (found.schedule, found.microbatches) == (Schedule.STASH, 4)
+
+
+class OneStage:
+    """A pipeline's part with one layer, as what commits a step sees it."""
+
+    def __init__(self) -> None:
+        self.layer = nn.BatchNorm1d(3)
+        self.modules = {0: self.layer}
+        self.parameters = dict(self.layer.named_parameters())
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.5)
+        self.before_update: Any = None
+        self.after_update: Any = None
+
+    def backward(self) -> None:
+        self.layer(torch.arange(12.0).reshape(4, 3)).square().sum().backward()
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_step_that_was_not_written_can_be_written_later_or_undone(write: bool):
+    ours, plain = OneStage(), OneStage()
+    commit = StepCommit(ours)  # type: ignore[arg-type]
+    commit.begin_interval()
+    ours.backward()
+    # Another worker is lost while this one waits for all before its update.
+    with pytest.raises((RuntimeError, ValueError)):
+        ours.before_update()
+    assert commit.is_ready
+    commit.keep_gradients()
+    commit.finish(write)
+    if write:
+        plain.backward()
+        plain.optimizer.step()
+    assert largest_difference(ours.layer.state_dict(), plain.layer.state_dict()) == 0.0
+    assert all(parameter.grad is None for parameter in ours.layer.parameters())

@@ -42,8 +42,9 @@ from plait.training.change.layers import (
     put_back,
     tensors_of,
 )
-from plait.training.change.members import NO_STATE, Mark
+from plait.training.change.members import NO_STATE, Mark, loss_of
 from plait.training.change.replanning import replan_together
+from plait.training.change.step_commit import StepCommit
 from plait.training.checkpoint import Checkpoint
 from plait.training.components import with_fresh_model
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
@@ -147,8 +148,9 @@ class PipelineEngine:
         self._held: HeldLayers | None = None
         self._held_by: list[list[str]] = []
         self._own_names: set[str] = set()
-        # Whether what workers hold belongs together: not in the middle of a step.
+        # Whether what workers hold belongs together: not in the middle of a step, unless that can be undone.
         self._is_whole = True
+        self._commit: StepCommit | None = None
         self._tied = further_names(run.parts.model)
         # Of a model that no worker holds as a whole: the checkpoint that its tensors are read from.
         self._stored: checkpoints.StoredCheckpoint | None = None
@@ -207,11 +209,18 @@ class PipelineEngine:
         )
         if run.worker.memberships is not None:
             run.worker.memberships.on_loss(self._pipeline.fail)
+            self._commit = StepCommit(self._pipeline) if self._can_lose_replicas() else None
         self._held, self._held_by, self._is_whole = None, [], True
         self._pipeline.on_spans = self._record_operations
         if is_monitored(run.settings):
             self._monitor = StageMonitor(run, self._pipeline)
         run.opened_s = time.perf_counter() - started
+
+    def _can_lose_replicas(self) -> bool:
+        """Whether what a lost worker held may be with another, after the same step."""
+        layout = self._layout
+        replicated = any(len(layout.holders(stage)) > 1 for stage in range(len(layout.stages)))
+        return replicated and layout.schedule.synchronous and not self._run.parts.scaler.is_enabled()
 
     def _bring_layers(self, needed: Mapping[str, Sequence[int]]) -> None:
         """Have each worker that lacks layers of its stages take them from one that has them."""
@@ -225,14 +234,25 @@ class PipelineEngine:
 
     def train(self, steps: int) -> Trained:
         """Take the steps through the pipeline; it is empty at their end."""
+        run, commit = self._run, self._commit
+        batches = list(itertools.islice(run.order(), steps))
         self._is_whole = False
-        trained = self._train(steps)
+        if commit is not None:
+            commit.begin_interval()
+        try:
+            trained = self._train(batches)
+        except RuntimeError as failure:
+            lost = loss_of(run.worker, failure)
+            if lost is None or commit is None:
+                raise
+            commit.keep_gradients()
+            position = batches[commit.written - 1].after if commit.written else run.position
+            trained = Trained(commit.written, position, lost=lost)
         self._is_whole = True
         return trained
 
-    def _train(self, steps: int) -> Trained:
+    def _train(self, batches: list[GlobalBatch]) -> Trained:
         run, layout = self._run, self._layout
-        batches = list(itertools.islice(run.order(), steps))
         usual, many = run.batch_size, layout.microbatches
         pieces = [cut_step(run.step + i, batch, many, usual) for i, batch in enumerate(batches)]
         together = [m for piece in pieces for m in piece]
@@ -395,6 +415,7 @@ class PipelineEngine:
         if self._held is None and marks[run.worker.rank] != NO_STATE:
             # It has not trained yet: it has what all start from.
             self._held = held_layers(run.parts, None, run.parts.optimizer)
+        marks = self._finish_step(marks)
         self._held = self._held if self._held is not None and self._is_whole else HeldLayers()
         self._held_by = all_gather_values(sorted(self._held.model))
         source = find_complete(marks, self._held_by, tensors_of(run.parts.model))
@@ -404,6 +425,20 @@ class PipelineEngine:
             self._held_by = [held if is_there else [] for held, is_there in zip(self._held_by, far)]
             self._held = self._held if far[run.worker.rank] else HeldLayers()
         return source
+
+    def _finish_step(self, marks: Sequence[Mark]) -> list[Mark]:
+        """Write the update of the step that a worker was lost in, where one has written it; all call it.
+
+        Returns how far each worker is then.
+        """
+        run, commit, self._commit = self._run, self._commit, None
+        ready = all_gather_values(commit is not None and commit.is_ready)
+        last = max(marks, key=lambda mark: mark[0])
+        behind = [is_ready and mark[0] == last[0] - 1 for is_ready, mark in zip(ready, marks)]
+        if commit is not None and self._is_whole:
+            commit.finish(write=behind[run.worker.rank])
+            self._held = held_layers(run.parts, self._own_names, commit.optimizer)
+        return [last if is_behind else mark for is_behind, mark in zip(behind, marks)]
 
     def begin_anew(self) -> None:
         run = self._run
