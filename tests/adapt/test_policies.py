@@ -339,6 +339,7 @@ def test_a_policy_goes_on_from_its_saved_state_as_if_never_interrupted(kind: str
             step,
             step_s=0.5 if step > 30 else 0.1,
             work_s=(0.08, 0.08, 0.08, 0.5 if step > 30 else 0.08),
+            planned_s=(0.08,) * 4,
             link_bytes_per_s=(1e7 if step > 30 else 1e8,) * 4,
         )
         for step in range(1, 60)
