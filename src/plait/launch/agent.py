@@ -307,7 +307,7 @@ class Agent:
         """Find this host's address and, on the first host, open the store."""
         order = self._order
         try:
-            self._address = address_of(order["nic"], order["host"], alone=order["hosts"] == 1)
+            self._address = address_of(order["nic"], order["host"], single_host=order["hosts"] == 1)
         except InputError as failure:
             self._supervisor.send(refused=str(failure))
             return

@@ -134,7 +134,7 @@ class Roster:
                 f"version: found {version}, but the number of workers has changed since, to "
                 f"{self.wanted.workers} (version {self.wanted.version}); look at it again and ask anew"
             )
-        most = min(self.rules.most, sum(self.capacity))
+        most = min(self.rules.max_allowed, sum(self.capacity))
         if not self.rules.min_workers <= workers <= most:
             raise InputError(
                 f"workers: found {workers}, expected {self.rules.min_workers} to {most}, as "

@@ -164,7 +164,7 @@ class Supervisor:
         hosts, rules = self._placement.hosts, self._placement.elastic
         slots = self._placement.capacity or tuple(host.slots for host in hosts)
         if rules is not None and len(hosts) == 1 and hosts[0].name == LOCAL:
-            return [max(rules.most, slots[0])]
+            return [max(rules.max_allowed, slots[0])]
         return list(slots)
 
     def _start_agent(self, index: int) -> None:
@@ -188,7 +188,7 @@ class Supervisor:
             "host": host.name,
             "slots": host.slots,
             "capacity": self._capacity()[index],
-            "heartbeat_s": launch.placement.longest_silence_s,
+            "heartbeat_s": launch.placement.heartbeat_timeout_s,
             "index": index,
             "hosts": len(launch.placement.hosts),
             "first_rank": sum(each.slots for each in launch.placement.hosts[:index]),

@@ -64,7 +64,7 @@ def planned(
     A run that goes on, whose settings were `before`, keeps its plan: another measurement might give another,
     and with it other updates.
     """
-    if request.is_made:
+    if request.needs_planning:
         plan = _kept(settings, placement, request, before) or _make(settings, placement, request)
     else:
         plan = _read(Path(request.plan), settings, request)
@@ -211,7 +211,7 @@ def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -
     microbatches = request.microbatches or usual
     small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
     components.check(settings)
-    sizes = {small, whole} if request.leaves_pieces_open else {small}
+    sizes = {small, whole} if request.leaves_microbatches_open else {small}
     with tempfile.TemporaryDirectory() as logs:
         found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=_MEASURE_S)
     profiles = dict(zip(sorted(sizes), found))
@@ -228,7 +228,7 @@ def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -
     if schedule is Schedule.STASH and request.microbatches is None:
         best = with_whole_batches(best)
         best = replace(best, microbatches=min(best.microbatches, batch))
-    if request.leaves_pieces_open and batch >= workers:
+    if request.leaves_microbatches_open and batch >= workers:
         one_each = Settings(Schedule.FLUSH, workers, memory=memory)
         shared = data_parallel_plan(profiles[whole].loaded_graph(), cluster, one_each)
         best = faster_plan(best, replace(shared, microbatch_samples=whole))

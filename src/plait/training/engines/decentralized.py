@@ -24,7 +24,7 @@ from plait.core.errors import LostPeer, PeerError
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
 from plait.pipeline import named_state
-from plait.schema.sync_options import EQUAL_STEPS, HetPipeOptions, Options, read_options
+from plait.schema.sync_options import LOCKSTEP, HetPipeOptions, Options, read_options
 from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.peers import WaitTimer
@@ -248,7 +248,7 @@ class DecentralizedEngine:
             member.places - len(self._idle),
             member.place,
             member.places,
-            fixed=settings.sync.kind in EQUAL_STEPS,
+            fixed=settings.sync.kind in LOCKSTEP,
             ahead=settings.data.loaders > 0,
             speed=self._speed,
         )
