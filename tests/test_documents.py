@@ -1,4 +1,4 @@
-"""The documents tell the truth: snippets run, every key and every event is described."""
+"""The documents are correct: snippets run, every key and every event is described."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def wait_beside_the_dead(rank: int) -> Any:
     if rank == 2:
         time.sleep(0.3)
         os._exit(9)
-    # Rank 1 waits for the dead; rank 0 only for rank 1, which raises and tells nothing.
+    # Rank 1 waits for the dead; rank 0 only for rank 1, which raises and sends nothing.
     try:
         channels.receive(1 if rank == 0 else 2, 0, 0, "the backward of microbatch 3 in stage 1")
     except PeerError as failure:

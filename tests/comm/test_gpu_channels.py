@@ -1,6 +1,6 @@
 """Channels between workers on GPUs: tensors stay on the GPU on their way; runs where there is one.
 
-Two workers on one GPU stand for two hosts where NCCL is told that they are: it then goes by sockets.
+Two workers on one GPU stand for two hosts where NCCL is configured that way: it then goes by sockets.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def test_workers_return_their_results_and_their_output_carries_host_and_rank(tmp
     assert [results[rank]["preloaded"] for rank in (0, 1)] == [True, True]
     # Some libraries heed only what the environment says while they are loaded.
     assert [results[rank]["threads"] for rank in (0, 1)] == ["3", "3"]
-    # Torch alone has so many objects, which no collection should go through.
+    # Torch alone has this many objects; no collection should traverse them.
     assert all(results[rank]["kept"] > 100_000 for rank in (0, 1))
     assert [worker.pid for worker in memory.workers] == [results[rank]["pid"] for rank in (0, 1)]
     for rank in (0, 1):

@@ -224,41 +224,41 @@ def test_stages_that_cannot_be_are_refused() -> None:
 
 class DependsOnValue(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:  # the line that is told
+        if x.sum() > 0:  # the line that is reported
             return x
         return -x
 
 
 class ReadsItem(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * x.max().item()  # the line that is told
+        return x * x.max().item()  # the line that is reported
 
 
 class SelectsByMask(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         chosen = x[x > 0]
-        return chosen if len(chosen) > 3 else x  # the line that is told
+        return chosen if len(chosen) > 3 else x  # the line that is reported
 
 
 class LoopsOverBatch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([x[i] * i for i in range(x.shape[0])])  # the line that is told
+        return torch.stack([x[i] * i for i in range(x.shape[0])])  # the line that is reported
 
 
 class UsesNumpy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.from_numpy(x.detach().numpy() + 1)  # the line that is told
+        return torch.from_numpy(x.detach().numpy() + 1)  # the line that is reported
 
 
 class Fails(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, torch.ones(3, 77))  # the line that is told
+        return F.linear(x, torch.ones(3, 77))  # the line that is reported
 
 
 class HooksATensor(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x * 2
-        y.register_hook(lambda grad: grad * 2)  # the line that is told
+        y.register_hook(lambda grad: grad * 2)  # the line that is reported
         return y
 
 
@@ -272,7 +272,7 @@ class WritesThroughAView(nn.Module):
         part = y[:, :2]
         self.layer(x)
         part.add_(1)
-        return y + 1  # the line that is told
+        return y + 1  # the line that is reported
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_model_that_cannot_be_traced_is_refused_with_the_line_and_what_to_chan
         trace(model(), (torch.randn(4, 4),))
     message = str(caught.value)
     assert "test_trace.py:" in message
-    assert "# the line that is told" in message
+    assert "# the line that is reported" in message
     assert what in message
     assert change in message
 

@@ -14,7 +14,7 @@ from plait.launch.supervisor import Launch, Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 
-# Tells the processes of this test run's launches from those of another.
+# Identifies the processes that this test run launched.
 MARK = "PLAIT_TEST_LAUNCHED_BY"
 
 

@@ -343,7 +343,7 @@ class SimulatedPresence:
         self._simulation = simulation
         self._worker = worker
         self._gone: set[int] = set()
-        self._heard = [0.0] * size
+        self._last_seen_s = [0.0] * size
         self._words = [-1] * size
         self._looked = 0.0
 
@@ -355,7 +355,7 @@ class SimulatedPresence:
             other
             for other in self.members
             if other == rank
-            or (other not in self._gone and not (judges and now - self._heard[other] > lease_s))
+            or (other not in self._gone and not (judges and now - self._last_seen_s[other] > lease_s))
         )
 
     def forget(self, member: int) -> None:
@@ -371,7 +371,7 @@ class SimulatedPresence:
         self._looked = simulation.now
         for other, word in enumerate(simulation.beats):
             if paused or self._words[other] != word:
-                self._heard[other] = simulation.now
+                self._last_seen_s[other] = simulation.now
             self._words[other] = word
 
 

@@ -1,4 +1,4 @@
-"""The harness itself: worlds return, fail, fall silent and die, and each is told apart."""
+"""The harness itself: worlds return, fail, hang and die, and each case is reported."""
 
 from __future__ import annotations
 

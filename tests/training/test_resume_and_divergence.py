@@ -177,7 +177,7 @@ def test_a_processor_that_emulates_bf16_is_warned_of(
 
 
 def test_an_evaluation_is_no_time_of_the_steps_that_are_yet_to_be_recorded(tmp_path: Path) -> None:
-    """The steps of a pipeline are told of later, with the moment at which they ended."""
+    """The steps of a pipeline are recorded later, with the time at which they ended."""
     settings = digits_job(steps=10)
     settings = replace(settings, log_every_steps=None)
     folder, worker = RunDir(tmp_path), PlainWorker()

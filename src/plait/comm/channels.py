@@ -210,4 +210,4 @@ def meet_near(rendezvous: Rendezvous, name: str, peers: Iterable[int]) -> dict[i
 
     All of them call it with the same name. On systems without anonymous shared memory nobody is near.
     """
-    return rendezvous.meet(name, sharing_memory(peers, rendezvous.rank, rendezvous.hosts))
+    return rendezvous.connect(name, sharing_memory(peers, rendezvous.rank, rendezvous.hosts))

@@ -139,7 +139,7 @@ def _trace_whole(
     _check_batch_is_free(fakes[0], sizes)
     outputs = tuple(dict.fromkeys(leaf.name for leaf in output_leaves if isinstance(leaf, fx.Node)))
     _prune(recorder.graph, set(outputs))
-    _settle_sizes(recorder.graph, sizes)
+    _resolve_sizes(recorder.graph, sizes)
     fixed = tuple((symbol, number, line) for symbol, (number, line) in sizes.fixed.items())
     return TracedModel(
         model,
@@ -380,8 +380,8 @@ def _prune(graph: fx.Graph, outputs: set[str]) -> None:
             graph.erase_node(node)
 
 
-def _settle_sizes(graph: fx.Graph, sizes: Sizes) -> None:
-    """Write all sizes in the symbols that are left when the trace has ended."""
+def _resolve_sizes(graph: fx.Graph, sizes: Sizes) -> None:
+    """Replace all sizes by expressions in the symbols that remain after the trace."""
 
     def resolved(size: Any) -> Any:
         if isinstance(size, int):

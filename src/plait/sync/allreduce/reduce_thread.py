@@ -127,7 +127,7 @@ class ReduceThread(threading.Thread):
         self._ask(end)
 
     def fail(self, failure: BaseException) -> None:
-        """End the thread, and whoever waits for a job of it, with `failure`; from any thread."""
+        """End the thread, and all waits for a job of it, with `failure`; may be called from any thread."""
 
         def end() -> None:
             raise failure
@@ -170,7 +170,7 @@ class ReduceThread(threading.Thread):
         for place in self._poller.wait(self._seconds_left()):
             peer = self._near[place]
             for topic, number in peer.notices():
-                self._hear(place, topic, number)
+                self._handle(place, topic, number)
             if peer.lost or peer.ended:
                 self._poller.forget(peer)
         while self._asked:
@@ -234,7 +234,7 @@ class ReduceThread(threading.Thread):
                     self._streams[peer, route, phase] = self._open(peer, route, phase)
         early, self._early = self._early, []
         for place, topic, number in early:
-            self._hear(place, topic, number)
+            self._handle(place, topic, number)
 
     def _open(self, peer: int, route: int, phase: int) -> RemoteStream:
         def arrived(memory: Tensor) -> None:
@@ -250,7 +250,7 @@ class ReduceThread(threading.Thread):
         stream.start()
         return stream
 
-    def _hear(self, place: int, topic: int, number: int) -> None:
+    def _handle(self, place: int, topic: int, number: int) -> None:
         """Take a near peer's word: it has read a job's results, or has a piece ready."""
         self._moved = time.monotonic()
         if topic == _READ:
