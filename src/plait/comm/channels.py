@@ -45,6 +45,10 @@ class Channels:
         self._deadline_s = deadline_s
         self._window = window
 
+    def buffer_count(self, peer: int) -> int:
+        """The number of buffers that messages to and from `peer` occupy, also while no message does."""
+        return self._links[peer].buffer_count
+
     def send(
         self,
         peer: int,

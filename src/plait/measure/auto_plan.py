@@ -53,11 +53,15 @@ _PER_WORKER = 4
 _WHOLE_BATCHES = (Schedule.STASH, Schedule.NONE)
 log = logging.getLogger(__name__)
 # How long layers are measured at least: a machine's speed changes from one second to the next.
-_MEASURE_S = 3.0
+MEASURE_S = 3.0
 
 
 def planned(
-    settings: TrainSettings, placement: Placement, request: PlanRequest, before: TrainSettings | None = None
+    settings: TrainSettings,
+    placement: Placement,
+    request: PlanRequest,
+    before: TrainSettings | None = None,
+    measure_s: float = MEASURE_S,
 ) -> tuple[TrainSettings, Plan]:
     """`settings` with the plan that `request` asks for, and the plan; measures the job where it must.
 
@@ -65,7 +69,8 @@ def planned(
     and with it other updates.
     """
     if request.needs_planning:
-        plan = _kept(settings, placement, request, before) or _make(settings, placement, request)
+        plan = _kept(settings, placement, request, before)
+        plan = plan or measure_and_plan(settings, placement, request, measure_s)
     else:
         plan = _read(Path(request.plan), settings, request)
     plan = with_memory_as_run(plan, request)
@@ -203,7 +208,10 @@ def _read(path: Path, settings: TrainSettings, request: PlanRequest) -> Plan:
     return plan
 
 
-def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -> Plan:
+def measure_and_plan(
+    settings: TrainSettings, placement: Placement, request: PlanRequest, measure_s: float
+) -> Plan:
+    """Profile the job on its workers, layers for at least `measure_s`, and plan it as `request` says."""
     workers = sum(host.slots for host in placement.hosts)
     batch = settings.data.batch_size
     schedule = _schedule(settings, request)
@@ -213,7 +221,7 @@ def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -
     components.check(settings)
     sizes = {small, whole} if request.leaves_microbatches_open else {small}
     with tempfile.TemporaryDirectory() as logs:
-        found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=_MEASURE_S)
+        found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=measure_s)
     profiles = dict(zip(sorted(sizes), found))
     cluster = _machines(placement, profiles[small])
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
