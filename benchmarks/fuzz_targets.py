@@ -38,7 +38,7 @@ from plait.profiler.profile import LayerSpread, Profile, load_profile, save_prof
 from plait.profiler.timing import Timed
 from plait.schema.job import Job, make_job, parse, read_job
 from plait.schema.settings import PlanRequest
-from plait.schema.topology_spec import AUTO, find_topology, read_wish
+from plait.schema.topology_spec import AUTO, build_topology, read_topology_spec
 from plait.sweeping.search.space import parse_dimension
 from plait.training import checkpoint as checkpoints
 from plait.training.engines.pipeline import check_pipeline
@@ -284,7 +284,7 @@ def topology_file(source: random.Random, folder: Path, number: int) -> tuple[str
     else:
         what = changed_text(source, yaml.safe_dump(GRAPHS))
         _write(path, what)
-    return what, lambda: find_topology(read_wish(str(path)), ["a", "a", "b", "b"])
+    return what, lambda: build_topology(read_topology_spec(str(path)), ["a", "a", "b", "b"])
 
 
 def topology_name(source: random.Random, folder: Path, number: int) -> tuple[str, Use]:
@@ -294,8 +294,8 @@ def topology_name(source: random.Random, folder: Path, number: int) -> tuple[str
 
     def use() -> None:
         make_job(PLAIN, [f"parallel.topology={json.dumps(name)}"])
-        if (wish := read_wish(name)).name != AUTO:
-            find_topology(wish, ["a", "a"])
+        if (spec := read_topology_spec(name)).name != AUTO:
+            build_topology(spec, ["a", "a"])
 
     return repr(name[:200]), use
 

@@ -1,4 +1,4 @@
-"""The documents tell the truth: snippets run, every key and every event is described."""
+"""The documents are correct: snippets run, every key and every event is described."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from plait.core import run_events
 from plait.core.events import Event
 from plait.core.yaml_text import load_yaml
+from plait.schema.aliases import KEY_ALIASES
 from plait.schema.job import Job, make_job, parse
 from plait.schema.limits import MapContent
-from plait.schema.spellings import KEYS
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,9 +103,9 @@ def job_defaults(settings: type[Any] = Job, prefix: str = "") -> dict[str, Any]:
         inner = next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
         if inner is not None:
             found |= job_defaults(inner, f"{prefix}{each.name}.")
-        elif MapContent.FURTHER_KEYS in kinds and prefix != "lr_schedule.":  # named with each kind
+        elif MapContent.EXTRA_KEYS in kinds and prefix != "lr_schedule.":  # named with each kind
             found |= {f"{prefix}*": None}
-        elif not {MapContent.AS_GIVEN, MapContent.FURTHER_KEYS} & {
+        elif not {MapContent.AS_GIVEN, MapContent.EXTRA_KEYS} & {
             k for k in kinds if isinstance(k, MapContent)
         }:
             made = each.default if each.default_factory is MISSING else each.default_factory()
@@ -127,7 +127,7 @@ def described_defaults() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("key", [*job_defaults(), *KEYS])
+@pytest.mark.parametrize("key", [*job_defaults(), *KEY_ALIASES])
 def test_every_key_of_a_job_is_described(key: str):
     assert f"`{key}`" in text("docs/jobs.md")
 
@@ -136,7 +136,7 @@ def test_the_described_defaults_are_those_of_the_settings():
     defaults, described = job_defaults(), described_defaults()
     # Lists of sections are there too, not only the keys in them, and what all kinds of data take.
     others = {"optimizer.groups", "adapt", "data.synthetic"}
-    assert described.keys() - KEYS.keys() - defaults.keys() == others
+    assert described.keys() - KEY_ALIASES.keys() - defaults.keys() == others
     for key, default in defaults.items():
         words = described.get(key)
         if words == "required":

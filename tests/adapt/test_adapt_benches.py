@@ -25,11 +25,11 @@ def course(adaptive: bool) -> adaptive_topology.RecordedRun:
 
 
 def test_the_claims_of_adaptive_topology_follow_from_the_events():
-    found = adaptive_topology._claims(course(True), course(False))
+    found = adaptive_topology.claims_of(course(True), course(False))
     assert [claim.value for claim in found] == [3.0, 1.0, 0.5, 1.0]
     assert all(claim.holds for claim in found)
     assert "after 10 steps" in found[3].claim
-    assert not any(claim.holds for claim in adaptive_topology._claims(course(False), course(True))[:2])
+    assert not any(claim.holds for claim in adaptive_topology.claims_of(course(False), course(True))[:2])
 
 
 def test_the_claims_of_adaptive_batch_compare_with_small_batches():
@@ -38,7 +38,7 @@ def test_the_claims_of_adaptive_batch_compare_with_small_batches():
         {"batches": "adaptive", "accuracy": 0.96, "seconds": 6.0},
         {"batches": "large", "accuracy": 0.5, "seconds": 3.0},
     ]
-    assert [claim.holds for claim in adaptive_batch._claims(rows)] == [False, True]
+    assert [claim.holds for claim in adaptive_batch.claims_of(rows)] == [False, True]
 
 
 def test_overhead_is_the_median_difference_of_steps_in_turn():
@@ -46,5 +46,5 @@ def test_overhead_is_the_median_difference_of_steps_in_turn():
         "none": [(1.0, 1.0), (2.0, 1.0), (1.0, 1.0)],
         "noise-scale": [(1.1, 1.005), (2.1, 1.02), (9.0, 1.01)],
     }
-    assert round(monitoring._overhead(taken, "noise-scale", 0), 6) == 0.1
-    assert round(monitoring._overhead(taken, "noise-scale", 1), 6) == 0.01
+    assert round(monitoring.overhead_of(taken, "noise-scale", 0), 6) == 0.1
+    assert round(monitoring.overhead_of(taken, "noise-scale", 1), 6) == 0.01

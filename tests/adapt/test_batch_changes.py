@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from plait.adapt.changes import BatchSizeChange, WorkersChange
-from plait.cli.train import _adapted
+from plait.cli.train import adapt_overrides
 from plait.core import events
 from plait.core.errors import JobError
 from plait.core.run_events import Changed, Step
@@ -262,8 +262,8 @@ def test_the_job_file_names_policies_and_monitors():
 
 def test_the_command_line_sets_policies_by_kind_or_with_options():
     content = {"name": "t", "model": "m:n", "data": {"kind": "digits", "batch_size": 8}, "steps": 1}
-    found = make_job(content, _adapted(["topology", "{kind: batch-size, most: 64}"])).settings().adapt
+    found = make_job(content, adapt_overrides(["topology", "{kind: batch-size, most: 64}"])).settings().adapt
     assert found == (PolicySettings("topology"), PolicySettings("batch-size", {"most": 64}))
-    assert _adapted(None) == []
+    assert adapt_overrides(None) == []
     with pytest.raises(JobError, match="--adapt: found"):
-        _adapted(["{kind: "])
+        adapt_overrides(["{kind: "])

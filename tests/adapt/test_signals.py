@@ -26,7 +26,7 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
-from plait.schema.topology_spec import read_wish
+from plait.schema.topology_spec import read_topology_spec
 from plait.training import components
 from plait.training.worker import make_loop
 from support.averaging import job_store
@@ -91,7 +91,7 @@ def shown(signals: list[Signals]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(("topology", "accumulate"), [("star", 1), ("native", 2)])
 def test_three_workers_measure_what_their_gradients_say(topology: str, accumulate: int, tmp_path: Path):
     """In uneven shares of 16, 17 and 17 samples, also where workers accumulate; gradients are clipped."""
-    settings = dataclasses.replace(STILL, topology=read_wish(topology), accumulate=accumulate)
+    settings = dataclasses.replace(STILL, topology=read_topology_spec(topology), accumulate=accumulate)
     found = run_ranks(3, signals_of, 3, settings, tmp_path)
     assert found[0] == found[1] == found[2], "all workers see the same"
     assert [s.step for s in found[0]] == [1, 2, 3, 4, 5], "those of the last step would come with the next"

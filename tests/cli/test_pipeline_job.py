@@ -74,12 +74,12 @@ def test_a_run_shows_the_plan_that_was_made_for_it(tmp_path: Path, monkeypatch: 
     def make(*_: Any) -> Plan:
         return data_parallel_plan(chain([0.25]), machines(1, 1e9), Settings(microbatches=3))
 
-    monkeypatch.setattr(auto_plan, "_make", make)
+    monkeypatch.setattr(auto_plan, "measure_and_plan", make)
     monkeypatch.setattr("plait.jobs.train.launch", lambda *_, **__: {"reason": "stopped"})
     Path(tmp_path / "job.yaml").write_text(json.dumps({**JOB, "run_dir": str(tmp_path)}))
-    told = CliRunner().invoke(app, ["train", str(tmp_path / "job.yaml"), "--plan", "auto"]).stderr
-    assert "1 stage on 1 device, schedule stash, 3 microbatches a step: 1.5 s predicted" in told
-    assert "Every device holds the whole model" in told
+    recorded = CliRunner().invoke(app, ["train", str(tmp_path / "job.yaml"), "--plan", "auto"]).stderr
+    assert "1 stage on 1 device, schedule stash, 3 microbatches a step: 1.5 s predicted" in recorded
+    assert "Every device holds the whole model" in recorded
 
 
 def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_under_its_plan(
@@ -94,20 +94,20 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
         launched.append((settings, placement))
         folder.settings.write_text(json.dumps(encode(settings)))
 
-    monkeypatch.setattr(auto_plan, "_make", lambda *_: made.pop())
+    monkeypatch.setattr(auto_plan, "measure_and_plan", lambda *_: made.pop())
     monkeypatch.setattr("plait.jobs.train.launch", launch)
     job = {**JOB, "run_dir": str(tmp_path), "parallel": {"workers": 4, "plan": "auto"}}
-    told = Told()
-    train(job, display=told)
-    assert "2 of 4 workers run it" in told.lines[1]
-    assert "an update takes the batch of 64 samples" in told.lines[2]
+    recorded = RecordingDisplay()
+    train(job, display=recorded)
+    assert "2 of 4 workers run it" in recorded.lines[1]
+    assert "an update takes the batch of 64 samples" in recorded.lines[2]
     train(job, resume=True)
     (first, there), (second, again) = launched
     assert there.hosts == again.hosts == (Host(LOCAL, 2),)
     assert first.pipeline == second.pipeline
 
 
-class Told(Silent):
+class RecordingDisplay(Silent):
     def __init__(self) -> None:
         self.lines: list[str] = []
 

@@ -30,16 +30,16 @@ def resize(*words: str) -> str:
 
 
 def test_it_tells_of_the_workers_that_a_job_has(run: RunDir):
-    told = resize(str(run.path))
-    assert f"{run.path}: 2 workers (version 1)\nworkers 0, 1; next: plait status {run.path}" in told
+    output = resize(str(run.path))
+    assert f"{run.path}: 2 workers (version 1)\nworkers 0, 1; next: plait status {run.path}" in output
 
 
 def test_it_asks_for_workers_and_prints_what_the_job_answers(run: RunDir):
     found = json.loads(resize(str(run.path), "4", "--wait", "0", "--if-version", "1", "--json"))
     assert (found["run"], found["workers"], found["version"]) == (str(run.path), 4, 2)
     assert not found["is_settled"]
-    told = resize(str(run.path), "-H", "w0:1,w1:2", "--wait", "0")
-    assert "2 workers, 3 wanted (version 3)" in told
+    output = resize(str(run.path), "-H", "w0:1,w1:2", "--wait", "0")
+    assert "2 workers, 3 wanted (version 3)" in output
 
 
 @pytest.mark.parametrize(

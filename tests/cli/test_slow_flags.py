@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.cli.train import _slowed
+from plait.cli.train import slow_overrides
 from plait.core.errors import JobError
 from plait.schema.job import make_job
 from plait.schema.settings import SlowSettings
@@ -14,7 +14,7 @@ JOB = {"name": "t", "model": "m:m", "data": {"kind": "digits", "batch_size": 8},
 
 
 def test_the_flags_reach_the_workers_settings():
-    job = make_job({**JOB, "parallel": {"workers": 2}}, _slowed(["1:4", "0:1.5"], "0.1:0.5"))
+    job = make_job({**JOB, "parallel": {"workers": 2}}, slow_overrides(["1:4", "0:1.5"], "0.1:0.5"))
     assert job.settings().slow == SlowSettings({1: 4.0, 0: 1.5}, (0.1, 0.5))
 
 
@@ -29,7 +29,7 @@ def test_the_flags_reach_the_workers_settings():
 )
 def test_a_wrong_flag_is_answered_with_its_form(slow: list[str], jitter: str | None, words: str):
     with pytest.raises(JobError, match=words):
-        _slowed(slow, jitter)
+        slow_overrides(slow, jitter)
 
 
 def sleeps(settings: SlowSettings, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:

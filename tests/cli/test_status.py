@@ -136,11 +136,11 @@ def test_a_run_that_ended_meanwhile_is_stopped(run: RunDir, monkeypatch: pytest.
 
 @pytest.mark.parametrize("text", ["", "{", '{"host": "%h", "pid": -1}', '{"host": "%h"}', "[]"])
 def test_a_lock_that_names_no_process_signals_nobody(run: RunDir, text: str, monkeypatch: pytest.MonkeyPatch):
-    told: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: told.append(pid))
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append(pid))
     with run.lock():
         (run.path / ".lock").write_text(text.replace("%h", socket.gethostname()))
         with pytest.raises(PlaitError):
             plait("stop", str(run.path))
         assert f"{run.path}: running" in plait("status", str(run.path))
-    assert told == []
+    assert signalled == []

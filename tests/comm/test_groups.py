@@ -80,19 +80,19 @@ def exchange_values(rank: int) -> tuple[object, ...]:
         "h": torch.ones(1).half(),
     }
     gathered = gather_named(state, 1)
-    told = broadcast_named(state if rank == 2 else None, 2)
+    received = broadcast_named(state if rank == 2 else None, 2)
     return (
         all_gather_values({"rank": rank, "text": "x" * rank}),
         broadcast_value(["from", rank], 2),
         {name: value.tolist() for name, value in gathered.items()},
-        {name: (str(value.dtype), value.tolist()) for name, value in told.items()},
+        {name: (str(value.dtype), value.tolist()) for name, value in received.items()},
     )
 
 
 def test_plain_values_and_named_tensors_travel_without_being_pickled():
-    for rank, (everyone, told, gathered, state) in enumerate(run_ranks(3, exchange_values)):
+    for rank, (everyone, received, gathered, state) in enumerate(run_ranks(3, exchange_values)):
         assert everyone == [{"rank": r, "text": "x" * r} for r in range(3)]
-        assert told == ["from", 2]
+        assert received == ["from", 2]
         whole = {"w0": [], "w1": [[1.0, 1.0]], "w2": [[2.0, 2.0]] * 2, "n": 2, "h": [1.0]}
         assert gathered == (whole if rank == 1 else {})
         assert state == {

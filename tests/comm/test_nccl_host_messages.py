@@ -33,5 +33,5 @@ def exchange(rank: int) -> list[list[float | None]]:
 
 def test_messages_on_the_host_arrive_in_order_on_every_channel() -> None:
     for rank, found in enumerate(run_ranks(2, exchange)):
-        later, sooner = [5.0 - rank], [4.0 - rank]
-        assert found == [later, later, [None], later, later, sooner, sooner, [None], sooner, sooner]
+        later, earlier = [5.0 - rank], [4.0 - rank]
+        assert found == [later, later, [None], later, later, earlier, earlier, [None], earlier, earlier]

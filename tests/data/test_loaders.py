@@ -155,14 +155,14 @@ def test_what_a_sample_raises_in_a_loader_reaches_the_user_as_it_was(
         list(load(Failing(failure), in_order(8, 2), seed=0, rank=0, world_size=1, loaders=2))
     assert type(caught.value) is kind
     assert str(caught.value) == words
-    told = "".join(traceback.format_exception(caught.value))
-    assert told.count(words) == 1
-    assert "DataLoader worker process" not in told
+    shown_text = "".join(traceback.format_exception(caught.value))
+    assert shown_text.count(words) == 1
+    assert "DataLoader worker process" not in shown_text
     # A message of ours says all; of the user's own error the line that raised it is shown, once.
     shown = 0 if failure == "data" else 1
-    assert told.count("in __getitem__\n    raise") == shown
-    assert told.count("In a loader process:\n  File") == shown
-    assert "in _sample" not in told
+    assert shown_text.count("in __getitem__\n    raise") == shown
+    assert shown_text.count("In a loader process:\n  File") == shown
+    assert "in _sample" not in shown_text
 
 
 class Signals:

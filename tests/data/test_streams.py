@@ -220,7 +220,7 @@ def test_steps_end_a_run_over_a_stream_and_epochs_follow_one_another(tmp_path: P
         result, found = train_here(job(kind, loaders, steps=12, epochs=None), tmp_path / kind)
         assert largest_difference(weights, found) == 0.0
         assert (result.step, result.steps) == (12, 12)
-    # An epoch is told to those who want to know.
+    # set_epoch is called where the data set has it.
     _, found = train_here(job("Epochs", steps=12, epochs=None), tmp_path / "epochs")
     assert largest_difference(weights, found) > 1e-3
 

@@ -179,7 +179,7 @@ def padded_pair(make, counts=(2, 4), times=5):
         return fused(x)[0, : counts[0]], lone(x[:1, : counts[0]])[0]
 
 
-# As many times as rows: the sizes do not tell which axis is which.
+# As many times as rows: the sizes do not show which axis is which.
 @pytest.mark.parametrize("times", [5, 4])
 @pytest.mark.parametrize(
     "draw",

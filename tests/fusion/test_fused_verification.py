@@ -13,7 +13,7 @@ from test_unfused_modules import assert_trains_as_alone
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction as Function
 
-from plait.fusion import FusedModule, FusionError, fuse
+from plait.fusion import FusionError, fuse
 from plait.fusion.dispatch import seams
 from plait.fusion.dispatch.registry import RULES
 from plait.fusion.dispatch.tensor import TrialTensor
@@ -150,7 +150,7 @@ def test_what_verification_leaves_trains_as_it_does_alone():
 
 def revert_functions(monkeypatch):
     """Apply custom functions of autograd to fused tensors as they are."""
-    monkeypatch.setattr(seams, "_apply", lambda cls, *a, **k: super(Function, cls).apply(*a, **k))
+    monkeypatch.setattr(seams, "apply_function", lambda cls, *a, **k: super(Function, cls).apply(*a, **k))
 
 
 def revert_attributes(monkeypatch):
@@ -160,7 +160,7 @@ def revert_attributes(monkeypatch):
 
 def revert_numbers(monkeypatch):
     """Pass a number of each trial's own to torch, beside tensors that all trials share."""
-    monkeypatch.setattr("plait.fusion.dispatch.mode._has_per_trial", lambda values: False)
+    monkeypatch.setattr("plait.fusion.dispatch.mode.has_per_trial", lambda values: False)
 
 
 def revert_data(monkeypatch):
@@ -170,12 +170,12 @@ def revert_data(monkeypatch):
 
 def revert_draws(monkeypatch):
     """Draw one tensor of random numbers for all trials."""
-    monkeypatch.setattr("plait.fusion.dispatch.mode._REFUSED", frozenset())
+    monkeypatch.setattr("plait.fusion.dispatch.mode.REFUSED", frozenset())
 
 
 def revert_hooks(monkeypatch):
     """Lose the hooks that gradients of parameters have."""
-    monkeypatch.setattr(FusedModule, "_take_hooks", lambda self, models: [])
+    monkeypatch.setattr("plait.fusion.module.gradient_hooks", lambda parameter: [])
 
 
 class Uses(nn.Module):

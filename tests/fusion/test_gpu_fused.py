@@ -154,8 +154,8 @@ def test_a_verified_sweep_of_three_trials_comes_to_what_they_come_to_alone(preci
     )
     settings = sweep_of("optimizer.lr=0.01,0.03,0.1", job=job, width=3)
     found = sweep_here(settings, tmp_path / "sweep")
-    told = core_events.read(tmp_path / "sweep" / "events" / "rank0.jsonl")
-    (event,) = [one.event for one in told if isinstance(one.event, run_events.ArrayVerified)]
+    reported = core_events.read(tmp_path / "sweep" / "events" / "rank0.jsonl")
+    (event,) = [one.event for one in reported if isinstance(one.event, run_events.ArrayVerified)]
     assert (event.unfused, event.refused) == ({}, None)
     on_cpu = replace(settings, train=replace(job, device="cpu"))
     for row in found["trials"]:

@@ -37,7 +37,7 @@ def add_ranks(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def fail(worker: Any, settings: dict[str, Any]) -> None:
-    """Worker 1 fails as told while the others wait for it."""
+    """Worker 1 fails in that way while the others wait for it."""
     worker.join("gloo")
     if worker.rank == 1:
         if settings["how"] == "raise":
@@ -95,7 +95,7 @@ def hang(worker: Any, settings: dict[str, Any]) -> None:
 
 
 def go_on_without(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Losses are tolerated; worker `who` is lost as told, and worker 0 takes longer than all others."""
+    """Losses are tolerated; worker `who` is lost in that way, and worker 0 takes longer than all others."""
     worker.tolerate_losses()
     worker.join("gloo")
     dist.barrier()

@@ -35,7 +35,7 @@ def request(folder: RunDir, method: str, body: bytes | None = None, **changes: s
         return failure.code, json.loads(failure.read() or b"{}")
 
 
-def test_the_number_of_workers_is_changed_by_whoever_saw_the_latest_version(folder: RunDir):
+def test_the_number_of_workers_is_changed_only_with_the_latest_version(folder: RunDir):
     now = ask_job(folder)
     assert (now["workers"], now["version"], now["members"], now["is_settled"]) == (2, 1, [0, 1], True)
     assert now["pids"] == {"0": 1000, "1": 1001}

@@ -42,5 +42,5 @@ def test_what_is_no_host_is_refused(entry: str, words: str):
 
 
 def test_a_host_named_twice_is_refused():
-    with pytest.raises(InputError, match="'w0' is named twice"):
+    with pytest.raises(InputError, match="'w0' is listed twice"):
         parse_hosts(["w0:1", "w1", "w0:2"], "-H")

@@ -1,4 +1,4 @@
-"""Who takes part in an elastic job, told from what happens: no process is started here."""
+"""Who takes part in an elastic job, derived from events: no process is started here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_joiners_become_members_once_all_of_them_are_ready():
     published = roster.next_steps().publish
     assert published is not None
     assert (published.version, published.members) == (2, (0, 1, 2, 3))
-    assert not roster.is_settled
+    assert not roster.all_joined
     join(roster)
     assert roster.next_steps() == NextSteps()
 
@@ -179,13 +179,13 @@ def test_whatever_happens_the_wanted_number_of_workers_is_reached(seed: int):
             victim = draw.choice(sorted(alive))
             alive.discard(victim)
             roster.on_gone(victim, "ended")
-        _settle(roster, alive)
+        _join_all(roster, alive)
         assert set(roster.membership.members) <= alive
         assert list(roster.membership.members) == sorted(roster.membership.members)
     assert len(roster.membership.members) == roster.wanted.workers
 
 
-def _settle(roster: Roster, alive: set[int]) -> None:
+def _join_all(roster: Roster, alive: set[int]) -> None:
     """Do what the roster says until there is nothing more to do."""
     for _ in range(20):
         members = set(roster.membership.members)
@@ -253,13 +253,13 @@ def test_members_that_cannot_work_together_are_all_woken_and_given_a_few_more_ch
     again = roster.form_again(1, "a connection broke").publish
     assert again is not None
     assert (again.members, again.lost, again.breaks) == ((0, 1), (), True)
-    told = Memberships(0)
-    told.enter(Membership(1, (0, 1), ("here", "here")))
+    memberships = Memberships(0)
+    memberships.enter(Membership(1, (0, 1), ("here", "here")))
     woken: list[str] = []
-    told.on_loss(lambda loss: woken.append(str(loss)))
-    told.put(again)
+    memberships.on_loss(lambda loss: woken.append(str(loss)))
+    memberships.put(again)
     assert woken == ["the workers cannot go on together: a connection broke"]
-    assert roster.form_again(1, "told late") == NextSteps()
+    assert roster.form_again(1, "reported late") == NextSteps()
     versions = range(2, 20)
     ends = [roster.form_again(version, "it broke").too_few for version in versions]
     assert "the workers cannot work together: it broke" in ends

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.core.errors import DataError, LostPeer, PeerError
-from plait.launch.verdict import RankState, find_cause, is_settled
+from plait.launch.verdict import RankState, find_cause, is_conclusive
 from plait.launch.worker import describe_failure
 
 
@@ -89,7 +89,7 @@ def test_what_messages_say_changes_nothing(signs: dict[str, Any], named: int, _:
         if state.failure is not None:
             state.failure = {**state.failure, "summary": words, "traceback": words}
     assert find_cause(known).rank == named
-    assert is_settled(known) == is_settled(states(**signs))
+    assert is_conclusive(known) == is_conclusive(states(**signs))
 
 
 def test_errors_of_torch_about_a_lost_peer_are_distinguished_from_faults():
@@ -104,9 +104,9 @@ def test_errors_of_torch_about_a_lost_peer_are_distinguished_from_faults():
 
 
 def test_reports_are_waited_for_only_while_they_may_name_a_better_cause():
-    assert not is_settled(states(r0=silent(1)))
-    assert is_settled(states(r0=silent(1), r1=KILLED))
-    assert is_settled(states(r0=gone(1), r1=ValueError("x")))
-    assert is_settled(states(r1=3.0))
-    assert not is_settled(states(r0=ABORTED))
-    assert is_settled(states(r0=silent(1), r1=silent(0), r2=silent(0), r3=silent(0)))
+    assert not is_conclusive(states(r0=silent(1)))
+    assert is_conclusive(states(r0=silent(1), r1=KILLED))
+    assert is_conclusive(states(r0=gone(1), r1=ValueError("x")))
+    assert is_conclusive(states(r1=3.0))
+    assert not is_conclusive(states(r0=ABORTED))
+    assert is_conclusive(states(r0=silent(1), r1=silent(0), r2=silent(0), r3=silent(0)))

@@ -1,6 +1,6 @@
 """Pipelines on a GPU take the same steps as one process there, whichever way tensors go between workers.
 
-Two workers on one GPU stand for two hosts where NCCL is told that they are: it then goes by sockets.
+Two workers on one GPU stand for two hosts where NCCL is configured that way: it then goes by sockets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A quick selection of the models in docs/models.md, and the table that tells what became of each."""
+"""A quick selection of the models in docs/models.md, and the table of their results."""
 
 from __future__ import annotations
 

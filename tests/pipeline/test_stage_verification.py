@@ -259,18 +259,16 @@ def test_stages_verified_from_python_are_refused_in_words() -> None:
 
 
 def without_the_recorder_of_functions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(record, "_SingleLevelFunction", type("Elsewhere", (), {}))
-    patch.setattr(record, "_refuse_lost_gradient", lambda node, tensor: None)
+    patch.setattr(record, "SingleLevelFunction", type("Elsewhere", (), {}))
+    patch.setattr(record, "refuse_lost_gradient", lambda node, tensor: None)
+
+
+def trace_without_evaluation(*args: Any, **options: Any) -> traced.TracedModel:
+    return tracer.trace(*args, **{**options, "evaluation": False})
 
 
 def without_the_evaluation_trace(patch: pytest.MonkeyPatch) -> None:
-    once = tracer._trace_once
-    patch.setattr(
-        "support.checked.trace",
-        lambda model, inputs, others, whole=frozenset(), evaluation=True, before=None: once(
-            model, tracer._Examples(inputs, others), frozenset(whole), {}
-        ),
-    )
+    patch.setattr("support.checked.trace", trace_without_evaluation)
 
 
 def without_the_check_of_buffers(patch: pytest.MonkeyPatch) -> None:
@@ -278,19 +276,19 @@ def without_the_check_of_buffers(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_check_of_attributes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tracer, "_kept", lambda recorder, before: [])
+    patch.setattr(tracer, "changed_attributes", lambda recorder, before: [])
 
 
 def without_the_check_of_draws(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tracer, "_python_draws", lambda before: [])
+    patch.setattr(tracer, "python_draws", lambda before: [])
 
 
 def without_names_of_their_own(patch: pytest.MonkeyPatch) -> None:
-    def last_one_wins(self: Any, name: str, item: Any) -> str:
-        self._source.objects[name] = item
+    def last_one_wins(objects: dict[str, Any], name: str, item: Any) -> str:
+        objects[name] = item
         return name
 
-    patch.setattr(source._Writer, "_object_name", last_one_wins)
+    patch.setattr(source, "add_object", last_one_wins)
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:
@@ -298,7 +296,7 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_copies_of_buffers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module_state, "_SMALL", -1)
+    patch.setattr(module_state, "COPIED_ELEMENTS", -1)
 
 
 @pytest.mark.parametrize(

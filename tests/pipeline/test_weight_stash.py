@@ -149,7 +149,7 @@ def test_the_optimizer_writes_once_and_nothing_is_copied() -> None:
     with Watch():
         versions.update(optimizer.step, needed_from=1)
     assert copies == []
-    assert all(m.data_ptr() != v.data_ptr() for m, v in zip(masters, versions._versions[0].leaves))
+    assert all(m.data_ptr() != v.data_ptr() for m, v in zip(masters, versions.leaves(0)))
 
 
 def test_weights_in_flight_are_not_written_over() -> None:

@@ -20,7 +20,7 @@ def down_sets(graph: Graph) -> list[Set]:
 
 
 def all_plans(ideals: list[Set], start: Set, end: Set, devices: int) -> Iterator[list[tuple[Set, Set, int]]]:
-    """Every sequence of stages from `start` to `end` on at most so many devices."""
+    """Every sequence of stages from `start` to `end` on at most `devices` devices."""
     if start == end:
         yield []
         return

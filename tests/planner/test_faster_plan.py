@@ -57,11 +57,11 @@ def test_a_pipeline_is_taken_where_sums_are_slow():
 def test_the_plan_says_what_the_other_would_take():
     cut, whole = both_ways(machines(2, 1e9), 1e3, start_s=0.05)
     chosen = faster_plan(cut, whole)
-    told = (
+    expected = (
         f"The same batch as 8 microbatches under schedule stash (replicas {'-'.join('1' * len(cut.stages))})"
     )
     assert chosen.why.startswith(whole.why)
-    assert told in chosen.why
+    assert expected in chosen.why
     first, _, rest = describe_plan(chosen).partition("\n")
     assert first == "1 stage on 2 devices, schedule flush, 2 microbatches a step: 1.68 s predicted"
     assert rest == chosen.why

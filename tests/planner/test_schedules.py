@@ -4,7 +4,6 @@ import itertools
 import math
 from collections import Counter, deque
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from plait.planner import PlanError, Schedule
 from plait.planner.cluster import machines
 from plait.planner.predict import depths_that_hide_messages
-from plait.planner.schedules import orders
 from plait.planner.schedules.kinds import in_flight
 from plait.planner.schedules.operations import (
     Backward,
@@ -327,8 +325,7 @@ def test_what_no_schedule_can_run_is_refused(schedule, layout, count, depths, me
 
 def runs_through(schedule: Schedule, layout: Layout, microbatches: int, depths: dict[int, int]) -> bool:
     """Whether the schedule's orders come to their end, written down without a check of depths."""
-    with mock.patch.object(orders, "_check"), mock.patch.object(orders, "_check_progress", create=True):
-        lists = operations(schedule, layout, microbatches, depths)
+    lists = operations(schedule, layout, microbatches, depths, check=False)
     costs = [StageCosts(1.0, 2.0, 1.0)] * len(layout.stages)
     try:
         simulate(layout, lists, costs, lambda sender, receiver: SimulatedLink(1e9))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -54,8 +53,7 @@ def test_where_stages_are_too_many_their_working_memory_is_never_predicted_too_l
     beside = replace(graph.nodes[0], id="beside")
     ideals = all_ideals(replace(graph, nodes=(*nodes, beside)), 1000)
     exact = stage_memory(ideals, Schedule.FLUSH, MemorySettings()).fixed
-    with mock.patch("plait.planner.memory._MOST_LOOKS", 0):
-        bound = stage_memory(ideals, Schedule.FLUSH, MemorySettings()).fixed
+    bound = stage_memory(ideals, Schedule.FLUSH, MemorySettings(), exact_limit=0).fixed
     assert (bound >= exact - 1e-9)[ideals.nested].all()
 
 

@@ -200,16 +200,16 @@ def test_a_profile_says_what_it_was_measured_on_and_survives_a_file(tmp_path: Pa
 
 
 def test_progress_is_reported_after_every_step() -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     model = nn.Sequential(nn.Linear(4, 4))
     profile_model(
         model,
         (torch.randn(3, 4),),
         warmup=1,
         repeats=2,
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: reported.append((done, total)),
     )
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert reported == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_a_loss_with_targets_can_be_given() -> None:

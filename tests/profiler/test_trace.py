@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import time
 import weakref
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from plait.core.errors import InputError
@@ -192,21 +194,29 @@ def test_a_stage_holds_intermediate_tensors_no_longer_than_the_model() -> None:
     assert max(counts) <= 2
 
 
-def test_a_stage_costs_no_more_time_than_the_model() -> None:
+class OperationCounts(TorchDispatchMode):
+    """Counts the operations of torch by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_stage_runs_no_more_operations_than_the_model() -> None:
     model, inputs = make("branches", batch=2)
     traced = trace(model, inputs)
     stage = cut(traced, [layer.id for layer in traced.layers])
 
-    def best(run: object) -> float:
-        samples = []
-        for _ in range(60):
-            start = time.perf_counter()
-            run(*inputs)  # type: ignore[operator]
-            samples.append(time.perf_counter() - start)
-        return min(samples)
+    def operations(run: Any) -> Counter[str]:
+        with OperationCounts() as counts:
+            run(*inputs)
+        return counts.found
 
-    best(model), best(stage.module)
-    assert best(stage.module) < 1.3 * best(model)
+    assert operations(stage.module) == operations(model)
 
 
 def test_stages_that_cannot_be_are_refused() -> None:
@@ -224,41 +234,41 @@ def test_stages_that_cannot_be_are_refused() -> None:
 
 class DependsOnValue(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:  # the line that is told
+        if x.sum() > 0:  # the line that is reported
             return x
         return -x
 
 
 class ReadsItem(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * x.max().item()  # the line that is told
+        return x * x.max().item()  # the line that is reported
 
 
 class SelectsByMask(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         chosen = x[x > 0]
-        return chosen if len(chosen) > 3 else x  # the line that is told
+        return chosen if len(chosen) > 3 else x  # the line that is reported
 
 
 class LoopsOverBatch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([x[i] * i for i in range(x.shape[0])])  # the line that is told
+        return torch.stack([x[i] * i for i in range(x.shape[0])])  # the line that is reported
 
 
 class UsesNumpy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.from_numpy(x.detach().numpy() + 1)  # the line that is told
+        return torch.from_numpy(x.detach().numpy() + 1)  # the line that is reported
 
 
 class Fails(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, torch.ones(3, 77))  # the line that is told
+        return F.linear(x, torch.ones(3, 77))  # the line that is reported
 
 
 class HooksATensor(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x * 2
-        y.register_hook(lambda grad: grad * 2)  # the line that is told
+        y.register_hook(lambda grad: grad * 2)  # the line that is reported
         return y
 
 
@@ -272,7 +282,7 @@ class WritesThroughAView(nn.Module):
         part = y[:, :2]
         self.layer(x)
         part.add_(1)
-        return y + 1  # the line that is told
+        return y + 1  # the line that is reported
 
 
 @pytest.mark.parametrize(
@@ -295,7 +305,7 @@ def test_a_model_that_cannot_be_traced_is_refused_with_the_line_and_what_to_chan
         trace(model(), (torch.randn(4, 4),))
     message = str(caught.value)
     assert "test_trace.py:" in message
-    assert "# the line that is told" in message
+    assert "# the line that is reported" in message
     assert what in message
     assert change in message
 

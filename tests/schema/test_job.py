@@ -43,7 +43,7 @@ def test_the_job_of_the_design_is_read_as_meant():
     assert job.placement().hosts == (Host("w0", 2), Host("w1", 2))
 
 
-def test_overrides_are_put_over_the_file():
+def test_overrides_replace_values_of_the_file():
     overrides = ["optimizer.lr=1e-3", "data.batch_size=16", "evaluate.every_steps=5", "name=other"]
     job = make_job(GOOD, overrides)
     assert job.settings().optimizer.options == {"lr": 0.001}
@@ -57,7 +57,7 @@ def test_a_job_written_down_again_is_the_same_job():
     assert (again.settings(), again.placement()) == (job.settings(), job.placement())
 
 
-def test_without_hosts_the_workers_are_here():
+def test_without_hosts_the_workers_run_on_localhost():
     assert make_job(GOOD, ["parallel.workers=3"]).placement().hosts == (Host(LOCAL, 3),)
 
 
@@ -85,9 +85,9 @@ MISTAKES = [
     ("epochs=null", "epochs: found neither, expected one of epochs and steps"),
     ("steps=5", "epochs: found epochs: 1 and steps: 5, expected one of epochs and steps"),
     ("parallel.workers=9", "data.batch_size: found 8 for 9 workers; expected at least one sample a worker"),
-    ("early_stop.patience=2", "early_stop: needs evaluations to judge by; add evaluate.every_steps"),
+    ("early_stop.patience=2", "early_stop: needs evaluations; add evaluate.every_steps"),
     ("cluster.hosts=['w0:x']", "cluster.hosts: found 'w0:x', expected 'host' or 'host:workers'"),
-    ("model.x=1", "--set model.x: 'model' holds 'plait.workloads.mlp:mlp_tiny', so it has no key 'x'"),
+    ("model.x=1", "--set model.x: 'model' is 'plait.workloads.mlp:mlp_tiny', so it has no key 'x'"),
     ("lr", "--set: found 'lr', expected key.path=value"),
     ("seed=[", "--set seed: found '[', expected a YAML value"),
     (
@@ -137,14 +137,14 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("override", "message"), MISTAKES, ids=[m[0][:40] for m in MISTAKES])
-def test_a_mistake_is_answered(override: str, message: str):
+def test_a_mistake_is_reported_with_the_key_and_what_was_expected(override: str, message: str):
     with pytest.raises(InputError) as caught:
         make_job(GOOD, [override])
     assert message in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
-def test_all_mistakes_of_a_file_are_told_at_once():
+def test_all_mistakes_of_a_file_are_reported_at_once():
     with pytest.raises(JobError) as caught:
         make_job({"nam": "t", "data": {"kind": "digits"}})
     assert str(caught.value).splitlines() == [
@@ -202,7 +202,7 @@ def test_all_mistakes_of_a_file_are_told_at_once():
         ),
     ],
 )
-def test_a_key_that_was_meant_is_told_once(content: dict[str, Any], messages: list[str]):
+def test_a_misspelt_key_is_reported_once(content: dict[str, Any], messages: list[str]):
     with pytest.raises(JobError) as caught:
         make_job(content)
     assert str(caught.value).splitlines() == messages
@@ -276,7 +276,7 @@ def test_a_file_that_is_no_job_is_refused(text: str, message: str, tmp_path: Pat
         read_job(tmp_path / "none.yaml")
 
 
-def test_groups_of_the_optimizer_are_read_and_mistakes_in_them_told():
+def test_groups_of_the_optimizer_are_read_and_mistakes_in_them_are_reported():
     groups = [{"match": "*.bias|*norm*", "weight_decay": 0.0}]
     job = {
         "name": "a",
@@ -308,24 +308,22 @@ def test_groups_of_the_optimizer_are_read_and_mistakes_in_them_told():
         (["data.loaders=1", "data.num_workers=3"], lambda job: job.data.loaders == 3),
     ],
 )
-def test_the_conventional_names_of_keys_mean_the_same(overrides: list[str], read: Any):
+def test_an_alias_of_a_key_sets_the_key(overrides: list[str], read: Any):
     job = make_job(GOOD, overrides)
     assert read(job)
     assert read(make_job(parse(job.text(), "again")))
 
 
-def test_a_key_in_both_spellings_must_have_one_value():
+def test_a_key_and_its_alias_must_have_equal_values():
     data = {**GOOD["data"], "loaders": 2, "num_workers": 2, "drop_last": True}
     assert make_job({**GOOD, "data": data}).settings().data.options == {}
     with pytest.raises(JobError) as caught:
         make_job({**GOOD, "data": {**data, "last_batch": "keep"}})
     assert str(caught.value) == (
-        "data.last_batch: found 'keep' beside data.drop_last: True, which is the same key in another "
-        "spelling; expected one of them"
+        "data.last_batch: found 'keep' and data.drop_last: True, which are two names of "
+        "one key; expected one of them"
     )
-    with pytest.raises(
-        JobError, match=r"max_grad_norm: found 2\.0 beside clip_norm: 1, which is the same key"
-    ):
+    with pytest.raises(JobError, match=r"max_grad_norm: found 2\.0 and clip_norm: 1, which are two names"):
         make_job({**GOOD, "clip_norm": 1, "max_grad_norm": 2.0})
 
 

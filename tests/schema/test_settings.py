@@ -29,7 +29,7 @@ from plait.schema.sync_options import KINDS
 
 # Names that say unlike things in unlike sections.
 OF_THEIR_SECTION = {"kind", "options", "metric", "batch_size", "every_steps", "seed"}
-# What workers are told in another form than the job has it: parsed, read from a file, or with its options.
+# Settings that workers receive in another form than the job: parsed, read from a file, or with options.
 IN_ANOTHER_FORM = {"model", "plan", "hosts", "sync", "slow", "jitter", "topology", "elastic"}
 
 
@@ -107,12 +107,12 @@ def test_what_a_job_says_arrives_in_the_settings_of_its_workers():
         "cluster": {"hosts": ["w0:2"], "environment": {"A": "b"}, "link_timeout_s": 4},
     }
     made = make_job(changed)
-    told = made.settings()
-    assert values_of(CommonSettings, made) | {"model": None} == values_of(CommonSettings, told) | {
+    sent = made.settings()
+    assert values_of(CommonSettings, made) | {"model": None} == values_of(CommonSettings, sent) | {
         "model": None
     }
-    assert told.optimizer.groups == (settings.GroupSettings("*.bias", {"weight_decay": 0.0}),)
-    assert (made.parallel.schedule, told.slow.jitter) == (Schedule.TWO_BUFFERED, (0.5, 1.0))
+    assert sent.optimizer.groups == (settings.GroupSettings("*.bias", {"weight_decay": 0.0}),)
+    assert (made.parallel.schedule, sent.slow.jitter) == (Schedule.TWO_BUFFERED, (0.5, 1.0))
     assert values_of(PipelineOptions, made.parallel) == {
         "vertical_sync": False,
         "depths": {0: 2},
@@ -120,7 +120,7 @@ def test_what_a_job_says_arrives_in_the_settings_of_its_workers():
     }
     assert values_of(HostAccess, made.placement()) == values_of(HostAccess, made.cluster)
     assert (made.placement().threads, made.placement().workers) == (3, 2)
-    assert decode(TrainSettings, encode(told)) == told
+    assert decode(TrainSettings, encode(sent)) == sent
     assert make_job(made.content) == made
 
 

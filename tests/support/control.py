@@ -18,7 +18,7 @@ from plait.schema.placement import ElasticRules
 
 
 class NoProcesses:
-    """In the place of a supervisor: notes what it is told to do."""
+    """In the place of a supervisor: records the calls."""
 
     def __init__(self) -> None:
         self.started: list[Start] = []
@@ -30,7 +30,7 @@ class NoProcesses:
     def end_workers(self, workers: tuple[int, ...]) -> None:
         pass
 
-    def tell_workers(self, membership: Membership) -> None:
+    def send_membership(self, membership: Membership) -> None:
         self.published.append(membership)
 
     def dismiss_workers(self, workers: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ from support.changes import StepTable
 from support.meeting import SECRET
 from support.world import run_ranks
 
-# The members of each version, and the step after which the job is told of it.
+# The members of each version, and the step after which the job receives it.
 Versions = Sequence[tuple[int, tuple[int, ...]]]
 
 
@@ -40,7 +40,7 @@ def membership(version: int, members: tuple[int, ...], lost: tuple[int, ...] = (
 class ScriptedAgent:
     """In the place of the link to an agent: it keeps what the worker says.
 
-    `after_loss` is the version that it tells of once the worker says that it misses another one.
+    `after_loss` is the version that it publishes once the worker reports the loss of another one.
     """
 
     def __init__(self, worker: int, after_loss: Membership | None = None) -> None:
@@ -59,7 +59,7 @@ class ScriptedAgent:
 
 
 class Announcements:
-    """Tells this worker of each version after its step, as the supervisor would at some moment."""
+    """Sends this worker each version after its step, as the supervisor would at some moment."""
 
     def __init__(self, memberships: Memberships, versions: Versions) -> None:
         self._memberships = memberships

@@ -14,7 +14,7 @@ from plait.launch.supervisor import Launch, Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 
-# Tells the processes of this test run's launches from those of another.
+# Identifies the processes that this test run launched.
 MARK = "PLAIT_TEST_LAUNCHED_BY"
 
 
@@ -27,12 +27,12 @@ class Memory:
         self.workers: tuple[WorkerState, ...] = ()
         self.stops = 0
         self.supervisor: Supervisor | None = None
-        self._on_start = on_start
+        self.on_start = on_start
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self.workers = workers
-        if self._on_start is not None:
-            self._on_start(self)
+        if self.on_start is not None:
+            self.on_start(self)
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         self.progress.append(progress)

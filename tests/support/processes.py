@@ -1,4 +1,4 @@
-"""Which tests start worker processes or commands, told from what their code refers to: nobody marks them."""
+"""Which tests start worker processes or commands, derived from the names in their code, without marks."""
 
 from __future__ import annotations
 

@@ -280,6 +280,10 @@ class SimulatedMail:
         self._under_way: dict[tuple[int, int], int] = defaultdict(int)
         self._gone: set[int] = set()
 
+    def release(self, peer: int, channel: int) -> None:
+        """The peer has released a message of the channel."""
+        self._under_way[peer, channel] -= 1
+
     def peers(self) -> list[int]:
         return [worker.rank for worker in self._simulation.workers if worker.rank != self.rank]
 
@@ -329,7 +333,7 @@ class SimulatedMail:
         sender = self._simulation.workers[peer].mailbox
 
         def release() -> None:
-            sender._under_way[self.rank, packet.channel] -= 1
+            sender.release(self.rank, packet.channel)
 
         return Message(packet.content, release)
 
@@ -343,7 +347,7 @@ class SimulatedPresence:
         self._simulation = simulation
         self._worker = worker
         self._gone: set[int] = set()
-        self._heard = [0.0] * size
+        self._last_seen_s = [0.0] * size
         self._words = [-1] * size
         self._looked = 0.0
 
@@ -355,7 +359,7 @@ class SimulatedPresence:
             other
             for other in self.members
             if other == rank
-            or (other not in self._gone and not (judges and now - self._heard[other] > lease_s))
+            or (other not in self._gone and not (judges and now - self._last_seen_s[other] > lease_s))
         )
 
     def forget(self, member: int) -> None:
@@ -371,7 +375,7 @@ class SimulatedPresence:
         self._looked = simulation.now
         for other, word in enumerate(simulation.beats):
             if paused or self._words[other] != word:
-                self._heard[other] = simulation.now
+                self._last_seen_s[other] = simulation.now
             self._words[other] = word
 
 

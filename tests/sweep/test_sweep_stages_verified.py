@@ -56,7 +56,7 @@ def verdict_of(settings: SweepSettings) -> Verdict:
 
 def revert_functions() -> None:
     """Apply functions of autograd to fused tensors as they are."""
-    seams._apply = lambda cls, *a, **k: super(Function, cls).apply(*a, **k)
+    seams.apply_function = lambda cls, *a, **k: super(Function, cls).apply(*a, **k)
 
 
 def wrong_sweep_rank(rank: int, settings: SweepSettings, folder: Path) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_right_stages_stay_fused(over: str):
 
 
 def test_wrong_stages_run_trial_by_trial_though_a_mend_is_reverted(monkeypatch):
-    monkeypatch.setattr(seams, "_apply", lambda cls, *a, **k: super(Function, cls).apply(*a, **k))
+    monkeypatch.setattr(seams, "apply_function", lambda cls, *a, **k: super(Function, cls).apply(*a, **k))
     verdict = verdict_of(in_stages("seed=0,1,2"))
     assert verdict.refused is None
     assert list(verdict.unfused) == [""]

@@ -114,7 +114,7 @@ def test_neighbours_know_each_other_and_lie_on_other_sides(members: set[int], gr
 
 
 @given(st.sets(RANKS, min_size=2), st.sampled_from(["complete", "ring"]))
-def test_whoever_is_left_all_are_connected_by_questions_and_nobody_asks_an_asker(
+def test_the_remaining_workers_are_connected_by_requests_and_no_requester_is_asked(
     living: set[int], graph: str
 ):
     asked = {rank: asked_by(rank, living, graph) for rank in living}

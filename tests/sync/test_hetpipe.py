@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from plait.comm.links.packing import Content, Message
 from plait.comm.tags import Tag
 from plait.core.errors import PeerError
-from plait.sync.averaging.parameter_server import Server, held_up_by
+from plait.sync.averaging.parameter_server import ServedWeights, Server, held_up_by
 
 
 class ScriptedMail:
@@ -22,6 +23,7 @@ class ScriptedMail:
     def __init__(self) -> None:
         self.pushed: list[tuple[int, Message]] = []
         self.sent: dict[int, list[float]] = {}
+        self.answered_all = threading.Event()
 
     def push(self, peer: int, number: int, change: float, last: bool) -> None:
         content = Content(number, (torch.full((2,), change),), "last" if last else "")
@@ -43,6 +45,8 @@ class ScriptedMail:
     def send(self, peer: int, channel: int, number: int, tensors: Any) -> bool:
         assert channel == Tag.PULL
         self.sent[peer] = tensors[0].tolist()
+        if len(self.sent) == len(self.peers()):
+            self.answered_all.set()
         return True
 
     def flush(self, seconds: float) -> None:
@@ -57,28 +61,35 @@ def test_who_is_more_waves_ahead_than_allowed_waits_for_those_behind():
 
 
 def test_all_end_a_segment_with_the_same_weights_though_one_has_begun_the_next():
-    mailbox: Any = ScriptedMail()
-    server = Server(mailbox, [torch.zeros(2)], workers=3, staleness=0)
-    server.close()
-    # By hand, in the worst order: worker 1 is in the next segment before worker 0 has pulled.
-    with server._changed:
-        server._push(0, [torch.full((2,), 3.0)], last=True)
-        for peer in (1, 2):
-            mailbox.push(peer, 0, 3.0, last=True)
-        server._take_pushes()
-        server._answer()
-        assert mailbox.sent == {1: [3.0, 3.0], 2: [3.0, 3.0]}
-        mailbox.push(1, 1, 30.0, last=False)
-        server._take_pushes()
-        (found,) = server._pulled(0, last=True) or ()
+    weights = ServedWeights([torch.zeros(2)], workers=3, staleness=0)
+    for worker in range(3):
+        weights.push(worker, [torch.full((2,), 3.0)], last=True)
+    for worker in (1, 2):
+        (found,) = weights.pull(worker, last=True) or ()
         assert found.tolist() == [3.0, 3.0]
-        # That push counts in the new segment: worker 1 waits for the others there.
-        assert server._awaited(1, last=False) == [0, 2]
+    # The worst order: worker 1 is in the next segment before worker 0 has pulled.
+    weights.push(1, [torch.full((2,), 30.0)], last=False)
+    (found,) = weights.pull(0, last=True) or ()
+    assert found.tolist() == [3.0, 3.0]
+    # That push counts in the new segment: worker 1 waits for the others there.
+    assert weights.awaited(1, last=False) == [0, 2]
+
+
+def test_a_server_answers_all_workers_once_all_have_pushed():
+    mailbox: Any = ScriptedMail()
+    server = Server(mailbox, ServedWeights([torch.zeros(2)], workers=3, staleness=0))
+    for peer in (1, 2):
+        mailbox.push(peer, 0, 3.0, last=True)
+    (found,) = server.exchange([torch.full((2,), 3.0)], last=True, deadline_s=20.0)
+    assert found.tolist() == [3.0, 3.0]
+    assert mailbox.answered_all.wait(20.0)
+    assert mailbox.sent == {1: [3.0, 3.0], 2: [3.0, 3.0]}
+    server.close()
 
 
 def test_a_wait_for_a_worker_that_does_not_push_names_it():
     mailbox: Any = ScriptedMail()
-    server = Server(mailbox, [torch.zeros(2)], workers=3, staleness=0)
+    server = Server(mailbox, ServedWeights([torch.zeros(2)], workers=3, staleness=0))
     mailbox.push(1, 0, 1.0, last=False)
     with pytest.raises(PeerError, match=r"worker 0 waited 0.2 s for workers \[2\] to push"):
         server.exchange([torch.zeros(2)], last=False, deadline_s=0.2)

@@ -64,8 +64,8 @@ def model_of(size: str) -> Iterator[None]:
 
 def check_that_all_synchronized_alike(stories: list[Story | None]) -> None:
     """All name the same members each time, and these have the same weights, or know that they have not."""
-    told = [story for story in stories if story is not None]
-    for time in zip(*(story.synchronized for story in told)):
+    reported = [story for story in stories if story is not None]
+    for time in zip(*(story.synchronized for story in reported)):
         assert len({members for members, _, _ in time}) == 1
         # Those that all others missed may have been killed since.
         assert len({tuple(weights) for _, whole, weights in time if whole}) <= 1
@@ -171,7 +171,7 @@ def keys_after(segments: int, **disturbances: Any) -> int:
     """How many keys of full averages are in the store after some segments."""
     world = Simulation(3, 1, **disturbances)
     world.run(train(segments, 1, [0.1] * 3))
-    return sum(key.startswith("t/meeting") for key in world.values.values)
+    return sum(key.startswith("t/full-average") for key in world.values.values)
 
 
 def test_keys_of_meetings_that_nobody_comes_to_any_more_are_deleted():

@@ -16,7 +16,7 @@ from plait.schema.topology import (
     from_graphs,
     make_topology,
 )
-from plait.schema.topology_spec import TopologySpec, check_wish, find_topology, read_wish
+from plait.schema.topology_spec import TopologySpec, build_topology, check_topology, read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.chunking import cut_buffer
 from plait.sync.allreduce.sums import whole_world
@@ -39,13 +39,13 @@ def walk_sums(route: Route) -> list[int]:
 
     def parts(rank: int) -> list[int]:
         own = [int(r == rank) for r in range(size)]
-        return [sum(column) for column in zip(own, *map(parts, route.adds(rank)))]
+        return [sum(column) for column in zip(own, *map(parts, route.reduce_children(rank)))]
 
     result = parts(route.root)
     got = {route.root}
     waiting = [route.root]
     while waiting:
-        for child in route.passes_to(waiting.pop()):
+        for child in route.broadcast_children(waiting.pop()):
             assert child not in got
             got.add(child)
             waiting.append(child)
@@ -91,8 +91,8 @@ def test_work_is_shared_by_as_many_roots_as_the_topology_has(name: str, roots: i
 def test_a_ring_sends_to_the_next_rank_only():
     for route in make_topology("ring", ["a"] * 4).routes:
         for rank in range(4):
-            assert route.gives_to(rank) in (None, (rank + 1) % 4)
-            assert route.passes_to(rank) in ((), ((rank + 1) % 4,))
+            assert route.reduce_parent(rank) in (None, (rank + 1) % 4)
+            assert route.broadcast_children(rank) in ((), ((rank + 1) % 4,))
 
 
 @given(st.sampled_from(sorted(TOPOLOGIES)), hosts_of_ranks)
@@ -196,7 +196,7 @@ def test_a_long_chain_is_a_tree_and_a_long_cycle_is_named_in_few_words():
 )
 def test_whatever_goes_wrong_with_a_topology_of_ones_own_is_refused_in_one_sentence(name: str, words: str):
     with pytest.raises(TopologyError, match=words) as caught:
-        find_topology(read_wish(name), ["a", "a"])
+        build_topology(read_topology_spec(name), ["a", "a"])
     assert len(str(caught.value)) < 500
 
 
@@ -210,10 +210,10 @@ def test_a_function_is_called_with_the_hosts_by_workers_and_not_while_a_job_is_c
     monkeypatch.syspath_prepend(str(tmp_path))
     import my_graphs
 
-    wish = read_wish("my_graphs:chain")
-    check_wish(wish, 3)
+    spec = read_topology_spec("my_graphs:chain")
+    check_topology(spec, 3)
     assert my_graphs.calls == []
-    topology = find_topology(wish, ["a", "a", "b"])
+    topology = build_topology(spec, ["a", "a", "b"])
     assert topology is not None
     assert topology.routes[0].reduce == (0, 0, 1)
     assert my_graphs.calls == [["a", "a", "b"]]
@@ -234,7 +234,7 @@ def test_a_file_of_graphs_that_is_none_is_refused(tmp_path, text: str, words: st
     path = tmp_path / "graphs.yaml"
     path.write_text(text)
     with pytest.raises(TopologyError, match=words):
-        find_topology(read_wish(str(path)), ["a", "a"])
+        build_topology(read_topology_spec(str(path)), ["a", "a"])
 
 
 @given(

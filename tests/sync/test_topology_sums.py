@@ -124,7 +124,7 @@ def train_switching(rank: int, hosts: tuple[str, ...], order: list[str | None]) 
     model = Layers().double()
     sync = AllReduce(list(model.parameters()), members=members_of(rank, hosts))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    told = []
+    reported = []
     for step, name in enumerate(order):
         if step == 0 or name != order[step - 1]:
             sync.switch(make_topology(name, hosts) if name else None)
@@ -139,16 +139,16 @@ def train_switching(rank: int, hosts: tuple[str, ...], order: list[str | None]) 
         assert model.unused.grad is None
         optimizer.step()
         flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-        told.append([summed, float(flat.sum()), float(flat.square().sum())])
+        reported.append([summed, float(flat.sum()), float(flat.square().sum())])
     sync.close()
-    return told
+    return reported
 
 
 def test_a_running_job_switches_between_any_two_steps_and_loses_none():
     order = [None, "ring", "ring", "clique", None, "star:2", "multi-star", "binary-tree", None, "ring"]
     alone = run_ranks(1, train_switching, ("a",), [None] * len(order))[0]
-    for told in run_ranks(3, train_switching, ("a", "b", "a"), order):
-        for found, expected in zip(told, alone, strict=True):
+    for reported in run_ranks(3, train_switching, ("a", "b", "a"), order):
+        for found, expected in zip(reported, alone, strict=True):
             assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -211,5 +211,5 @@ def lose_a_peer(rank: int, hosts: tuple[str, ...], how: str) -> Any:
     ],
 )
 def test_a_peer_that_dies_or_hangs_is_named_in_time(hosts: tuple[str, ...], how: str, words: str):
-    told = run_ranks(3, lose_a_peer, hosts, how, may_die=(1, 2), deadline_s=25)[0]
-    assert words in told
+    reported = run_ranks(3, lose_a_peer, hosts, how, may_die=(1, 2), deadline_s=25)[0]
+    assert words in reported

@@ -17,7 +17,7 @@ from plait.launch.run_dir import RunDir
 from plait.schema.job import make_job
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.schema.topology import TOPOLOGIES
-from plait.schema.topology_spec import read_wish
+from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
 from plait.training.engines.data_parallel import DataParallelEngine
@@ -49,7 +49,7 @@ def test_three_workers_equal_one_process_over_every_topology(tmp_path: Path):
     file = tmp_path / "chain.yaml"
     file.write_text(json.dumps({"graphs": CHAIN}))
     names = [*TOPOLOGIES, "star:1", "auto", str(file), "test_topology_training:chain"]
-    jobs = {name: dataclasses.replace(JOB, topology=read_wish(name)) for name in names}
+    jobs = {name: dataclasses.replace(JOB, topology=read_topology_spec(name)) for name in names}
     _, alone = train_here(JOB, tmp_path / "one")
     for found in run_ranks(3, train_over_each, jobs, tmp_path / "many"):
         for name in names:
@@ -133,5 +133,5 @@ def test_a_file_of_graphs_is_checked_against_the_jobs_workers(text: str, words: 
 def test_the_graphs_of_a_file_travel_with_the_settings(tmp_path: Path):
     file = tmp_path / "g.yaml"
     file.write_text("graphs:\n- reduce: [[1, 0], [2, 1]]\n  broadcast: [[0, 1], [0, 2]]\n")
-    wish = make_job(job(topology=str(file))).settings().topology
-    assert wish.graphs == ({"reduce": [[1, 0], [2, 1]], "broadcast": [[0, 1], [0, 2]]},)
+    spec = make_job(job(topology=str(file))).settings().topology
+    assert spec.graphs == ({"reduce": [[1, 0], [2, 1]], "broadcast": [[0, 1], [0, 2]]},)

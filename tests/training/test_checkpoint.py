@@ -263,7 +263,7 @@ def test_the_batch_size_may_change_on_resume_and_epochs_still_end_where_they_end
     assert sum(e.samples for e in log if isinstance(e, run_events.Step)) == 3 * 1442
 
 
-def test_workers_without_a_shared_folder_take_up_the_first_ones_checkpoint(tmp_path: Path):
+def test_workers_without_a_shared_folder_load_the_first_ones_checkpoint(tmp_path: Path):
     job = digits_job(steps=20, checkpoint=CheckpointSettings(every_steps=5))
     _, expected = train_here(job, tmp_path / "whole")
     train_here(dataclasses.replace(job, steps=10), tmp_path / "0")

@@ -110,7 +110,7 @@ class OwnSgd(torch.optim.SGD):
         ("sgd", {"lr": 0.1}, 0),
     ],
 )
-def test_whoever_says_how_to_compute_is_heeded(kind: str, options: dict[str, Any], calls: int):
+def test_options_that_choose_the_kernel_are_kept(kind: str, options: dict[str, Any], calls: int):
     optimizer = build_optimizer(
         OptimizerSettings(kind, options), [Parameter(torch.ones(3), requires_grad=False)]
     )

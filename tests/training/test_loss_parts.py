@@ -1,4 +1,4 @@
-"""Losses that are not the mean of their parts are told of before a batch is trained in parts."""
+"""Losses that are not the mean of their parts are reported before a batch is trained in parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def summed_without_small_digits(output: torch.Tensor, target: torch.Tensor) -> t
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "warned"),
     [
         ({}, False),
         ({"loss": IGNORING}, True),
@@ -45,11 +45,11 @@ def summed_without_small_digits(output: torch.Tensor, target: torch.Tensor) -> t
     ],
 )
 def test_a_loss_that_leaves_targets_out_or_weights_classes_is_warned_of(
-    changes: dict[str, Any], told: bool
+    changes: dict[str, Any], warned: bool
 ) -> None:
     settings = digits_job(**changes)
     words = describe_parts(settings, components.build(settings, torch.device("cpu")))
-    assert ("as the mean of their parts" in words) is told
+    assert ("as the mean of their parts" in words) is warned
 
 
 def warnings_of(rank: int, run: Any, settings: Any, folder: Path) -> list[str]:
@@ -68,8 +68,8 @@ def in_one_process(rank: int, settings: Any, folder: Path) -> None:
 
 def test_a_run_in_parts_warns_of_such_a_loss_and_one_on_whole_batches_does_not(tmp_path: Path) -> None:
     pipeline = planned((1,), Schedule.FLUSH, 4, steps=1, loss=IGNORING)
-    (told,) = run_ranks(1, warnings_of, train_rank, pipeline, tmp_path / "pipeline")
-    assert len(told) == 1
+    (warned,) = run_ranks(1, warnings_of, train_rank, pipeline, tmp_path / "pipeline")
+    assert len(warned) == 1
     jobs = {count: digits_job(steps=1, loss=IGNORING, accumulate=count) for count in (1, 2)}
     for count, job in jobs.items():
         assert len(warnings_of(0, in_one_process, job, tmp_path / str(count))) == count - 1

@@ -177,15 +177,15 @@ def test_a_processor_that_emulates_bf16_is_warned_of(
 
 
 def test_an_evaluation_is_no_time_of_the_steps_that_are_yet_to_be_recorded(tmp_path: Path) -> None:
-    """The steps of a pipeline are told of later, with the moment at which they ended."""
+    """The steps of a pipeline are recorded later, with the time at which they ended."""
     settings = digits_job(steps=10)
     settings = replace(settings, log_every_steps=None)
     folder, worker = RunDir(tmp_path), PlainWorker()
-    recorder = MetricsLogger(worker, settings, components.build(settings, torch.device("cpu")), folder)
+    parts = components.build(settings, torch.device("cpu"))
+    recorder = MetricsLogger(worker, settings, parts, folder, clock=lambda: 100.0)
     recorder.start(0, 10)
-    began = recorder._mark
-    recorder.step(1, 0, torch.tensor(1.0), 0.1, 64, began + 0.5)
-    recorder.step(2, 0, torch.tensor(1.0), 0.1, 64, began + 0.55)
+    recorder.step(1, 0, torch.tensor(1.0), 0.1, 64, 100.5)
+    recorder.step(2, 0, torch.tensor(1.0), 0.1, 64, 100.55)
     recorder.evaluated(2, {"loss": 1.0}, 360, 2.0)
     recorder.saved(2, 1.0, best=False)
     recorder.log_rest()

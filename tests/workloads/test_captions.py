@@ -26,10 +26,10 @@ def write(folder: Path, shapes: dict[str, tuple[int, ...]] | None = None, **chan
         for video, shape in shapes.items():
             file[video] = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     splits = {"video0": "train", "video1": "train", "video2": "test"}
-    said = [("video0", "A man sings"), ("video0", "a man"), ("video1", "a dog"), ("video2", "a cat sings")]
+    target = [("video0", "A man sings"), ("video0", "a man"), ("video1", "a dog"), ("video2", "a cat sings")]
     content = {
         "videos": [{"video_id": video, "split": split} for video, split in splits.items()],
-        "sentences": [{"video_id": video, "caption": caption} for video, caption in said],
+        "sentences": [{"video_id": video, "caption": caption} for video, caption in target],
     }
     (folder / "captions.json").write_text(json.dumps({**content, **changes}))
     return str(folder)
@@ -38,17 +38,17 @@ def write(folder: Path, shapes: dict[str, tuple[int, ...]] | None = None, **chan
 def test_captions_come_with_their_videos_frames_and_words_one_later(tmp_path: Path) -> None:
     train = build("captions", "train", path=write(tmp_path), frames=3, length=2)
     assert (len(train), train.input_shape, train.vocabulary) == (3, (3, 3), 7)
-    (features, heard), said = train[0]
+    (features, previous), target = train[0]
     assert features[:, 0].tolist() == [0.0, 6.0, 12.0]
     words = train.words
-    assert [words[i] for i in heard] == [BEGIN, "a", "man"]
-    assert [words[i] for i in said] == ["a", "man", END]
-    (features, _), said = train[2]
+    assert [words[i] for i in previous] == [BEGIN, "a", "man"]
+    assert [words[i] for i in target] == ["a", "man", END]
+    (features, _), target = train[2]
     assert features[:, 0].tolist() == [0.0, 3.0, 0.0]
     test = build("captions", "test", path=write(tmp_path), frames=3, length=4)
-    (_, heard), said = test[0]
-    assert [words[i] for i in heard] == [BEGIN, "a", "<unk>", "sings", "<unk>"]
-    assert said[-1] == -100
+    (_, previous), target = test[0]
+    assert [words[i] for i in previous] == [BEGIN, "a", "<unk>", "sings", "<unk>"]
+    assert target[-1] == -100
     assert train.vocabulary_id == test.vocabulary_id
     assert build("captions", "train", path=write(tmp_path), vocabulary=5).words == [
         "<unk>",
@@ -114,13 +114,13 @@ def test_it_learns_to_say_what_it_sees() -> None:
     torch.manual_seed(0)
     train = synthetic_captions("train")
     model = s2vt_tiny(train.vocabulary)
-    (features, heard), said = torch.utils.data.default_collate([train[i] for i in range(len(train))])
+    (features, previous), target = torch.utils.data.default_collate([train[i] for i in range(len(train))])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     for _ in range(60):
         optimizer.zero_grad()
-        cross_entropy(model(features, heard), said).backward()
+        cross_entropy(model(features, previous), target).backward()
         optimizer.step()
-    good, count = token_accuracy(model(features, heard), said)
+    good, count = token_accuracy(model(features, previous), target)
     assert good / count > 0.8
     found = model.caption(features[:8], begin=1, end=2, longest=4)
     assert sum(len(words) in (1, 2) for words in found) >= 6

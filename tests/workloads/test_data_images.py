@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from plait.core.errors import DataError
 from plait.workloads.data import build
-from plait.workloads.data.image_folder import _random_box
+from plait.workloads.data.image_folder import random_box
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -100,7 +100,7 @@ def test_a_random_part_lies_within_the_image_and_has_the_published_shape(width, 
     torch.manual_seed(0)
     flips, shares = [], []
     for _ in range(200):
-        (left, top, right, bottom), flip = _random_box(width, height)
+        (left, top, right, bottom), flip = random_box(width, height)
         assert 0 <= left < right <= width
         assert 0 <= top < bottom <= height
         # Rounding to whole pixels may move an edge by half of one.

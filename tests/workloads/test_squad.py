@@ -70,7 +70,7 @@ def test_a_long_text_has_several_windows_and_the_answer_lies_in_some(tmp_path: P
 
 
 class Oracle(nn.Module):
-    """A model that names the span that its arguments tell of, or no answer for questions in `silent`."""
+    """A model that names the span that its arguments name, or no answer for questions in `silent`."""
 
     def forward(self, **arguments: torch.Tensor) -> Any:
         ids = arguments["input_ids"]

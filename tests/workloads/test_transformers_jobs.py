@@ -130,7 +130,7 @@ def test_a_model_trains_alike_in_a_plain_loop_in_a_run_and_in_two_stages(model: 
         ),
     ],
 )
-def test_an_architecture_or_setting_that_transformers_has_not_is_told(args: Any, message: str) -> None:
+def test_an_architecture_or_setting_that_transformers_lacks_is_reported(args: Any, message: str) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(JobError, match=message):
         from_config(**args)

@@ -326,11 +326,11 @@ def _number(text: str, key: str, kind: type[int] | type[float], example: str) ->
 
 def _schedule(name: str) -> Schedule:
     from plait.core.names import did_you_mean
-    from plait.schema.spellings import VALUES, own_value
+    from plait.schema.aliases import VALUE_ALIASES, canonical_value
 
-    names, own = [s.value for s in Schedule], own_value("parallel.schedule", name)
+    names, own = [s.value for s in Schedule], canonical_value("parallel.schedule", name)
     if own not in names:
-        hint = did_you_mean(name, [*names, *VALUES["parallel.schedule"]])
+        hint = did_you_mean(name, [*names, *VALUE_ALIASES["parallel.schedule"]])
         raise InputError(f"--schedule: found {shown(name)}, expected a schedule{hint}")
     return Schedule(own)
 

@@ -107,7 +107,7 @@ def resize(
     run_dir: RunsFolder = Path("runs"),
     json_: JsonFlag = False,
 ) -> None:
-    """Change the number of workers of a running job; without a number, tell of them.
+    """Change the number of workers of a running job; without a number, show it.
 
     Example: plait resize digits 4
     """
@@ -148,9 +148,7 @@ def _ask_to_stop(folder: RunDir) -> None:
         raise InputError(f"{folder.path}: not running ({_state(folder)}); nothing to stop")
     host, pid = holder
     if pid <= 1:  # a signal to such a process would reach others
-        raise InputError(
-            f"{folder.path}: running, but its lock does not tell by which process; end it by hand"
-        )
+        raise InputError(f"{folder.path}: running, but its lock does not name the process; end it by hand")
     if host != socket.gethostname():
         raise InputError(f"{folder.path}: it is run from {host}; stop it there")
     try:

@@ -59,10 +59,10 @@ def train(
     from plait.schema.job import read_job
 
     chosen = [("parallel.plan", plan)] if plan is not None else []
-    slowed = _slowed(slow or [], jitter)
+    slowed = slow_overrides(slow or [], jitter)
     with os_errors_as_messages():
         asked = read_job(
-            job, [*(set_ or []), *chosen, *placed(workers, hosts, nic), *slowed, *_adapted(adapt)]
+            job, [*(set_ or []), *chosen, *placed(workers, hosts, nic), *slowed, *adapt_overrides(adapt)]
         )
         result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
     if json_:
@@ -87,7 +87,7 @@ def placed(workers: int | None, hosts: str | None, nic: str | None) -> list[tupl
     return overrides
 
 
-def _slowed(slow: list[str], jitter: str | None) -> list[tuple[str, Any]]:
+def slow_overrides(slow: list[str], jitter: str | None) -> list[tuple[str, Any]]:
     """What the flags that make workers slow set in the job."""
     overrides: list[tuple[str, Any]] = []
     if slow:
@@ -99,7 +99,7 @@ def _slowed(slow: list[str], jitter: str | None) -> list[tuple[str, Any]]:
     return overrides
 
 
-def _adapted(policies: list[str] | None) -> list[tuple[str, Any]]:
+def adapt_overrides(policies: list[str] | None) -> list[tuple[str, Any]]:
     """What `--adapt` sets in the job: a kind alone, or a kind with its options as YAML."""
     found: list[Any] = []
     for text in policies or []:

@@ -54,6 +54,10 @@ class Channels:
         self._deadline_s = deadline_s
         self._window = window
 
+    def buffer_count(self, peer: int) -> int:
+        """The number of buffers that messages to and from `peer` occupy, also while no message does."""
+        return self._links[peer].buffer_count
+
     def send(
         self,
         peer: int,
@@ -223,4 +227,4 @@ def meet_near(rendezvous: Rendezvous, name: str, peers: Iterable[int]) -> dict[i
 
     All of them call it with the same name. On systems without anonymous shared memory nobody is near.
     """
-    return rendezvous.meet(name, sharing_memory(peers, rendezvous.rank, rendezvous.hosts))
+    return rendezvous.connect(name, sharing_memory(peers, rendezvous.rank, rendezvous.hosts))

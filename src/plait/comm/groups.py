@@ -41,7 +41,7 @@ class WorldConnections:
         self._descriptors = dict(descriptors)
 
     def cut(self) -> None:
-        """Shut them down: whoever waits in the group, here or at the other end, fails at once.
+        """Shut them down: all waits in the group, here or at the other end, fail at once.
 
         gloo itself would wait for a stopped peer, or one behind a cut link, until the group's timeout.
         """
@@ -100,7 +100,7 @@ def _interruptible(make: Callable[[int], None], rendezvous: Rendezvous) -> Calla
             try:
                 check()
             except BaseException:
-                # It may be about to succeed; a group that is made is ended by whoever makes the next one.
+                # It may be about to succeed; the caller that makes the next group closes it.
                 thread.join(CHECK_S)
                 raise
         if failures:

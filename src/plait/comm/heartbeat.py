@@ -35,7 +35,7 @@ class Presence:
         self._gone: set[int] = set()
         self._words: dict[int, bytes] = {}
         now = time.monotonic()
-        self._heard = dict.fromkeys(self._others, now)
+        self._last_seen_s = dict.fromkeys(self._others, now)
         self._looked = now
         self._ended = threading.Event()
         self._store.set(self._key(rank), "0")
@@ -51,7 +51,7 @@ class Presence:
             found = [
                 other
                 for other in self._others
-                if other not in self._gone and not (judges and now - self._heard[other] > self._lease_s)
+                if other not in self._gone and not (judges and now - self._last_seen_s[other] > self._lease_s)
             ]
         return tuple(sorted([self._rank, *found]))
 
@@ -89,7 +89,7 @@ class Presence:
             self._looked = now
             for other, word in words.items():
                 if paused or self._words.get(other) != word:
-                    self._heard[other] = now
+                    self._last_seen_s[other] = now
                 self._words[other] = word
                 if word == b"ended":
                     self._gone.add(other)

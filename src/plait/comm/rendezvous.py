@@ -55,7 +55,7 @@ class Rendezvous:
         self.hosts = tuple(hosts)
         self.timeout_s = timeout_s
         self._address = address
-        self._meetings = Counter[str]()
+        self._calls = Counter[str]()
         self._groups = Counter[tuple[int, ...]]()
 
     def next_group(self, ranks: Sequence[int]) -> str:
@@ -64,7 +64,7 @@ class Rendezvous:
         self._groups[key] += 1
         return f"plait/group/{','.join(map(str, key))}/{self._groups[key]}"
 
-    def meet(
+    def connect(
         self,
         name: str,
         peers: Iterable[int],
@@ -78,16 +78,16 @@ class Rendezvous:
         """
         own = self.rank if own is None else own
         hosts = self.hosts if hosts is None else hosts
-        self._meetings[name] += 1
-        where = f"plait/meet/{name}/{self._meetings[name]}"
+        self._calls[name] += 1
+        where = f"plait/link/{name}/{self._calls[name]}"
         peers = sorted(set(peers) - {own})
-        return _Meeting(self, where, own, sharing_memory(peers, own, hosts)).link(peers)
+        return _AddressExchange(self, where, own, sharing_memory(peers, own, hosts)).link(peers)
 
     def listen(self, purpose: str, near: bool) -> Listener:
         return Listener(self.secret, purpose, None if near else self._address, packets=near)
 
 
-class _Meeting:
+class _AddressExchange:
     """One exchange of addresses: lower numbers listen, higher ones connect."""
 
     def __init__(self, rendezvous: Rendezvous, where: str, own: int, near: set[int]) -> None:

@@ -89,7 +89,7 @@ def _check_workers(settings: TrainSettings) -> None:
 def check_vocabulary(
     settings: TrainSettings, factory: Callable[..., Any], model: nn.Module, dataset: Any
 ) -> None:
-    """Refuse data with more tokens than the model knows, where both tell how many."""
+    """Refuse data with more tokens than the model knows, if both say how many."""
     tokens = getattr(dataset, "vocabulary", None)
     key, known = _known_tokens(settings, factory, model)
     if isinstance(tokens, int) and isinstance(known, int) and known < tokens:
@@ -130,7 +130,7 @@ def check_same_order(progress: Mapping[str, Any], dataset: Any, settings: TrainS
 
 
 def vocabulary_id(dataset: Any) -> str | None:
-    """What tells one vocabulary from another, of a set that has one."""
+    """Identifies the vocabulary of a data set that has one."""
     found = getattr(dataset, "vocabulary_id", None)
     return found if isinstance(found, str) else None
 

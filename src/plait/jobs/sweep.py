@@ -19,13 +19,13 @@ from plait.launch.display import Display, Silent
 from plait.launch.run import launch_entry, tracing_modules
 from plait.launch.run_dir import RunDir, choose_folder, find_run
 from plait.report.sweep import write_sweep
+from plait.schema.aliases import KEY_ALIASES, canonical_value
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
 from plait.schema.results import SweepResult
 from plait.schema.schedules import Schedule
 from plait.schema.settings import SEARCHES, SearchSettings, TrainSettings
-from plait.schema.spellings import KEYS, own_value
 from plait.sweeping.engines.stages import check_in_stages, check_schedule
 from plait.sweeping.search.space import (
     MOST_VALUES,
@@ -148,7 +148,7 @@ def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
     from plait.measure.auto_plan import planned
 
     parallel = job.parallel
-    schedule = parallel.schedule or (Schedule.FLUSH if parallel.is_made else None)
+    schedule = parallel.schedule or (Schedule.FLUSH if parallel.needs_planning else None)
     made, plan = planned(settings, job.placement(), replace(parallel, schedule=schedule))
     if parallel.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
@@ -169,10 +169,10 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
 def _in_own_spelling(dimension: Dimension) -> Dimension:
     key = dimension.key
     try:
-        values = tuple(own_value(key, value) for value in dimension.values)
+        values = tuple(canonical_value(key, value) for value in dimension.values)
     except JobError as failure:
         raise JobError(f"--over {failure}") from None
-    return replace(dimension, key=KEYS.get(key, key), values=values)
+    return replace(dimension, key=KEY_ALIASES.get(key, key), values=values)
 
 
 def _dimensions(over: Over) -> tuple[Dimension, ...]:

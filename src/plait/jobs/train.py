@@ -67,7 +67,7 @@ def _planned(
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
     workers = sum(host.slots for host in placement.hosts)
     words = [describe_plan(plan)] if parallel.plan == "auto" else []
-    if parallel.is_made and plan.devices_used < workers:
+    if parallel.needs_planning and plan.devices_used < workers:
         words.append(f"{plan.devices_used} of {workers} workers run it: the plan has no use for the others")
         plan, placement = on_fewer_workers(plan, placement)
         workers = plan.devices_used
@@ -76,7 +76,7 @@ def _planned(
     check_slow(parallel.slow, workers)
     check_pipeline(settings, workers)
     words += [describe_updates(plan, settings), describe_clipping(plan, settings)]
-    words += [describe_memory(plan), "" if parallel.is_made else other_microbatch(plan, settings)]
+    words += [describe_memory(plan), "" if parallel.needs_planning else other_microbatch(plan, settings)]
     for line in filter(None, words):
         display.printed(line)
     return settings, placement

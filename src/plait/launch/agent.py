@@ -8,7 +8,7 @@ It exchanges JSON lines with the supervisor over its standard streams and decide
          the end of the stream ends everything here, whether the supervisor is through or gone
     out  {"ready": store}, {"refused": message}, {"workers": {rank: pid}}, {"line": text}, {"progress": ...},
          {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...}, {"silent": ...},
-         {"unreachable": host}, {"beat": true}, and what elastic workers tell (see `launch/worker.py`)
+         {"unreachable": host}, {"beat": true}, and reports of elastic workers (see `launch/worker.py`)
 
 It makes no files but the workers' logs, so nothing of it is left however it ends. It imports no torch.
 """
@@ -201,7 +201,7 @@ class _WorkerProcess:
         prefix = f"[{host} {rank}] "
         paths = [logs / f"rank{rank}.{kind}" if logs else None for kind in ("out", "err")]
         self.outputs = [_Output(prefix, path) for path in paths]
-        self.last_heard_s = time.monotonic()
+        self.last_seen_s = time.monotonic()
         self.ended = False
         self.reported_silent = False
         self._lines = LineBuffer()
@@ -227,10 +227,10 @@ class _WorkerProcess:
                 data = b""
             if not data:
                 return found, False
-            self.last_heard_s = time.monotonic()
+            self.last_seen_s = time.monotonic()
             found += [json.loads(line) for line in self._lines.take(data)]
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Pass on what the supervisor says."""
         with contextlib.suppress(OSError):
             self.control.send(json.dumps(message).encode() + b"\n")
@@ -259,8 +259,8 @@ class Agent:
 
     def run(self) -> int:
         """Serve until the supervisor closes its end or the fork server is gone; the exit status."""
-        self._selector.register(self._supervisor, selectors.EVENT_READ, self._hear_supervisor)
-        self._selector.register(self._server, selectors.EVENT_READ, self._hear_server)
+        self._selector.register(self._supervisor, selectors.EVENT_READ, self._read_supervisor)
+        self._selector.register(self._server, selectors.EVENT_READ, self._read_server)
         try:
             if self._order["check"]:
                 # In a process of its own, which has imported what it needs.
@@ -296,7 +296,7 @@ class Agent:
             self._beat = now
             self._supervisor.send(beat=True)
         for worker in self._workers:
-            silent_s = now - worker.last_heard_s
+            silent_s = now - worker.last_seen_s
             if worker.pid is None or worker.ended or worker.reported_silent:
                 continue
             if silent_s > self._order["heartbeat_s"]:
@@ -310,7 +310,7 @@ class Agent:
         """Find this host's address and, on the first host, open the store."""
         order = self._order
         try:
-            self._address = address_of(order["nic"], order["host"], alone=order["hosts"] == 1)
+            self._address = address_of(order["nic"], order["host"], single_host=order["hosts"] == 1)
         except InputError as failure:
             self._supervisor.send(refused=str(failure))
             return
@@ -318,20 +318,20 @@ class Agent:
             self._store = StoreServer(self._secret, None if order["hosts"] == 1 else self._address)
         self._supervisor.send(ready=self._store.address.text if self._store else "")
 
-    def _hear_supervisor(self) -> None:
+    def _read_supervisor(self) -> None:
         for message in self._supervisor.receive():
             if "go" in message:
                 self._go(message["go"])
             elif "stop" in message:
                 for worker in self._workers:
-                    worker.tell(stop=True)
+                    worker.send(stop=True)
             elif "members" in message:
                 for worker in self._workers:
-                    worker.tell(members=message["members"])
+                    worker.send(members=message["members"])
             elif "dismiss" in message:
                 for worker in self._workers:
                     if worker.rank in message["dismiss"]:
-                        worker.tell(dismiss=True)
+                        worker.send(dismiss=True)
             elif "start" in message:
                 self._start_worker(message["start"]["rank"], message["start"]["slot"], joins=True)
             elif "end" in message:
@@ -382,7 +382,7 @@ class Agent:
         self._starting.append(worker)
         self._server.fork(function, argument, worker.descriptors())
         worker.handed_over()
-        self._selector.register(worker.control, selectors.EVENT_READ, lambda: self._hear_worker(worker))
+        self._selector.register(worker.control, selectors.EVENT_READ, lambda: self._read_worker(worker))
         for output in worker.outputs:
             self._selector.register(output.read, selectors.EVENT_READ, lambda o=output: self._pass_on(o))
 
@@ -391,7 +391,7 @@ class Agent:
             self._selector.unregister(output.read)
             output.close()
 
-    def _hear_server(self) -> None:
+    def _read_server(self) -> None:
         for message in self._server.receive():
             if "started" in message:
                 self._note_start(self._starting.popleft(), message["started"])
@@ -401,13 +401,13 @@ class Agent:
 
     def _note_start(self, worker: _WorkerProcess, pid: int) -> None:
         worker.pid = pid
-        worker.last_heard_s = time.monotonic()
+        worker.last_seen_s = time.monotonic()
         if worker.rank >= 0 and not self._starting:
             self._supervisor.send(
                 workers={w.rank: w.pid for w in self._workers if w.rank >= 0 and not w.ended}
             )
 
-    def _hear_worker(self, worker: _WorkerProcess) -> None:
+    def _read_worker(self, worker: _WorkerProcess) -> None:
         if worker.control.fileno() < 0:  # its end was noticed in the same moment
             return
         messages, more = worker.receive()
@@ -428,7 +428,7 @@ class Agent:
 
     def _note_end(self, worker: _WorkerProcess, status: int) -> None:
         # Its messages from before its end come first.
-        self._hear_worker(worker)
+        self._read_worker(worker)
         worker.ended = True
         if worker.rank >= 0:
             self._supervisor.send(ended={"rank": worker.rank, "status": status})

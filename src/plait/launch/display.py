@@ -17,7 +17,7 @@ class WorkerState:
 
 
 class Display(Protocol):
-    """Is told what happens while workers run; called from the supervisor's own thread."""
+    """Receives events while workers run; called from the supervisor's own thread."""
 
     def started(self, workers: tuple[WorkerState, ...]) -> None: ...
     def progressed(self, progress: Mapping[str, Any]) -> None: ...

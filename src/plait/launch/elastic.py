@@ -40,7 +40,7 @@ class Processes(Protocol):
 
     def start_worker(self, start: Start) -> None: ...
     def end_workers(self, workers: tuple[int, ...]) -> None: ...
-    def tell_workers(self, membership: Membership) -> None: ...
+    def send_membership(self, membership: Membership) -> None: ...
     def dismiss_workers(self, workers: Sequence[int]) -> None: ...
     def stop_workers(self) -> None: ...
     def warn(self, words: str) -> None: ...
@@ -48,19 +48,19 @@ class Processes(Protocol):
 
 
 class ElasticWorkers:
-    """Keeps the workers of a job at the number that is wanted, whoever is lost."""
+    """Keeps the number of workers of a job at the requested one when workers are lost."""
 
-    def __init__(self, roster: Roster, processes: Processes, settled: Callable[[Membership], None]) -> None:
+    def __init__(self, roster: Roster, processes: Processes, on_joined: Callable[[Membership], None]) -> None:
         self.roster = roster
         self._processes = processes
-        self._settled = settled
-        self._settled_version = 1
+        self._on_joined = on_joined
+        self._joined_version = 1
         self._left: set[int] = set()
         self._broken: tuple[int, str, float] | None = None
         self.too_few: str | None = None
 
     def take(self, value: Mapping[str, Any]) -> bool:
-        """Take up what a worker reported; False where it is about something else."""
+        """Handle the report of a worker; False if it concerns something else."""
         roster = self.roster
         if "prepared" in value:
             roster.on_ready(value["prepared"])
@@ -73,15 +73,15 @@ class ElasticWorkers:
             found = value["broken"]
             self._broken = self._broken or (found["version"], found["why"], time.monotonic())
         elif "resize" in value:
-            wish = value["resize"]
-            self.serve(ControlRequest(wish["workers"], by=POLICY, why=wish["why"]))
+            request = value["resize"]
+            self.serve(ControlRequest(request["workers"], by=POLICY, why=request["why"]))
         else:
             return False
         self.proceed()
         return True
 
     def serve(self, asked: ControlRequest) -> None:
-        """Want another number of workers from now on, if that is asked for; whoever asked is answered."""
+        """Apply a request to resize, or to show the workers, and answer it."""
         more: dict[str, Any] = {"version": asked.version, "by": asked.by, "why": asked.why}
         try:
             if asked.hosts is not None:
@@ -104,7 +104,7 @@ class ElasticWorkers:
             "members": list(roster.membership.members),
             "pids": {member: self._processes.pid_of(member) for member in roster.membership.members},
             "places": dict(zip(roster.membership.members, roster.membership.hosts)),
-            "is_settled": roster.is_settled and len(roster.membership.members) == roster.wanted.workers,
+            "is_settled": roster.all_joined and len(roster.membership.members) == roster.wanted.workers,
             "hosts": {host.name: slots for host, slots in zip(roster.hosts, roster.capacity)},
         }
 
@@ -145,9 +145,9 @@ class ElasticWorkers:
     def proceed(self) -> None:
         """Do what there is to do now."""
         roster = self.roster
-        if roster.is_settled and roster.membership.version > self._settled_version:
-            self._settled_version = roster.membership.version
-            self._settled(roster.membership)
+        if roster.all_joined and roster.membership.version > self._joined_version:
+            self._joined_version = roster.membership.version
+            self._on_joined(roster.membership)
             if leavers := roster.leavers():
                 self._processes.dismiss_workers(leavers)
         while self._do(roster.next_steps()):
@@ -164,7 +164,7 @@ class ElasticWorkers:
             self._processes.end_workers(steps.end)
         if steps.publish is not None:
             self._broken = None
-            self._processes.tell_workers(steps.publish)
+            self._processes.send_membership(steps.publish)
         if steps.too_few is not None:
             if steps.publish is None:
                 raise LaunchError(f"{steps.too_few}; go on with --resume from the newest checkpoint")

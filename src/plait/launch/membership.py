@@ -1,4 +1,4 @@
-"""Who trains together: versions of a job's membership, and what one worker has been told of them.
+"""Who trains together: versions of a job's membership, and those that one worker knows of.
 
 Workers have numbers (ids) that are never used twice; a worker's rank is its place among the members of a
 version. The supervisor alone makes versions. It imports no torch.
@@ -35,10 +35,10 @@ class Membership:
 
 
 class Memberships:
-    """The versions that this worker has been told of; its agent's thread adds them, the main thread waits.
+    """The versions that this worker knows of; its agent's thread adds them, the main thread waits.
 
     `on_loss` functions are called, in the thread that learnt of it, when a member of the version that this
-    worker has entered is lost: whoever waits for that member must be woken.
+    worker has entered is lost: threads that wait for that member must be woken.
     """
 
     def __init__(self, worker: int) -> None:
@@ -60,7 +60,7 @@ class Memberships:
             return self._known[max(self._known)]
 
     def put(self, membership: Membership) -> None:
-        """Note a version; wake whoever waits for a member that it says is lost."""
+        """Note a version; wake threads that wait for a member that it reports lost."""
         with self._changed:
             broken_before = self._loss()
             self._known[membership.version] = membership
@@ -103,7 +103,7 @@ class Memberships:
             raise loss
 
     def get(self, version: int, seconds: float) -> Membership:
-        """That version, once this worker is told of it; PeerError where it is not within `seconds`."""
+        """Wait until this worker knows that version; PeerError after `seconds`."""
         return self._await(lambda: self._known.get(version), f"version {version} of the members", seconds)
 
     def after(self, version: int, seconds: float) -> Membership:
@@ -136,7 +136,7 @@ class Memberships:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise PeerError(
-                        f"worker {self.worker} was not told of {what} within {seconds:.0f} s",
+                        f"worker {self.worker} did not receive {what} within {seconds:.0f} s",
                         LostPeer.SILENT,
                     )
                 self._changed.wait(left)

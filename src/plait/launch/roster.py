@@ -1,6 +1,6 @@
 """The members of an elastic job: which workers to start, end and train with, from what is wanted and happens.
 
-Pure: it starts nothing and waits for nothing. The supervisor tells it what happened and does what it answers.
+Pure: it starts nothing and waits for nothing. The supervisor reports events and executes the returned steps.
 Versions of the wanted number of workers are for those who ask (compare and set); versions of the
 membership are for the workers.
 """
@@ -103,8 +103,8 @@ class Roster:
         self._stopping = False
 
     @property
-    def is_settled(self) -> bool:
-        """Whether all members have taken their places in the version that was published last."""
+    def all_joined(self) -> bool:
+        """Whether all members have joined the version that was published last."""
         return self._joined >= {m for m in self.membership.members if self._is(m, _Stage.MEMBER)}
 
     def leavers(self) -> list[int]:
@@ -134,7 +134,7 @@ class Roster:
                 f"version: found {version}, but the number of workers has changed since, to "
                 f"{self.wanted.workers} (version {self.wanted.version}); look at it again and ask anew"
             )
-        most = min(self.rules.most, sum(self.capacity))
+        most = min(self.rules.max_allowed, sum(self.capacity))
         if not self.rules.min_workers <= workers <= most:
             raise InputError(
                 f"workers: found {workers}, expected {self.rules.min_workers} to {most}, as "
@@ -188,7 +188,7 @@ class Roster:
         self._holders.add(worker)
         if version == self.membership.version:
             self._joined.add(worker)
-        self.has_begun = self.has_begun or self.is_settled
+        self.has_begun = self.has_begun or self.all_joined
 
     def on_left(self, worker: int) -> None:
         self._entries[worker].stage = _Stage.GONE
@@ -221,7 +221,7 @@ class Roster:
         """What to do now; called after each thing that happened."""
         if self._fresh_losses:
             return self._leave_out_lost()
-        if self._stopping or not self.has_begun or not self.is_settled:
+        if self._stopping or not self.has_begun or not self.all_joined:
             return NextSteps()
         if any(self._is(m, _Stage.DONE) for m in self.membership.members):
             return NextSteps()

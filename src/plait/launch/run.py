@@ -95,7 +95,7 @@ class _StatusFile:
 
 @contextlib.contextmanager
 def _unless_closed() -> Iterator[None]:
-    """Show something, unless whoever looked on is gone: the run goes on."""
+    """Show something, unless the reader of the output is gone: the run continues."""
     with contextlib.suppress(OSError):
         yield
 

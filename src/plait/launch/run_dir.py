@@ -77,7 +77,7 @@ class RunDir:
     def is_trained(self) -> bool:
         """Whether anything here took training to make: a checkpoint, whole or not, or the event of a step."""
         kept = [*self.path.glob("checkpoints/*"), *self.path.glob("trials/*/checkpoints/*")]
-        return bool(kept) or any(_tells_of_steps(path) for path in self.path.glob("events/*.jsonl"))
+        return bool(kept) or any(_has_steps(path) for path in self.path.glob("events/*.jsonl"))
 
     def remove_untrained(self, files: Iterable[Path]) -> None:
         """Take back what a refused launch wrote, `files` among it, unless something was trained.
@@ -104,7 +104,7 @@ def _born(pid: int) -> float | None:
     return None
 
 
-def _tells_of_steps(events: Path) -> bool:
+def _has_steps(events: Path) -> bool:
     try:
         with events.open(errors="replace") as file:
             return any('"kind":"step"' in line or '"kind":"operations"' in line for line in file)

@@ -27,7 +27,7 @@ from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers, as_message
 from plait.launch.membership import Membership
 from plait.launch.roster import Roster, Start
-from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_settled
+from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_conclusive
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import HostAccess, Placement, WorkerLimits
 from plait.schema.settings import values_of
@@ -72,7 +72,7 @@ class Supervisor:
         self._results: dict[int, Any] = {}
         self._tolerant: set[int] = set()
         self._left_out: dict[int, set[int]] = {}
-        self._told_lost: set[int] = set()
+        self._reported_lost: set[int] = set()
         self._signs = 0
         self._first_sign_at: float | None = None
         self._first_done_at: float | None = None
@@ -95,9 +95,9 @@ class Supervisor:
                     self._start_agent(index)
                 store = self._await_ready()
                 prepare()
-                # From here on agents pass a request to stop on, also to workers that nobody has told of yet.
+                # From here on agents pass a request to stop on, also to workers not announced yet.
                 self._begun = True
-                self._tell_all(go=store)
+                self._broadcast(go=store)
                 return self._await_results()
             finally:
                 self._end_agents()
@@ -138,16 +138,16 @@ class Supervisor:
     def end_workers(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
             self._ranks[worker].ended_here = True
-        self._tell_all(end=list(workers))
+        self._broadcast(end=list(workers))
 
-    def tell_workers(self, membership: Membership) -> None:
-        self._tell_all(members=as_message(membership))
+    def send_membership(self, membership: Membership) -> None:
+        self._broadcast(members=as_message(membership))
 
     def dismiss_workers(self, workers: Sequence[int]) -> None:
-        self._tell_all(dismiss=list(workers))
+        self._broadcast(dismiss=list(workers))
 
     def stop_workers(self) -> None:
-        self._tell_all(stop=True)
+        self._broadcast(stop=True)
 
     def warn(self, words: str) -> None:
         self._display.printed(f"warning: {words}")
@@ -164,7 +164,7 @@ class Supervisor:
         hosts, rules = self._placement.hosts, self._placement.elastic
         slots = self._placement.capacity or tuple(host.slots for host in hosts)
         if rules is not None and len(hosts) == 1 and hosts[0].name == LOCAL:
-            return [max(rules.most, slots[0])]
+            return [max(rules.max_allowed, slots[0])]
         return list(slots)
 
     def _start_agent(self, index: int) -> None:
@@ -188,7 +188,7 @@ class Supervisor:
             "host": host.name,
             "slots": host.slots,
             "capacity": self._capacity()[index],
-            "heartbeat_s": launch.placement.longest_silence_s,
+            "heartbeat_s": launch.placement.heartbeat_timeout_s,
             "index": index,
             "hosts": len(launch.placement.hosts),
             "first_rank": sum(each.slots for each in launch.placement.hosts[:index]),
@@ -210,7 +210,7 @@ class Supervisor:
             1, tuple(state.rank for state in self._ranks), tuple(state.host for state in self._ranks)
         )
 
-    def _tell_all(self, **message: Any) -> None:
+    def _broadcast(self, **message: Any) -> None:
         for agent in self._agents:
             agent.send(message)
 
@@ -227,7 +227,7 @@ class Supervisor:
             if kind == "control":
                 self._on_control(value)
                 continue
-            self._agents[index].heard = time.monotonic()
+            self._agents[index].last_seen_s = time.monotonic()
             if kind == "line" or (kind == "message" and "line" in value):
                 self._print(index, value if kind == "line" else value["line"])
             else:
@@ -248,7 +248,7 @@ class Supervisor:
         self._display.stopping()
         if self._elastic is not None:
             self._elastic.stop()
-        self._tell_all(stop=True)
+        self._broadcast(stop=True)
 
     def _on_control(self, asked: ControlRequest) -> None:
         if self._elastic is None:
@@ -329,7 +329,7 @@ class Supervisor:
             self.warn(f"worker {state.rank} on {state.host} is lost ({words}); the rest goes on")
             elastic.on_gone(state.rank, words)
         elif state.silent_s is not None:
-            self._tell_all(end=[state.rank])
+            self._broadcast(end=[state.rank])
 
     def _note_trouble(self, value: Mapping[str, Any]) -> None:
         """Note a worker's own report, its silence, or its end."""
@@ -366,7 +366,7 @@ class Supervisor:
         if self._tolerates():
             return self._is_over_with_losses()
         if self._first_sign_at is not None:
-            if is_settled(self._ranks) or time.monotonic() > self._first_sign_at + GRACE_S:
+            if is_conclusive(self._ranks) or time.monotonic() > self._first_sign_at + GRACE_S:
                 raise self._worker_failed(find_cause(self._ranks))
             return False
         return all(state.done for state in self._ranks)
@@ -377,8 +377,8 @@ class Supervisor:
                 continue
             if state.failure is not None and ends_all(state.failure):
                 raise self._worker_failed(find_cause(self._ranks if state.lost_peer else [state]))
-            if state.status is not None and state.rank not in self._told_lost:
-                self._tell_lost(state)
+            if state.status is not None and state.rank not in self._reported_lost:
+                self._report_lost(state)
         if all(state.status is not None and not state.done for state in self._ranks):
             raise self._worker_failed(find_cause(self._ranks))
         self._end_left_out()
@@ -392,7 +392,7 @@ class Supervisor:
         left_out = set().union(*(self._left_out.get(rank, set()) for rank in self._results))
         hanging = [s.rank in left_out or s.silent_s is not None for s in waited_for]
         if all(hanging) and self._has_lingered():
-            self._tell_all(end=[state.rank for state in waited_for])
+            self._broadcast(end=[state.rank for state in waited_for])
 
     def _has_lingered(self) -> bool:
         return self._first_done_at is not None and time.monotonic() > self._first_done_at + LINGER_S
@@ -405,9 +405,9 @@ class Supervisor:
         if all(state.pid is not None for state in self._ranks):
             self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
 
-    def _tell_lost(self, state: RankState) -> None:
-        """Tell that a worker was lost while the rest goes on."""
-        self._told_lost.add(state.rank)
+    def _report_lost(self, state: RankState) -> None:
+        """Report that a worker was lost while the others continue."""
+        self._reported_lost.add(state.rank)
         cause = find_cause([state])
         self._display.printed(
             f"warning: worker {state.rank} on {state.host} is lost ({cause.summary}); the rest goes on"
@@ -439,11 +439,11 @@ class Supervisor:
         now = time.monotonic()
         if now - before > TICK_S + 2.0:
             for agent in self._agents:
-                agent.heard = now
+                agent.last_seen_s = now
         longest_s = max(AGENT_SILENT_S, 3 * self._placement.link_timeout_s)
         for agent in self._agents:
-            if agent.is_running and now - agent.heard > longest_s:
-                agent.heard = now
+            if agent.is_running and now - agent.last_seen_s > longest_s:
+                agent.last_seen_s = now
                 self._lose_host(agent.index, lambda i: self._agent_silent(i, longest_s))
 
     def _agent_gone(self, index: int) -> LaunchError:
@@ -506,7 +506,7 @@ class _AgentProcess:
         self, index: int, command: list[str], messages: queue.SimpleQueue[tuple[int, str, Any]]
     ) -> None:
         self.index = index
-        self.heard = time.monotonic()
+        self.last_seen_s = time.monotonic()
         self._messages = messages
         self._process = subprocess.Popen(
             command,

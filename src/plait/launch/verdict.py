@@ -64,8 +64,8 @@ def describe_status(status: int) -> str:
     return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def is_settled(states: Iterable[RankState]) -> bool:
-    """Whether what is known names the cause, so that no more reports need to be waited for."""
+def is_conclusive(states: Iterable[RankState]) -> bool:
+    """Whether the known states identify the cause, so that there is no need to wait for more reports."""
     known = list(states)
     certain = any(state.silent_s is not None or _is_certain(state) for state in known)
     return certain or all(state.is_answering or state.status is not None for state in known)

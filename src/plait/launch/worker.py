@@ -252,7 +252,7 @@ class LaunchedWorker:
                 dist.destroy_process_group()
 
     def _cut_world(self, loss: PeerError) -> None:
-        """Wake whoever waits for others in the process group."""
+        """Wake threads that wait for others in the process group."""
         with self._world_lock:
             if self._world is not None:
                 self._world.cut()

@@ -54,11 +54,15 @@ _PER_WORKER = 4
 _WHOLE_BATCHES = (Schedule.STASH, Schedule.NONE)
 log = logging.getLogger(__name__)
 # How long layers are measured at least: a machine's speed changes from one second to the next.
-_MEASURE_S = 3.0
+MEASURE_S = 3.0
 
 
 def planned(
-    settings: TrainSettings, placement: Placement, request: PlanRequest, before: TrainSettings | None = None
+    settings: TrainSettings,
+    placement: Placement,
+    request: PlanRequest,
+    before: TrainSettings | None = None,
+    measure_s: float = MEASURE_S,
 ) -> tuple[TrainSettings, Plan]:
     """`settings` with the plan that `request` asks for, and the plan; measures the job where it must.
 
@@ -66,18 +70,18 @@ def planned(
     and with it other updates.
     """
     graph = None if before is None or before.pipeline is None else before.pipeline.graph
-    if not request.is_made:
+    if not request.needs_planning:
         plan = _read(Path(request.plan), settings, request)
     elif (kept := _kept(settings, placement, request, before)) is not None:
         plan = kept
     else:
-        plan, measured = _make(settings, placement, request)
+        plan, measured = measure_and_plan(settings, placement, request, measure_s)
         graph = encode(measured)
     plan = with_memory_as_run(plan, request)
     if not may_plan_again(settings, placement):
         graph = None
     elif graph is None:
-        graph = encode(_measured_graph(settings, placement, plan))
+        graph = encode(_measured_graph(settings, placement, plan, measure_s))
     if placement.elastic is not None:
         _check_sizes(plan, decode(Graph, graph, "graph"), placement.elastic)
     chosen = PipelineSettings(encode(plan), graph, **values_of(PipelineOptions, request))
@@ -91,22 +95,22 @@ def may_plan_again(settings: TrainSettings, placement: Placement) -> bool:
 
 def _check_sizes(plan: Plan, graph: Graph, rules: ElasticRules) -> None:
     """Refuse numbers of workers that the job may come to and no plan can be made for."""
-    for workers in range(rules.min_workers, rules.most + 1):
+    for workers in range(rules.min_workers, rules.max_allowed + 1):
         try:
             plan_for(plan, graph, [1.0] * workers)
         except PlanError as failure:
             raise JobError(
                 f"parallel.elastic: the job may come to {workers} workers (parallel.min_workers "
-                f"{rules.min_workers}, parallel.max_workers {rules.most}), but {failure}"
+                f"{rules.min_workers}, parallel.max_workers {rules.max_allowed}), but {failure}"
             ) from None
 
 
-def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan) -> Graph:
+def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, measure_s: float) -> Graph:
     """What the layers of a job cost whose plan was made elsewhere."""
     components.check(settings)
     size = max(1, round(settings.data.batch_size / plan.microbatches))
     with tempfile.TemporaryDirectory() as logs:
-        (found,) = profile_together(settings, placement, [size], Path(logs), least_s=_MEASURE_S)
+        (found,) = profile_together(settings, placement, [size], Path(logs), least_s=measure_s)
     return found.loaded_graph()
 
 
@@ -240,8 +244,13 @@ def _read(path: Path, settings: TrainSettings, request: PlanRequest) -> Plan:
     return plan
 
 
-def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -> tuple[Plan, Graph]:
-    """The plan that the job asks for, and what its layers were measured to cost for it."""
+def measure_and_plan(
+    settings: TrainSettings, placement: Placement, request: PlanRequest, measure_s: float
+) -> tuple[Plan, Graph]:
+    """Profile the job on its workers, layers for at least `measure_s`, and plan it as `request` says.
+
+    Returns the plan, and what the layers were measured to cost for it.
+    """
     workers = sum(host.slots for host in placement.hosts)
     batch = settings.data.batch_size
     schedule = _schedule(settings, request)
@@ -249,9 +258,9 @@ def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -
     microbatches = request.microbatches or usual
     small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
     components.check(settings)
-    sizes = {small, whole} if request.leaves_pieces_open else {small}
+    sizes = {small, whole} if request.leaves_microbatches_open else {small}
     with tempfile.TemporaryDirectory() as logs:
-        found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=_MEASURE_S)
+        found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=measure_s)
     profiles = dict(zip(sorted(sizes), found))
     cluster = _machines(placement, profiles[small])
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
@@ -267,7 +276,7 @@ def _make(settings: TrainSettings, placement: Placement, request: PlanRequest) -
     if schedule is Schedule.STASH and request.microbatches is None:
         best = with_whole_batches(best)
         best = replace(best, microbatches=min(best.microbatches, batch))
-    if request.leaves_pieces_open and batch >= workers:
+    if request.leaves_microbatches_open and batch >= workers:
         one_each = Settings(Schedule.FLUSH, workers, memory=memory)
         large = profiles[whole].loaded_graph()
         shared = replace(data_parallel_plan(large, cluster, one_each), microbatch_samples=whole)

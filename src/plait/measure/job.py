@@ -168,20 +168,20 @@ def _update_times(
         for kept, times in samples.items():
             for leaf in versions.leaves(versions.newest):
                 leaf.grad = torch.zeros_like(leaf)
-            _settle(parameters[0])
+            _synchronize(parameters[0])
             started = time.perf_counter()
             versions.collect()
             versions.update(optimizer.step, versions.newest if kept else versions.newest + 1)
             versions.put(versions.newest)
             optimizer.zero_grad(set_to_none=True)
-            _settle(parameters[0])
+            _synchronize(parameters[0])
             times.append(time.perf_counter() - started)
     versions.restore_masters()
     # The first makes the optimizer's state, the second the last buffer.
     return UpdateTimes(statistics.median(samples[False][2:]), statistics.median(samples[True][2:]))
 
 
-def _settle(tensor: torch.Tensor) -> None:
+def _synchronize(tensor: torch.Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
 

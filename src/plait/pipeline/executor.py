@@ -311,7 +311,7 @@ class Pipeline:
                     self._held[op.stage].landing = self._backward(op)
                 else:
                     self._backward(op).land()
-                    self._tell_of_backward(op)
+                    self._notify_backward(op)
             case BackwardInput():
                 self._backward(op)
             case BackwardWeight():
@@ -322,11 +322,11 @@ class Pipeline:
                     held.runner.backward_weight(flight)
                 flight.land()
                 self._note(op, start)
-                self._tell_of_backward(op)
+                self._notify_backward(op)
         if len(self.spans) >= _SPANS_AT_ONCE and self.on_spans is not None:
             self.on_spans()
 
-    def _tell_of_backward(self, op: Backward | BackwardWeight) -> None:
+    def _notify_backward(self, op: Backward | BackwardWeight) -> None:
         if self.on_backward is not None:
             self.on_backward(op.stage, op.microbatch)
 

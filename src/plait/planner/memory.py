@@ -37,8 +37,8 @@ from plait.graph.ideals import Floats, Ideals
 from plait.planner.errors import PlanError
 from plait.planner.schedules.kinds import Schedule
 
-# Stages times layers that are looked at one by one.
-_MOST_LOOKS = 50_000_000
+# Pairs of ideals times layers up to which the working memory of stages is exact.
+EXACT_LIMIT = 50_000_000
 
 Amount = TypeVar("Amount", float, Floats)
 
@@ -119,12 +119,17 @@ class StageMemory:
 
 
 def stage_memory(
-    ideals: Ideals, schedule: Schedule, settings: MemorySettings, deepest: int = 1
+    ideals: Ideals,
+    schedule: Schedule,
+    settings: MemorySettings,
+    deepest: int = 1,
+    exact_limit: int = EXACT_LIMIT,
 ) -> StageMemory:
     """The memory of every stage of `ideals` under `schedule`; `deepest` is the most in flight in any.
 
     For gradients of tied weights that wait under stash it is a bound from above: which stage uses them
-    first, and how deep that is, is not known of a stage alone.
+    first, and how deep that is, is not known of a stage alone. Working memory is exact up to `exact_limit`
+    layers over all pairs of ideals, else a bound from above, too.
     """
     graph = ideals.graph
     nodes = [graph.node_by_id[name] for name in graph.order]
@@ -138,7 +143,7 @@ def stage_memory(
         kept=_ranges(ideals.sums([kept[node.id] for node in nodes])) - ideals.kept_behind_bytes[:, None],
         received=np.broadcast_to(received, shape),
         sent=np.broadcast_to(received.T, shape),
-        working=_working_of_stages(ideals, adds),
+        working=_working_of_stages(ideals, adds, exact_limit),
         shared=shared,
         waiting=deepest * shared,
     )
@@ -180,7 +185,7 @@ def working_bytes(nodes: Sequence[Node], schedule: Schedule) -> float:
     return max(0.0, most - kept)
 
 
-def _working_of_stages(ideals: Ideals, adds: bool) -> Floats:
+def _working_of_stages(ideals: Ideals, adds: bool, exact_limit: int) -> Floats:
     """`working_bytes` of every stage; from above where there are too many to look into each."""
     nodes = [ideals.graph.node_by_id[name] for name in ideals.graph.order]
     kept = np.array([node.activation_bytes for node in nodes])
@@ -194,7 +199,7 @@ def _working_of_stages(ideals: Ideals, adds: bool) -> Floats:
             most = np.maximum(working[: layer + 1, layer], taken[layer]) - kept[layer]
             working[: layer + 1, layer + 1] = np.maximum(most, 0.0)
         return working
-    if len(ideals) ** 2 * len(nodes) > _MOST_LOOKS:
+    if len(ideals) ** 2 * len(nodes) > exact_limit:
         return np.broadcast_to(np.where(ideals.members, taken, 0.0).max(axis=1), working.shape)
     for start, before in enumerate(ideals.members):
         behind = np.flatnonzero(~before)

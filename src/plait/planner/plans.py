@@ -58,7 +58,7 @@ class HasGraph(Protocol):
 def make_plan(graph: Graph | HasGraph, machines: Cluster, settings: Settings | None = None) -> Plan:
     """The best plan for `graph` or a profile on `machines`, with what it should cost and why it won."""
     graph = _graph_of(graph, machines)
-    settings = _settled(settings or Settings(), machines)
+    settings = _with_microbatches(settings or Settings(), machines)
     graph = planning_graph(graph)
     partition = make_partition(graph, machines, settings)
     if settings.schedule is Schedule.INTERLEAVED:
@@ -150,7 +150,7 @@ def _replayed_s(plan: Plan) -> float:
 
 def data_parallel_plan(graph: Graph, machines: Cluster, settings: Settings | None = None) -> Plan:
     """Every device holds the whole model; only gradients travel."""
-    settings = replace(_settled(settings or Settings(), machines), pipelines=1)
+    settings = replace(_with_microbatches(settings or Settings(), machines), pipelines=1)
     if settings.schedule is Schedule.INTERLEAVED:
         settings = replace(settings, schedule=Schedule.FLUSH)
     graph = planning_graph(graph)
@@ -172,8 +172,8 @@ def model_parallel_plan(graph: Graph, machines: Cluster, settings: Settings | No
     return _finish(graph, machines, settings, plain)
 
 
-def _settled(settings: Settings, machines: Cluster) -> Settings:
-    """GPipe's memory depends on the number of microbatches, so that has to be known before planning."""
+def _with_microbatches(settings: Settings, machines: Cluster) -> Settings:
+    """Set the microbatches of GPipe before planning, because its memory depends on their number."""
     if settings.schedule is Schedule.GPIPE and settings.microbatches is None:
         return replace(settings, microbatches=4 * machines.count)
     return settings

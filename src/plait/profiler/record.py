@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -171,7 +171,7 @@ class CallRecorder(TorchFunctionMode):
         node = self._values.get(id(tensor))
         if node is not None:
             if id(tensor) not in self._gaining:
-                _refuse_lost_gradient(node, tensor)
+                refuse_lost_gradient(node, tensor)
             return self._current(node, tensor)
         name = self._attributes.get(id(tensor))
         if name is None:
@@ -237,7 +237,7 @@ class CallRecorder(TorchFunctionMode):
         nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
         nn.Module.__setattr__ = recorded_assignment  # type: ignore[method-assign, assignment]
         # Below Function.apply, which may have another name already: `swish = Swish.apply`.
-        _SingleLevelFunction.apply = classmethod(recorded_apply)  # type: ignore[attr-defined]
+        SingleLevelFunction.apply = classmethod(recorded_apply)  # type: ignore[attr-defined]
         try:
             with self:
                 yield
@@ -245,7 +245,7 @@ class CallRecorder(TorchFunctionMode):
             transformer._detect_is_causal_mask = detect
             nn.Module.__call__ = call  # type: ignore[method-assign]
             nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+            del SingleLevelFunction.apply  # type: ignore[attr-defined]
 
     def _is_silent(self) -> bool:
         """Inside a call that is being recorded as one, or on another job's thread."""
@@ -498,7 +498,7 @@ class CallRecorder(TorchFunctionMode):
         return changed
 
 
-def _refuse_lost_gradient(node: fx.Node, tensor: Tensor) -> None:
+def refuse_lost_gradient(node: fx.Node, tensor: Tensor) -> None:
     """A tensor that got a gradient after it was made comes from code that the recorder has not seen."""
     if tensor.requires_grad and not node.meta["requires_grad"] and tensor.grad_fn is not None:
         raise refusal(

@@ -214,17 +214,8 @@ class _Writer:
         if not name.startswith(("torch.", "F.")):
             owner = getattr(node.target, "__self__", None) if "." in name else node.target
             short, dot, rest = name.partition(".")
-            name = f"{self._object_name(short, owner)}{dot}{rest}"
+            name = f"{add_object(self._source.objects, short, owner)}{dot}{rest}"
         return f"{name}({', '.join(arguments + keywords)})"
-
-    def _object_name(self, name: str, item: Any) -> str:
-        """The name by which the source reaches `item`: its own, with a number if another has it."""
-        objects = self._source.objects
-        for number in itertools.count(1):
-            candidate = name if number == 1 else f"{name}_{number}"
-            if objects.setdefault(candidate, item) is item:
-                return candidate
-        raise AssertionError("unreachable")
 
     def _index(self, key: Any, node: fx.Node | None = None) -> str:
         if isinstance(key, tuple) and key:
@@ -328,3 +319,12 @@ def _operand(text: str) -> str:
 
 def indent(lines: Iterable[str], by: int) -> str:
     return "\n".join(" " * by + line for line in lines)
+
+
+def add_object(objects: dict[str, Any], name: str, item: Any) -> str:
+    """Add `item` to the objects that the source refers to; its name, with a number if another has that."""
+    for number in itertools.count(1):
+        candidate = name if number == 1 else f"{name}_{number}"
+        if objects.setdefault(candidate, item) is item:
+            return candidate
+    raise AssertionError("unreachable")

@@ -139,7 +139,7 @@ def _trace_whole(
     _check_batch_is_free(fakes[0], sizes)
     outputs = tuple(dict.fromkeys(leaf.name for leaf in output_leaves if isinstance(leaf, fx.Node)))
     _prune(recorder.graph, set(outputs))
-    _settle_sizes(recorder.graph, sizes)
+    _resolve_sizes(recorder.graph, sizes)
     fixed = tuple((symbol, number, line) for symbol, (number, line) in sizes.fixed.items())
     return TracedModel(
         model,
@@ -194,8 +194,8 @@ def _run(
                 leaves, spec = pytree.tree_flatten(result)
                 found = [_output_leaf(recorder, leaf) for leaf in leaves]
                 _require_tensors(result, found)
-            concerns = _python_draws(random_before)
-            if not concerns and (kept := _kept(recorder, before)):
+            concerns = python_draws(random_before)
+            if not concerns and (kept := changed_attributes(recorder, before)):
                 concerns = _carried_over(model, args, kwargs, mode, recorder, kept)
             return found, spec, tuple(concerns), _written_buffers(model, buffers)
     except MustOpen:
@@ -214,7 +214,7 @@ def _written_buffers(model: nn.Module, before: list[tuple[str, Tensor, int]]) ->
     return frozenset(written)
 
 
-def _python_draws(before: tuple[Any, Any]) -> list[Concern]:
+def python_draws(before: tuple[Any, Any]) -> list[Concern]:
     now = python_random_state()
     same = now[0] == before[0] and all(np.array_equal(a, b) for a, b in zip(now[1], before[1]))
     what = "draws random numbers of Python or numpy, which stages would repeat for ever"
@@ -239,7 +239,7 @@ class _Kept:
         )
 
 
-def _kept(recorder: CallRecorder, before: Mapping[int, Mapping[str, Any]]) -> list[_Kept]:
+def changed_attributes(recorder: CallRecorder, before: Mapping[int, Mapping[str, Any]]) -> list[_Kept]:
     found = []
     for path, module in recorder.opened.items():
         known = before[id(module)]
@@ -380,8 +380,8 @@ def _prune(graph: fx.Graph, outputs: set[str]) -> None:
             graph.erase_node(node)
 
 
-def _settle_sizes(graph: fx.Graph, sizes: Sizes) -> None:
-    """Write all sizes in the symbols that are left when the trace has ended."""
+def _resolve_sizes(graph: fx.Graph, sizes: Sizes) -> None:
+    """Replace all sizes by expressions in the symbols that remain after the trace."""
 
     def resolved(size: Any) -> Any:
         if isinstance(size, int):

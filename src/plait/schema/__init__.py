@@ -1,4 +1,4 @@
-"""What a job may say: its settings as plain values, each default once, and the YAML file at the edge.
+"""The schema of a job: its settings as plain values with one default each, and the reader of the YAML file.
 
-A new key is a field of its section in `settings`, with its limits and its default, and a row in docs/jobs.md.
+To add a key, add a field with its limits and default to its section in `settings`, and a row to docs/jobs.md.
 """

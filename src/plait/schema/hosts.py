@@ -1,4 +1,4 @@
-"""The machines of a job, as the user names them, and the addresses they answer at."""
+"""The hosts of a job, as the user names them, and their addresses."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
 LOCAL = "localhost"
-# More than any machine can hold.
-MOST_SLOTS = 1 << 16
-# A name becomes a word of cluster.shell: one that begins with a dash would be taken for an option there, and
-# what a shell gives a meaning to has no place in it.
+# An upper bound: no machine runs more workers.
+MAX_SLOTS = 1 << 16
+# A name becomes an argument of cluster.shell: a leading dash would make it an option, and characters that are
+# special to a shell are not allowed.
 _NAME = re.compile(r"[\w.@%/+=][\w.@%/+=-]*")
 _SLOTS = re.compile(r"0*[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many workers it holds."""
+    """A machine and the number of workers it runs."""
 
     name: str
     slots: int
 
 
 def parse_hosts(entries: Sequence[str], key: str) -> tuple[Host, ...]:
-    """`["w0:2", "w1:2"]` as hosts; a name alone holds one worker. `key` is where they were written."""
+    """Parse `["w0:2", "w1:2"]`; a name without a number runs one worker. Errors name `key`."""
     hosts: dict[str, Host] = {}
     for entry in entries:
         host = _parse_host(entry, key)
         if host.name in hosts:
             raise InputError(
-                f"{key}: {shown(host.name)} is named twice; give it once with all its workers, such as w0:2"
+                f"{key}: {shown(host.name)} is listed twice; list it once with all its workers, such as w0:2"
             )
         hosts[host.name] = host
     if not hosts:
@@ -54,24 +54,25 @@ def _parse_host(entry: str, key: str) -> Host:
             f"{key}: found {shown(entry)}, expected a host's name or address: letters, digits, "
             f"'.', '-', '_' and '@', and no '-' in front"
         )
-    if int(slots or 1) > MOST_SLOTS:
-        raise InputError(f"{key}: found {shown(entry)}, expected at most {MOST_SLOTS:,} workers on a host")
+    if int(slots or 1) > MAX_SLOTS:
+        raise InputError(f"{key}: found {shown(entry)}, expected at most {MAX_SLOTS:,} workers on a host")
     return Host(name, int(slots or 1))
 
 
-def address_of(nic: str | None, host: str, alone: bool) -> str:
-    """The address at which this machine can be reached by the job's other hosts, unless it is `alone`.
+def address_of(nic: str | None, host: str, single_host: bool) -> str:
+    """The address at which the job's other hosts reach this machine; any address if it is the `single_host`.
 
-    With `nic` it is that interface's; else what `host`, the name the user gave this machine, resolves to.
+    With `nic`, the address of that interface; otherwise what `host`, the user's name for this machine,
+    resolves to.
     """
-    if nic is None and alone:
+    if nic is None and single_host:
         return "127.0.0.1" if host == LOCAL else _resolved(host)
     if nic is None:
         address = _resolved(host)
         if address.startswith("127."):
-            # Debian gives a machine's own name such an address, which means another machine elsewhere.
+            # Debian maps a machine's own name to 127.0.1.1; on another host it means that host itself.
             raise InputError(
-                f"-H: on {host} its own name means {address}, which other hosts cannot reach; "
+                f"-H: on {host} its own name resolves to {address}, which other hosts cannot reach; "
                 f"name the interface to use with --nic"
             )
         return address
@@ -95,7 +96,7 @@ def _resolved(host: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that carries `address`, or None when none does."""
+    """The network interface that has `address`, or None."""
     for nic, addresses in psutil.net_if_addrs().items():
         if any(a.address == address for a in addresses):
             return nic

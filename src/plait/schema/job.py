@@ -1,6 +1,6 @@
-"""The job file: read once, checked whole, turned into plain settings.
+"""Reads a job file, checks all of it, and turns it into plain settings.
 
-Every mistake is answered with the key's path, what was found, what was expected and the nearest valid name.
+Every error message has the key's path, what was found, what was expected and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from plait.core.files import read_text
 from plait.core.plain_values import plain_copy
 from plait.core.shown import shortened, shown
 from plait.core.yaml_text import MOST_LEVELS, YamlError, load_yaml
+from plait.schema.aliases import AliasResolver
 from plait.schema.job_checks import check_combinations
 from plait.schema.job_model import build, model_of
 from plait.schema.job_settings import Job as Job
 from plait.schema.messages import explain
-from plait.schema.spellings import OwnSpelling
 
 # A job file is a page or two of text.
-MOST_BYTES = 1_000_000
+MAX_BYTES = 1_000_000
 
 # `a.b=c` as on the command line, or a key with its value.
 Overrides = Sequence[str | tuple[str, Any]]
 
 
 def read_job(path: str | Path, overrides: Overrides = ()) -> Job:
-    """The job in the file `path` with overrides put over it: `a.b=c`, or a key and its value."""
-    text = read_text(Path(path), "a job file (YAML)", MOST_BYTES, JobError)
+    """Read the job file `path` and apply `overrides`: `a.b=c`, or a key and its value."""
+    text = read_text(Path(path), "a job file (YAML)", MAX_BYTES, JobError)
     content = parse(text, str(path))
     if isinstance(kind := content.get("plait"), str):
         raise JobError(f"{path}: this is a {shortened(kind)} file, expected a job file (YAML)")
@@ -40,31 +40,31 @@ def read_job(path: str | Path, overrides: Overrides = ()) -> Job:
 
 
 def as_job(job: Job | str | Path | Mapping[str, Any]) -> Job:
-    """A job that was given as such, as the path of its file, or as plain values."""
+    """Accept a `Job`, the path of a job file, or the content of one as plain values."""
     if isinstance(job, Job):
         return job
     return read_job(job) if isinstance(job, (str, Path)) else make_job(job)
 
 
 def make_job(content: Mapping[str, Any], overrides: Overrides = ()) -> Job:
-    """A checked job from plain values, as a job file holds them."""
+    """Build and check a job from plain values, the content of a job file."""
     if not isinstance(content, Mapping):
         raise JobError(f"found {shown(content)}, expected keys such as name, model and data; see read_job")
-    spelling = OwnSpelling()
-    tree = spelling.of_section(plain_copy(content))
+    aliases = AliasResolver()
+    tree = aliases.resolve_section(plain_copy(content))
     for override in overrides:
-        _put(tree, override, spelling)
+        _apply_override(tree, override, aliases)
     try:
         checked = model_of(Job).model_validate(tree)
     except ValidationError as failure:
-        raise JobError(explain(model_of(Job), failure, spelling.written)) from None
+        raise JobError(explain(model_of(Job), failure, aliases.written)) from None
     job = replace(build(Job, checked), content=tree)
     check_combinations(job)
     return job
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """The mapping that a job file holds; `where` names the file in messages."""
+    """Parse the text of a job file into a mapping; errors name the file as `where`."""
     try:
         content = load_yaml(text)
     except YamlError as failure:
@@ -76,9 +76,9 @@ def parse(text: str, where: str) -> dict[str, Any]:
     return content
 
 
-def _put(tree: dict[str, Any], override: str | tuple[str, Any], spelling: OwnSpelling) -> None:
+def _apply_override(tree: dict[str, Any], override: str | tuple[str, Any], aliases: AliasResolver) -> None:
     path, value = _parse_override(override) if isinstance(override, str) else override
-    path, value = spelling.of(path, plain_copy(value, path))
+    path, value = aliases.resolve(path, plain_copy(value, path))
     shown_path = shortened(path)
     *parents, last = path.split(".")
     if not all((*parents, last)):
@@ -88,12 +88,12 @@ def _put(tree: dict[str, Any], override: str | tuple[str, Any], spelling: OwnSpe
     for parent in parents:
         if tree.get(parent) is None:
             tree[parent] = {}
-        below = tree[parent]
-        if not isinstance(below, dict):
+        section = tree[parent]
+        if not isinstance(section, dict):
             raise JobError(
-                f"--set {shown_path}: {shown(parent)} holds {shown(below)}, so it has no key {shown(last)}"
+                f"--set {shown_path}: {shown(parent)} is {shown(section)}, so it has no key {shown(last)}"
             )
-        tree = below
+        tree = section
     tree[last] = value
 
 

@@ -1,4 +1,4 @@
-"""Keys of a job that do not go together, each mistake told with what would have to change."""
+"""Checks of combinations of keys; each error says which key to change."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 from plait.core.errors import JobError
 from plait.core.names import did_you_mean
 from plait.core.shown import shortened, shown
-from plait.schema.hosts import MOST_SLOTS
-from plait.schema.limits import LONGEST_S, MOST
+from plait.schema.hosts import MAX_SLOTS
+from plait.schema.limits import MAX_COUNT, MAX_SECONDS
 from plait.schema.placement import ElasticRules
 from plait.schema.settings import PlanRequest
-from plait.schema.sync_options import TOLERANT, read_options
-from plait.schema.topology_spec import check_wish, read_wish
+from plait.schema.sync_options import FAULT_TOLERANT, read_options
+from plait.schema.topology_spec import check_topology, read_topology_spec
 
 if TYPE_CHECKING:
     from plait.schema.job_settings import Job
 
 
 def check_combinations(job: Job) -> None:
-    """Refuse a job whose keys do not go together."""
+    """Raise JobError for combinations of keys that cannot work together."""
     if (job.epochs is None) == (job.steps is None):
         found = "neither" if job.epochs is None else f"epochs: {job.epochs} and steps: {job.steps}"
         raise JobError(f"epochs: found {found}, expected one of epochs and steps")
     slots = sum(host.slots for host in job.hosts())
     if job.cluster.hosts and job.parallel.workers not in (None, slots) and not job.parallel.elastic:
         raise JobError(
-            f"parallel.workers: found {job.parallel.workers}, but cluster.hosts hold {slots}; "
+            f"parallel.workers: found {job.parallel.workers}, but cluster.hosts have {slots}; "
             f"make them equal or leave one out"
         )
     # In one chain of stages every worker sees every sample.
@@ -51,7 +51,7 @@ def check_combinations(job: Job) -> None:
     _check_elastic(job, slots)
     _check_policies(job)
     if job.early_stop is not None and job.evaluate.every_steps is None:
-        raise JobError("early_stop: needs evaluations to judge by; add evaluate.every_steps")
+        raise JobError("early_stop: needs evaluations; add evaluate.every_steps")
 
 
 def _check_plan(job: Job) -> None:
@@ -62,8 +62,8 @@ def _check_plan(job: Job) -> None:
             f"parallel.plan: found {shown(parallel.plan)}, expected auto, data-parallel, model-parallel "
             f"or a plan file (.json){did_you_mean(parallel.plan, names)}"
         )
-    set_over = {each.name for each in fields(PlanRequest)} - {"plan"}
-    if parallel.plan == "data-parallel" and (extra := set_over & _given(job)):
+    overrides = {each.name for each in fields(PlanRequest)} - {"plan"}
+    if parallel.plan == "data-parallel" and (extra := overrides & _given(job)):
         raise JobError(
             f"parallel.{min(extra)}: belongs to a pipeline, but parallel.plan is data-parallel; "
             f"use plan: auto, or a plan file"
@@ -77,23 +77,23 @@ def _check_sync(job: Job, workers: int) -> None:
             "parallel.sync_options: found options, but parallel.sync is auto; name the sync they are for"
         )
     if parallel.sync != "auto":
-        # How many pipelines a plan has side by side is known once there is one.
-        most = workers if parallel.plan == "data-parallel" else MOST_SLOTS
-        read_options(parallel.sync, parallel.sync_options, most)
+        # The number of pipeline replicas is only known once there is a plan.
+        limit = workers if parallel.plan == "data-parallel" else MAX_SLOTS
+        read_options(parallel.sync, parallel.sync_options, limit)
     if parallel.sync_options.get("average") == "gradients" and job.precision == "fp16":
         raise JobError(
             "parallel.sync_options.average: found 'gradients' with precision fp16, which scales them "
             "differently on each worker; use bf16 or float32, or average: weights"
         )
-    if parallel.plan != "data-parallel" and parallel.sync not in ("all-reduce", *TOLERANT):
+    if parallel.plan != "data-parallel" and parallel.sync not in ("all-reduce", *FAULT_TOLERANT):
         raise JobError(
             f"parallel.sync: found {parallel.sync!r} with parallel.plan {shown(parallel.plan)}; "
-            f"pipelines agree by all-reduce or, side by side, by {', '.join(TOLERANT)}"
+            f"pipelines synchronize by all-reduce or, as replicas, by {', '.join(FAULT_TOLERANT)}"
         )
     if parallel.plan == "data-parallel" or workers > 1:
         check_slow(parallel.slow, workers)
     if parallel.jitter is not None and not (
-        0 <= parallel.jitter[0] <= 1 and 0 <= parallel.jitter[1] <= LONGEST_S
+        0 <= parallel.jitter[0] <= 1 and 0 <= parallel.jitter[1] <= MAX_SECONDS
     ):
         raise JobError(
             f"parallel.jitter: found {list(parallel.jitter)}, expected a probability from 0 to 1 and "
@@ -103,18 +103,18 @@ def _check_sync(job: Job, workers: int) -> None:
 
 def _check_topology(job: Job, workers: int) -> None:
     parallel = job.parallel
-    wish = read_wish(parallel.topology)
+    spec = read_topology_spec(parallel.topology)
     if "topology" in _given(job) and parallel.sync != "all-reduce":
         raise JobError(
             f"parallel.topology: belongs to an all-reduce, but parallel.sync is {parallel.sync!r}; "
             f"leave it out, or use sync: all-reduce"
         )
-    if not wish.by_name and parallel.plan != "data-parallel":
+    if not spec.by_name and parallel.plan != "data-parallel":
         raise JobError(
-            f"parallel.topology: found {shown(wish.name)} with parallel.plan {shown(parallel.plan)}; the "
+            f"parallel.topology: found {shown(spec.name)} with parallel.plan {shown(parallel.plan)}; the "
             f"replicas of each stage need a topology of their own: use a name, or plan: data-parallel"
         )
-    check_wish(wish, workers)
+    check_topology(spec, workers)
 
 
 def _check_policies(job: Job) -> None:
@@ -135,14 +135,12 @@ def _check_elastic(job: Job, workers: int) -> None:
     parallel = job.parallel
     if not parallel.elastic:
         if extra := {each.name for each in fields(ElasticRules)} & _given(job):
-            raise JobError(
-                f"parallel.{min(extra)}: belongs to workers that come and go; add parallel.elastic: true"
-            )
+            raise JobError(f"parallel.{min(extra)}: applies to elastic jobs only; add parallel.elastic: true")
         return
     if parallel.sync != "all-reduce":
         raise JobError(
-            f"parallel.elastic: found true with parallel.sync {shown(parallel.sync)}; workers come and go "
-            f"with sync: all-reduce"
+            f"parallel.elastic: found true with parallel.sync {shown(parallel.sync)}; an elastic job needs "
+            f"sync: all-reduce"
         )
     for key in ("depths", "recompute", "vertical_sync"):
         if parallel.plan != "data-parallel" and getattr(parallel, key):
@@ -150,33 +148,33 @@ def _check_elastic(job: Job, workers: int) -> None:
                 f"parallel.{key}: found {shown(getattr(parallel, key))} with parallel.elastic, where stages "
                 f"change with the workers; leave it out"
             )
-    if not read_wish(parallel.topology).by_name:
+    if not read_topology_spec(parallel.topology).by_name:
         raise JobError(
             f"parallel.topology: found {shown(parallel.topology)} with parallel.elastic, whose number of "
             f"workers changes; expected a topology by name"
         )
     rules = job.elastic_rules()
-    if not rules.min_workers <= workers <= rules.most:
+    if not rules.min_workers <= workers <= rules.max_allowed:
         raise JobError(
             f"parallel.workers: found {workers}, expected parallel.min_workers ({rules.min_workers}) to "
-            f"parallel.max_workers ({rules.most})"
+            f"parallel.max_workers ({rules.max_allowed})"
         )
-    if rules.most > job.data.batch_size:
+    if rules.max_allowed > job.data.batch_size:
         raise JobError(
-            f"parallel.max_workers: found {rules.most} for batches of {job.data.batch_size}; "
+            f"parallel.max_workers: found {rules.max_allowed} for batches of {job.data.batch_size}; "
             f"expected at least one sample a worker"
         )
 
 
 def _given(job: Job) -> set[str]:
-    """The keys of `parallel` that the job has set, be it to their defaults."""
+    """The keys of `parallel` that the job sets, even if to their defaults."""
     return set(job.content.get("parallel", {}))
 
 
 def check_slow(slow: Mapping[int, float], workers: int) -> None:
-    """Refuse to slow a worker that is not there, or to make one faster."""
+    """Raise JobError for a rank that does not exist, or a factor below 1."""
     for rank, factor in slow.items():
-        if not (0 <= rank < workers and 1 <= factor <= LONGEST_S):
+        if not (0 <= rank < workers and 1 <= factor <= MAX_SECONDS):
             raise JobError(
                 f"parallel.slow: found {shown(rank)}: {factor}, expected a worker from 0 to {workers - 1} "
                 f"and how many times slower it is, at least 1, such as {{1: 4}}"
@@ -184,11 +182,11 @@ def check_slow(slow: Mapping[int, float], workers: int) -> None:
 
 
 def _check_numbers(value: Any, path: str) -> None:
-    """Refuse numbers in `value` that no optimizer, schedule or sync can count with."""
+    """Raise JobError for numbers in `value` that are not finite, or integers beyond 2**53."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in items:
         _check_numbers(each, f"{path}.{shortened(str(key))}")
     if isinstance(value, float) and not math.isfinite(value):
         raise JobError(f"{path}: found {value}, expected a finite number")
-    if isinstance(value, int) and abs(value) > MOST:
+    if isinstance(value, int) and abs(value) > MAX_COUNT:
         raise JobError(f"{path}: found {shown(value)}, expected a whole number up to 2**53")

@@ -1,7 +1,7 @@
-"""Checks job files against the settings: pydantic models made of the dataclasses, and values put back.
+"""Validates job files with pydantic models generated from the settings dataclasses.
 
-No key, type, limit or default is written here: a model has what its dataclass has. Keys that are not set stay
-so, and the dataclass fills them in.
+Keys, types, limits and defaults are defined by the dataclasses alone. A key that the file leaves out stays
+unset in the model, and the dataclass supplies its default.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ T = TypeVar("T")
 
 
 class Section(BaseModel):
-    """A part of the job file: unknown keys and values of another type are mistakes."""
+    """A section of the job file; unknown keys and values of the wrong type are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class OpenSection(Section):
-    """A section whose further keys are options of what its `kind` names."""
+    """A section whose extra keys are options of its `kind`."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
 
 @cache
 def model_of(settings: Any) -> type[Section]:
-    """The model of a section, or of a whole job, that has the fields of the dataclass `settings`."""
-    hints, further = _hints(settings)
-    # The default is the dataclass's own; None only says that the key may be left out.
+    """The pydantic model with the fields of the dataclass `settings`: a section, or a whole job."""
+    hints, extra = _hints(settings)
+    # The dataclass has the default; None only marks the key as optional.
     keys: dict[str, Any] = {
         field.name: (_model_type(hints[field.name]), ... if _is_required(field) else None)
         for field in fields(settings)
         if field.name in hints
     }
     name = settings.__name__.removesuffix("Settings")
-    return create_model(name, __base__=Section if further is None else OpenSection, **keys)
+    return create_model(name, __base__=Section if extra is None else OpenSection, **keys)
 
 
 def build(settings: type[T], checked: BaseModel) -> T:
-    """The settings with the values of a checked model; what is not set has its default."""
-    hints, further = _hints(typing.cast("Any", settings))
+    """Build the dataclass from a validated model; unset keys get their defaults."""
+    hints, extra = _hints(typing.cast("Any", settings))
     found = {name: _value(hints[name], getattr(checked, name)) for name in hints if _is_set(checked, name)}
-    if further is not None:
-        found[further] = dict(checked.model_extra or {})
+    if extra is not None:
+        found[extra] = dict(checked.model_extra or {})
     return settings(**found)
 
 
 @cache
 def _hints(settings: Any) -> tuple[dict[str, Any], str | None]:
-    """The types of a section's keys, with their limits, and the field that takes all further keys."""
+    """The annotated types of a section's keys, and the name of the field for extra keys."""
     hints = typing.get_type_hints(settings, include_extras=True)
-    marks = {field.name: typing.get_args(hints[field.name])[1:] for field in fields(settings)}
-    further = next((name for name, found in marks.items() if MapContent.FURTHER_KEYS in found), None)
-    others = {further, *(name for name, found in marks.items() if MapContent.AS_GIVEN in found)}
-    return {name: hints[name] for name in marks if name not in others}, further
+    metadata = {field.name: typing.get_args(hints[field.name])[1:] for field in fields(settings)}
+    extra = next((name for name, found in metadata.items() if MapContent.EXTRA_KEYS in found), None)
+    others = {extra, *(name for name, found in metadata.items() if MapContent.AS_GIVEN in found)}
+    return {name: hints[name] for name in metadata if name not in others}, extra
 
 
 def _is_required(field: Any) -> bool:
@@ -76,7 +76,7 @@ def _is_set(checked: BaseModel, name: str) -> bool:
 
 
 def _model_type(hint: Any) -> Any:
-    """The type of a field as pydantic checks it: YAML's lists and maps, and limits in its own words."""
+    """The type of a field for pydantic: lists and dicts as YAML has them, limits as `Field` constraints."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _limited(arguments[0], arguments[1:])
@@ -86,7 +86,7 @@ def _model_type(hint: Any) -> Any:
         return _list_of(arguments)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         key, value = arguments
-        # Keys of what is passed on as it comes may be any text.
+        # Keys of a mapping that is passed on unchanged may be any text.
         return types.GenericAlias(dict, (key if value is Any else _model_type(key), _model_type(value)))
     if hint is str:
         return Annotated[str, AfterValidator(_no_nul)]
@@ -98,17 +98,17 @@ def _model_type(hint: Any) -> Any:
 
 
 def _list_of(arguments: tuple[Any, ...]) -> Any:
-    """The list that becomes a tuple, of any length or of as many items as the tuple has."""
+    """The list type of a tuple: of any length for `tuple[T, ...]`, else of the tuple's length."""
     items = types.GenericAlias(list, (_model_type(arguments[0]),))
     if arguments[-1] is Ellipsis:
         return items
     return Annotated[items, Field(min_length=len(arguments), max_length=len(arguments))]
 
 
-def _limited(hint: Any, marks: tuple[Any, ...]) -> Any:
-    # The form of a text is checked before what is in it.
+def _limited(hint: Any, metadata: tuple[Any, ...]) -> Any:
+    # Limits such as a pattern are checked before NUL characters.
     kind = str if hint is str else _model_type(hint)
-    for mark in marks:
+    for mark in metadata:
         if isinstance(mark, OneOf):
             return Literal[mark.names]
         if isinstance(mark, KeyLimits):
@@ -120,7 +120,7 @@ def _limited(hint: Any, marks: tuple[Any, ...]) -> Any:
 
 
 def _no_nul(text: str) -> str:
-    """Names of files, hosts and variables end at a NUL."""
+    """Reject NUL, which ends names of files, hosts and variables."""
     if "\0" in text:
         raise PydanticCustomError("nul", "text without NUL characters")
     return text
@@ -134,7 +134,7 @@ def _variables(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _value(hint: Any, checked: Any) -> Any:
-    """A checked value as the dataclass has it."""
+    """Convert a validated value to the type of the dataclass field."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if checked is None:
         return None

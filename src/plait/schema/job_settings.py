@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.core.errors import JobError
 from plait.core.yaml_text import dump_yaml
-from plait.schema.hosts import LOCAL, MOST_SLOTS, Host, parse_hosts
+from plait.schema.hosts import LOCAL, MAX_SLOTS, Host, parse_hosts
 from plait.schema.limits import AsGiven, NonEmpty
 from plait.schema.placement import ElasticRules, HostAccess, Placement, WorkerLimits
 from plait.schema.settings import (
@@ -21,14 +21,14 @@ from plait.schema.settings import (
     TrainSettings,
     values_of,
 )
-from plait.schema.topology_spec import read_wish
+from plait.schema.topology_spec import read_topology_spec
 
 
 @dataclass(frozen=True)
 class Job(CommonSettings):
-    """What a person asks for: one YAML file, or the same in Python; `make_job` and `read_job` make one.
+    """A job as the user specifies it, in a YAML file or in Python; made by `make_job` and `read_job`.
 
-    `content` is what was asked for, as plain values, without defaults.
+    `content` holds the keys that were set, as plain values, without defaults.
     """
 
     model: str
@@ -40,60 +40,60 @@ class Job(CommonSettings):
     content: AsGiven = field(default_factory=dict, repr=False)
 
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts, with the workers that the job starts with."""
+        """The hosts, each with the number of workers it starts with."""
         if not self.cluster.hosts:
             return (Host(LOCAL, self.parallel.workers or 1),)
         hosts = parse_hosts(self.cluster.hosts, "cluster.hosts")
-        left = self.parallel.workers
-        if left is None or not self.parallel.elastic:
+        remaining = self.parallel.workers
+        if remaining is None or not self.parallel.elastic:
             return hosts
-        if left > sum(self.slots()):
+        if remaining > sum(self.slots()):
             raise JobError(
-                f"parallel.workers: found {left}, but cluster.hosts hold {sum(self.slots())} at most"
+                f"parallel.workers: found {remaining}, but cluster.hosts have {sum(self.slots())} slots"
             )
         started = []
         for host in hosts:
-            started.append(Host(host.name, min(left, host.slots)))
-            left -= started[-1].slots
+            started.append(Host(host.name, min(remaining, host.slots)))
+            remaining -= started[-1].slots
         return tuple(started)
 
     def slots(self) -> tuple[int, ...]:
-        """How many workers each host may hold; nothing where the job names no hosts."""
+        """The most workers each host may run; empty if the job lists no hosts."""
         return tuple(host.slots for host in parse_hosts(self.cluster.hosts, "cluster.hosts"))
 
     def elastic_rules(self) -> ElasticRules:
-        """The rules of workers that come and go; no more of them than slots, or samples in a batch.
+        """The limits of an elastic job; `max_workers` defaults to the slots or the batch size, if smaller.
 
-        Those of a pipeline have to find a plan, so there are no more than it starts with unless it says so.
+        A pipeline needs a plan for each number of workers, so its default is the number it starts with.
         """
-        most = sum(self.slots()) if self.cluster.hosts else MOST_SLOTS
+        slots = sum(self.slots()) if self.cluster.hosts else MAX_SLOTS
         if self.parallel.plan != "data-parallel":
-            most = self.parallel.workers or sum(self.slots()) or 1
+            slots = self.parallel.workers or sum(self.slots()) or 1
         rules = ElasticRules(**values_of(ElasticRules, self.parallel))
-        return replace(rules, max_workers=rules.max_workers or min(most, self.data.batch_size))
+        return replace(rules, max_workers=rules.max_workers or min(slots, self.data.batch_size))
 
     def settings(self) -> TrainSettings:
-        """What the workers are told."""
+        """The settings that are sent to the workers."""
         parallel = self.parallel
-        same = values_of(CommonSettings, self)
+        common = values_of(CommonSettings, self)
         return TrainSettings(
-            **{**same, "model": ModelSettings(self.model, self.model_args)},
-            topology=read_wish(parallel.topology),
+            **{**common, "model": ModelSettings(self.model, self.model_args)},
+            topology=read_topology_spec(parallel.topology),
             sync=SyncSettings(parallel.sync, parallel.sync_options),
             slow=SlowSettings(parallel.slow, parallel.jitter),
         )
 
     def placement(self) -> Placement:
         """Where the workers run."""
-        reached, limits = values_of(HostAccess, self.cluster), values_of(WorkerLimits, self.parallel)
+        access, limits = values_of(HostAccess, self.cluster), values_of(WorkerLimits, self.parallel)
         return Placement(
             self.hosts(),
             self.slots() if self.cluster.hosts else (),
             self.elastic_rules() if self.parallel.elastic else None,
-            **reached,
+            **access,
             **limits,
         )
 
     def text(self) -> str:
-        """The job as a job file, with what was set over it."""
+        """The job as the text of a job file, overrides applied."""
         return dump_yaml(self.content)

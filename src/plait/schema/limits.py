@@ -1,4 +1,4 @@
-"""What the value of a key may be: said beside its type, checked where a job file is read."""
+"""Limits of the values of keys: part of the type annotation, checked when a job file is read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from plait.schema.hosts import MOST_SLOTS
+from plait.schema.hosts import MAX_SLOTS
 
-# Whole numbers up to here survive every way that steps and samples are counted.
-MOST = 1 << 53
-# A week and a half; what waits for messages counts milliseconds in 32 bits.
-LONGEST_S = 1e6
-# Microbatches that a stage keeps in flight: more than fit anywhere.
-MOST_DEPTH = 1 << 16
+# Integers up to here are exact in a float64 too, which is how some steps and samples are counted.
+MAX_COUNT = 1 << 53
+# Eleven and a half days: polling for messages counts milliseconds in 32 bits.
+MAX_SECONDS = 1e6
+# Upper bound of the microbatches that a stage keeps in flight.
+MAX_DEPTH = 1 << 16
 
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """KeyLimits of a number, or of the length and the form of a text."""
+    """Bounds of a number, or of the length and the pattern of a string."""
 
     ge: float | None = None
     gt: float | None = None
@@ -32,26 +32,26 @@ class KeyLimits:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A text is one of `names`, which are listed where each of them is defined."""
+    """The string is one of `names`."""
 
     names: tuple[str, ...]
 
 
 class MapContent(enum.Enum):
-    """What a mapping holds."""
+    """What a mapping contains."""
 
-    FURTHER_KEYS = "all keys of the section that have no field of their own"
+    EXTRA_KEYS = "keys of the section that have no field"
     AS_GIVEN = "the keys of the job that were set, as plain values"
     VARIABLES = "environment variables"
 
 
-Count = Annotated[int, KeyLimits(ge=1, le=MOST)]
-CountFromZero = Annotated[int, KeyLimits(ge=0, le=MOST)]
-Workers = Annotated[int, KeyLimits(ge=1, le=MOST_SLOTS)]
-Seconds = Annotated[float, KeyLimits(gt=0, le=LONGEST_S)]
-StageNumber = Annotated[int, KeyLimits(ge=0, le=MOST_SLOTS)]
-InFlight = Annotated[int, KeyLimits(ge=1, le=MOST_DEPTH)]
+Count = Annotated[int, KeyLimits(ge=1, le=MAX_COUNT)]
+CountFromZero = Annotated[int, KeyLimits(ge=0, le=MAX_COUNT)]
+Workers = Annotated[int, KeyLimits(ge=1, le=MAX_SLOTS)]
+Seconds = Annotated[float, KeyLimits(gt=0, le=MAX_SECONDS)]
+StageNumber = Annotated[int, KeyLimits(ge=0, le=MAX_SLOTS)]
+InFlight = Annotated[int, KeyLimits(ge=1, le=MAX_DEPTH)]
 NonEmpty = Annotated[str, KeyLimits(min_length=1)]
-FurtherKeys = Annotated[Mapping[str, Any], MapContent.FURTHER_KEYS]
+ExtraKeys = Annotated[Mapping[str, Any], MapContent.EXTRA_KEYS]
 AsGiven = Annotated[Mapping[str, Any], MapContent.AS_GIVEN]
 Variables = Annotated[Mapping[str, str], MapContent.VARIABLES]

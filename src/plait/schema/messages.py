@@ -1,4 +1,4 @@
-"""Mistakes in a job file in our words: path, found, expected, nearest valid name."""
+"""Turns pydantic's validation errors into messages with path, found, expected and nearest valid name."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from pydantic import BaseModel, ValidationError
 
 from plait.core.names import did_you_mean, nearest
 from plait.core.shown import one_message, shortened, shown
-from plait.schema.spellings import VALUES, names_in
+from plait.schema.aliases import VALUE_ALIASES, aliases_in
 
-# What keys with a form of their own look like.
-FORMS = {
+# What the patterns of keys accept.
+PATTERNS = {
     "name": "letters, digits, '.', '_' and '-', as in a folder's name",
     "cluster.shell": "a command with {host} in it, such as 'ssh {host}'",
 }
-# How much a key must be like one that is missing to be taken for it. Where further keys are options of a
-# kind, it must be clear.
-_ALIKE, _CLEARLY_ALIKE = 0.5, 0.7
+# Similarity from which an unknown key counts as a misspelt required one; higher in sections with extra keys,
+# where the key may be an option of the kind.
+_SIMILARITY, _SIMILARITY_WITH_EXTRA = 0.5, 0.7
 # Options that most optimizers have.
-_OF_OPTIMIZERS = ("lr", "momentum", "weight_decay", "betas", "eps")
-# Of a section with more keys than people write, so many are looked at.
-_MOST_KEYS = 100
+_OPTIMIZER_OPTIONS = ("lr", "momentum", "weight_decay", "betas", "eps")
+# Keys of one section that are compared with the required ones.
+_MAX_KEYS = 100
 
 Location = tuple[Any, ...]
 
 
 def explain(job: type[BaseModel], failure: ValidationError, written: Mapping[str, str]) -> str:
-    """All that is wrong with a job, one mistake a line, as many as a message holds.
+    """All errors of a job, one per line, up to the length of a message.
 
-    `written` has the names that keys were given where these are not Plait's own.
+    `written` maps keys to the aliases that the job file has for them.
     """
     errors = failure.errors(include_url=False)
     misspelt = _misspelt(job, errors)
-    told = set(misspelt.values())
-    errors = [error for error in errors if error["loc"] not in told]
+    reported = set(misspelt.values())
+    errors = [error for error in errors if error["loc"] not in reported]
     return one_message((_explain(job, error, misspelt, written) for error in errors), len(errors))
 
 
 def _misspelt(job: type[BaseModel], errors: Sequence[Any]) -> dict[Location, Location]:
-    """Required keys that are missing, each with the key that was written in its place."""
+    """Missing required keys, each with the misspelt key that was found instead."""
     found: dict[Location, Location] = {}
     missing: dict[Location, tuple[list[str], Mapping[Any, Any]]] = {}
     for error in errors:
@@ -52,8 +52,8 @@ def _misspelt(job: type[BaseModel], errors: Sequence[Any]) -> dict[Location, Loc
         section = _section_at(job, parent)
         known = set(section.model_fields) if section else set()
         is_open = section is not None and section.model_config.get("extra") == "allow"
-        for key in list(content)[:_MOST_KEYS]:
-            close = nearest(key, [*known, *names], _CLEARLY_ALIKE if is_open else _ALIKE)
+        for key in list(content)[:_MAX_KEYS]:
+            close = nearest(key, [*known, *names], _SIMILARITY_WITH_EXTRA if is_open else _SIMILARITY)
             if key not in known and close in names and (*parent, close) not in found:
                 found[(*parent, close)] = (*parent, key)
     return found
@@ -72,31 +72,31 @@ def _explain(
     if kind == "missing":
         return f"{path}: missing; expected {_expected_at(job, location)}"
     if kind == "invalid_key":
-        return f"{path}: found a key that is no text"
+        return f"{path}: found a key that is not a string"
     if kind == "literal_error":
         valid = re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
-        hint = did_you_mean(found, [*valid, *VALUES.get(own, ())])
+        hint = did_you_mean(found, [*valid, *VALUE_ALIASES.get(own, ())])
         return f"{path}: found {shown(found)}, expected {' or '.join(valid)}{hint if 'mean' in hint else ''}"
     if kind == "string_pattern_mismatch":
-        return f"{path}: found {shown(found)}, expected {FORMS[own]}"
+        return f"{path}: found {shown(found)}, expected {PATTERNS[own]}"
     words = error["msg"].removeprefix("Input should be ").removeprefix("String should have ")
     return f"{path}: found {shown(found)}, expected {words}"
 
 
 def _hint(job: type[BaseModel], location: Location) -> str:
-    """What an unknown key may have meant: one beside it or, of the job itself, one of a section's."""
+    """Suggest a key of the same section or, at the top level, a key of any section."""
     section = _section_at(job, location[:-1])
-    beside = [*section.model_fields, *names_in(_path(location[:-1]))] if section else []
-    if section is job and nearest(location[-1], beside) is None:
-        inside = {name: f"optimizer.{name}" for name in _OF_OPTIMIZERS}
+    siblings = [*section.model_fields, *aliases_in(_path(location[:-1]))] if section else []
+    if section is job and nearest(location[-1], siblings) is None:
+        nested = {name: f"optimizer.{name}" for name in _OPTIMIZER_OPTIONS}
         for part in job.model_fields:
-            below = _section_at(job, (part,))
-            names = [*below.model_fields, *names_in(part)] if below else []
-            inside = {**{name: f"{part}.{name}" for name in names}, **inside}
-        close = nearest(location[-1], inside, cutoff=0.9)
+            child = _section_at(job, (part,))
+            names = [*child.model_fields, *aliases_in(part)] if child else []
+            nested = {**{name: f"{part}.{name}" for name in names}, **nested}
+        close = nearest(location[-1], nested, cutoff=0.9)
         if close is not None:
-            return f"; did you mean {inside[close]!r}?"
-    return did_you_mean(location[-1], beside)
+            return f"; did you mean {nested[close]!r}?"
+    return did_you_mean(location[-1], siblings)
 
 
 def _path(location: Location) -> str:

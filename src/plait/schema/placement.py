@@ -6,13 +6,13 @@ import sys
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from plait.schema.hosts import LOCAL, MOST_SLOTS, Host
+from plait.schema.hosts import LOCAL, MAX_SLOTS, Host
 from plait.schema.limits import KeyLimits, Seconds, Variables, Workers
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostAccess:
-    """How hosts are reached; without `python`, workers run the interpreter that starts them."""
+    """How hosts are reached; `python` defaults to the interpreter that starts the job."""
 
     shell: Annotated[str, KeyLimits(pattern=r"^[^{}]*\{host\}[^{}]*$")] = "ssh {host}"
     nic: str | None = None
@@ -27,7 +27,7 @@ class HostAccess:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLimits:
-    """How many threads a worker has, and how long a collective operation may take."""
+    """The threads of a worker, and the timeout of a collective operation."""
 
     threads: Annotated[int, KeyLimits(ge=1, le=4096)] | None = None
     timeout_s: Seconds = 300.0
@@ -35,10 +35,10 @@ class WorkerLimits:
 
 @dataclass(frozen=True)
 class ElasticRules:
-    """How many workers a job may have while it runs, and how long one may show no sign of life.
+    """The limits of an elastic job: its number of workers, and the heartbeat timeout of each.
 
-    With fewer than `min_workers` it ends, with a checkpoint. `control` is where it takes requests for another
-    number of workers.
+    With fewer than `min_workers` it writes a checkpoint and ends. `control` is the address at which it
+    accepts requests to resize.
     """
 
     min_workers: Workers = 1
@@ -47,17 +47,17 @@ class ElasticRules:
     control: Annotated[str, KeyLimits(pattern=r"^[^\s:/@]+:[0-9]{1,5}$")] = "127.0.0.1:0"
 
     @property
-    def most(self) -> int:
-        """The most workers there may be."""
-        return self.max_workers or MOST_SLOTS
+    def max_allowed(self) -> int:
+        """The largest number of workers."""
+        return self.max_workers or MAX_SLOTS
 
 
 @dataclass(frozen=True)
 class Placement(HostAccess, WorkerLimits):
     """Where workers run and how their hosts are reached.
 
-    `capacity` is how many workers each host may hold, where a job starts with fewer than its slots; `elastic`
-    are the rules of workers that come and go.
+    `capacity` is the number of workers that each host may run, for a job that starts with fewer than its
+    slots; `elastic` is None for a job with a fixed number of workers.
     """
 
     hosts: tuple[Host, ...] = (Host(LOCAL, 1),)
@@ -69,6 +69,6 @@ class Placement(HostAccess, WorkerLimits):
         return sum(host.slots for host in self.hosts)
 
     @property
-    def longest_silence_s(self) -> float:
-        """How long a worker may show no sign of life."""
+    def heartbeat_timeout_s(self) -> float:
+        """The longest time between two heartbeats of a worker."""
         return self.timeout_s if self.elastic is None else self.elastic.heartbeat_s

@@ -1,4 +1,4 @@
-"""What runs and sweeps come to: frozen values that print for people and dump as the JSON of `--json`."""
+"""Results of runs and sweeps: frozen values with a printed form and the JSON of `--json`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from plait.core.codec import encode
 from plait.core.units import count_of, show_rate, show_seconds
 
-# Trials that a printed sweep shows.
+# Trials in the printed form of a sweep.
 _SHOWN = 10
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a training run came to.
+    """The result of a training run.
 
-    `reason` is why it ended: `finished`, `stopped` or `early-stop`. `steps` is how many it was to take, None
-    where the data's end decides. A loss or metric is None where there is none, or where it is not a number.
+    `reason` is why it ended: `finished`, `stopped` or `early-stop`. `steps` is its planned number of steps,
+    None if the end of the data decides. A loss or metric is None if there is none, or if it is not a number.
     `test` has the metrics of the last evaluation and `best` those of the best checkpoint, with its `step`.
-    `verified_s` is how long stages were compared with the plain model, where they were. `run` is the run's
-    folder.
+    `verified_s` is the time spent comparing stages with the plain model, None if that was not done. `run` is
+    the run's folder.
     """
 
     reason: str
@@ -61,7 +61,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One trial of a sweep: its number, the values put over the job's, how far it came and how well."""
+    """One trial of a sweep: its number, its hyperparameters, its last step and its metrics."""
 
     trial: int
     state: str
@@ -78,7 +78,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class ArrayResult:
-    """Trials that one worker, or one team, trained together: `most` at once, fused or, for `why`, not."""
+    """Trials that one worker or group of workers trained, `most` at once; `why` they were not fused."""
 
     number: int
     worker: int
@@ -90,10 +90,10 @@ class ArrayResult:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep came to; `trials` are in order, best first, and `run` is the folder with the best one.
+    """The result of a sweep; `trials` are sorted, best first, and `run` is the folder with the best one.
 
-    `step` counts the trials that have ended, of `steps`. `best` is None where no trial came to its end.
-    `replicas` workers trained each array together.
+    `step` counts the trials that have ended, of `steps`. `best` is None if no trial finished. Each array was
+    trained by `replicas` workers.
     """
 
     reason: str
@@ -141,10 +141,10 @@ def show_metrics(metrics: Mapping[str, float | None]) -> str:
 
 
 def show_value(value: Any) -> str:
-    """A trial's value of some key, numbers in few digits."""
+    """A hyperparameter, floats to four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _without(plain: dict[str, Any], **absent: Any) -> dict[str, Any]:
-    """`plain` less those of `absent` that have this value."""
+    """`plain` without the keys of `absent` whose values are equal in both."""
     return {key: value for key, value in plain.items() if key not in absent or value != absent[key]}

@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, by name."""
+"""Names of the pipeline schedules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Schedule(enum.StrEnum):
-    """How microbatches go through a pipeline."""
+    """The order in which a pipeline runs its microbatches."""
 
     STASH = "stash"
     TWO_BUFFERED = "2bw"

@@ -1,7 +1,7 @@
-"""What a job says and what its workers are told, as plain values; every key and every default is here, once.
+"""The settings of a job and of its workers as dataclasses; every key and every default is defined here, once.
 
-The sections of a job file are these classes, key by key (`plait.schema.job_model` checks a file against
-their types and limits). What a worker is told in other words than the file has is at the end.
+The sections of a job file are these classes, key by key (`plait.schema.job_model` validates a file against
+their types and limits). Settings that workers receive in another form than the file has are at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from plait.schema.limits import (
     Count,
     CountFromZero,
-    FurtherKeys,
+    ExtraKeys,
     InFlight,
     KeyLimits,
     NonEmpty,
@@ -27,9 +27,9 @@ from plait.schema.sync_options import KINDS
 from plait.schema.topology_spec import TopologySpec
 
 Precision = Literal["float32", "float64", "bf16", "fp16"]
-# Whether what a run built is compared with the plain model first: never, once, or at every start.
+# When the stages or the fused trials are compared with the plain model: never, once, or at every start.
 Verify = Literal["off", "first", "every_run"]
-# A sync, or `auto`: the first steps are measured, then one is chosen.
+# A sync, or `auto`, which measures the first steps and chooses one.
 SyncName = Annotated[str, OneOf((*KINDS, "auto"))]
 Monitor = Literal["loss", "throughput", "step-time", "link-throughput", "noise-scale", "variance"]
 SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
@@ -40,12 +40,12 @@ SEARCHES: tuple[SearchKind, ...] = get_args(SearchKind)
 class DataSettings:
     """The data set and how batches are drawn from it; `batch_size` counts samples over all workers.
 
-    `collate_fn` names, as `package.module:function`, what makes a batch of a list of samples.
+    `collate_fn` is the `package.module:function` that makes a batch from a list of samples.
     """
 
     kind: str
     batch_size: Count
-    options: FurtherKeys = field(default_factory=dict)
+    options: ExtraKeys = field(default_factory=dict)
     shuffle: bool = True
     last_batch: Literal["keep", "drop"] = "keep"
     loaders: Annotated[int, KeyLimits(ge=0, le=1024)] = 0
@@ -54,36 +54,36 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Parameters, by patterns that their names match, that have options of their own."""
+    """A parameter group: the parameters whose names match a pattern, and their optimizer options."""
 
     match: NonEmpty
-    options: FurtherKeys = field(default_factory=dict)
+    options: ExtraKeys = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     """`kind` is any optimizer of torch.optim in lower case, or `package.module:name`.
 
-    A parameter has the options of the first of `groups` that its name matches put over the others.
+    The options of the first of `groups` that a parameter's name matches override the others.
     """
 
     kind: str = "sgd"
-    options: FurtherKeys = field(default_factory=dict)
+    options: ExtraKeys = field(default_factory=dict)
     groups: tuple[GroupSettings, ...] = ()
 
 
 @dataclass(frozen=True)
 class LrScheduleSettings:
-    """How the learning rate changes: a factor on the optimizer's, as a function of the step."""
+    """The learning-rate schedule: a factor on the optimizer's rate as a function of the step."""
 
     kind: str = "constant"
     warmup_steps: CountFromZero = 0
-    options: FurtherKeys = field(default_factory=dict)
+    options: ExtraKeys = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """When to evaluate on the test split, and by which metric beside the loss."""
+    """When to evaluate on the test split, and the metric to compute besides the loss."""
 
     every_steps: Count | None = None
     metric: str = "auto"
@@ -92,7 +92,7 @@ class EvaluateSettings:
 
 @dataclass(frozen=True)
 class EarlyStopSettings:
-    """End when `metric` has not improved by `min_change` for `patience` evaluations."""
+    """Stop when `metric` has not improved by `min_change` for `patience` evaluations."""
 
     patience: Count
     metric: str = "loss"
@@ -110,10 +110,10 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """What a run may choose besides its plan.
+    """Options of a pipelined run that are not part of its plan.
 
-    `depths` overrides how many microbatches a stage keeps in flight; `recompute` names stages that run
-    forward again instead of keeping activations, beside those that the plan asks for.
+    `depths` overrides the number of microbatches that a stage keeps in flight; `recompute` lists stages that
+    use activation checkpointing, in addition to those of the plan.
     """
 
     vertical_sync: bool = False
@@ -123,20 +123,20 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class PlanRequest(PipelineOptions):
-    """What a job says of its plan: its name or file, and what it sets over that."""
+    """Which plan a job uses, by name or file, and what it overrides of it."""
 
     plan: str = "data-parallel"
     schedule: Schedule | None = None
     microbatches: Count | None = None
 
     @property
-    def is_made(self) -> bool:
-        """Whether the job is measured and a plan made of that, rather than read or not needed."""
+    def needs_planning(self) -> bool:
+        """Whether the job is profiled and planned, rather than run with a plan file or without a plan."""
         return self.plan in ("auto", "model-parallel")
 
     @property
-    def leaves_pieces_open(self) -> bool:
-        """Whether the planner may choose how a batch is cut, and whether updates wait for all of it."""
+    def leaves_microbatches_open(self) -> bool:
+        """Whether the planner may choose the microbatches, and whether an update waits for all of them."""
         return (
             self.plan == "auto"
             and self.schedule is None
@@ -147,7 +147,7 @@ class PlanRequest(PipelineOptions):
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How workers that hold the same model agree: a kind of sync, or `auto`, and its options."""
+    """How workers with the same weights synchronize: a kind of sync, or `auto`, and its options."""
 
     kind: SyncName = "all-reduce"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class SyncSettings:
 
 @dataclass(frozen=True)
 class SlowSettings:
-    """Workers made slow on purpose: `factors` by rank, and `jitter` as (probability, seconds) a step."""
+    """Injected stragglers: slowdown `factors` by rank, and `jitter` as (probability, seconds) per step."""
 
     factors: Mapping[int, float] = field(default_factory=dict)
     jitter: tuple[float, float] | None = None
@@ -163,15 +163,15 @@ class SlowSettings:
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """A policy that may change the running job: a kind of ours, or `package.module:function`, and options."""
+    """A policy that may change the running job: built in, or `package.module:function`, and its options."""
 
     kind: str
-    options: FurtherKeys = field(default_factory=dict)
+    options: ExtraKeys = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ParallelSettings(PlanRequest, WorkerLimits, ElasticRules):
-    """How many workers there are, whether they may come and go, and how they share the work."""
+    """The number of workers, whether it may change, and how workers share the work."""
 
     workers: Workers | None = None
     elastic: bool = False
@@ -191,7 +191,7 @@ class ClusterSettings(HostAccess):
 
 @dataclass(frozen=True)
 class CommonSettings:
-    """What the job file says and workers are told in the same words, but for how each names the model."""
+    """Settings that the job file and the workers have in common; only the type of `model` differs."""
 
     name: Annotated[str, KeyLimits(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     model: object
@@ -220,7 +220,7 @@ class CommonSettings:
 
 
 def values_of(group: type[Any], source: Any) -> dict[str, Any]:
-    """The values that `source` has for the fields of `group`, which is a base of it."""
+    """The values of `source` for the fields of `group`, one of its base classes."""
     return {each.name: getattr(source, each.name) for each in fields(group)}
 
 
@@ -234,9 +234,9 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class PipelineSettings(PipelineOptions):
-    """A plan to run, as its file holds it, and what a run chooses besides.
+    """The plan to run, encoded as in its file, and the options of the run.
 
-    `graph` is what the job's layers were measured to cost, where the plan may be made anew while it runs.
+    `graph` holds the measured costs of the job's layers, if the plan may be changed during the run.
     """
 
     plan: Mapping[str, Any]
@@ -245,7 +245,7 @@ class PipelineSettings(PipelineOptions):
 
 @dataclass(frozen=True)
 class TrainSettings(CommonSettings):
-    """One training run; without `pipeline` every worker holds the whole model."""
+    """The settings that workers receive; without `pipeline` every worker holds the whole model."""
 
     model: ModelSettings
     _: KW_ONLY
@@ -259,9 +259,10 @@ class TrainSettings(CommonSettings):
 class SearchSettings:
     """How the trials of a sweep are chosen and compared.
 
-    `trials` is how many to draw where they are drawn. One in `eta` goes on at each rung of halving and ASHA,
-    the first being after `least_steps`; population-based training copies every `least_steps`. `metric` is
-    what trials are compared by: auto is the evaluation's metric where there is one, else the loss.
+    `trials` is the number of trials to sample, unless the search is a grid. Halving and ASHA keep one trial
+    in `eta` at each rung, the first of which is at `least_steps`; population-based training copies every
+    `least_steps`. Trials are compared by `metric`: `auto` is the metric of the evaluation if it has one, else
+    the loss.
     """
 
     kind: SearchKind = "grid"

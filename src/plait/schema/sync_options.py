@@ -1,4 +1,4 @@
-"""The ways in which workers agree, by name, and the options of each. Imports no torch."""
+"""The kinds of sync and their options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ KEY = "parallel.sync_options"
 
 @dataclass(frozen=True)
 class AllReduceOptions:
-    """Gradients are summed at every step; there is nothing to choose here."""
+    """Gradients are summed at every step; there are no options."""
 
-    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseOptions:
-    """A worker that is silent for longer than `lease_s` is left out until it is back."""
+    """A worker whose lease is not renewed for `lease_s` is left out until it returns."""
 
     lease_s: float = 5.0
 
 
 @dataclass(frozen=True)
 class PartialReduceOptions(LeaseOptions):
-    """Groups of at least `minimum` workers that are ready; see partial_reduce_rules.Rules.
+    """Averages over groups of at least `minimum` workers that are ready; see partial_reduce_rules.Rules.
 
     With `state`, the optimizer's state is averaged as well as weights and buffers. With `average: gradients`
-    a group agrees before the update, on gradients beside all of that, so that the optimizer sees the mean.
+    a group also averages gradients, and does so before the update, so that the optimizer sees the mean.
     """
 
     average: Literal["weights", "gradients"] = "weights"
@@ -43,9 +43,14 @@ class PartialReduceOptions(LeaseOptions):
     every: int = 10
     state: bool = True
 
-    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_wrong(
-            (2 <= self.minimum <= max(workers, 2), "minimum", self.minimum, f"2 to {workers}, the workers"),
+    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_failed(
+            (
+                2 <= self.minimum <= max(workers, 2),
+                "minimum",
+                self.minimum,
+                f"2 to {workers}, the number of workers",
+            ),
             (0 <= self.window <= 1, "window", self.window, "a share of a step, 0 to 1"),
             (self.patience > 0, "patience", self.patience, "steps to wait for a partner, more than 0"),
             (self.every >= 1, "every", self.every, "a number of rounds, at least 1"),
@@ -59,49 +64,49 @@ class AdPsgdOptions(LeaseOptions):
 
     graph: Literal["complete", "ring"] = "complete"
 
-    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_wrong(_lease(self.lease_s))
+    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_failed(_lease(self.lease_s))
 
 
 @dataclass(frozen=True)
 class PairSyncOptions:
-    """Every step, each worker averages with the partner that a random matching gives it."""
+    """At every step each worker averages with its partner in a random matching."""
 
     state: bool = False
 
-    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
         return None
 
 
 @dataclass(frozen=True)
 class PairAveragingOptions(LeaseOptions):
-    """Each worker pulls the model of a random peer and takes the mean of both."""
+    """Each worker pulls the model of a random peer and averages it with its own."""
 
-    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_wrong(_lease(self.lease_s))
+    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_failed(_lease(self.lease_s))
 
 
 @dataclass(frozen=True)
 class SmaOptions:
-    """Weights are drawn towards the mean of all by `alpha` at every step."""
+    """Synchronous model averaging: at every step weights move towards the global mean by `alpha`."""
 
     alpha: float = 0.1
 
-    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_wrong((0 < self.alpha <= 1, "alpha", self.alpha, "more than 0, at most 1"))
+    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_failed((0 < self.alpha <= 1, "alpha", self.alpha, "more than 0, at most 1"))
 
 
 @dataclass(frozen=True)
 class LocalSgdOptions:
-    """The mean of all after every `every` steps; with `outer: nesterov`, as a step of DiLoCo's optimizer."""
+    """Averages all workers every `every` steps; with `outer: nesterov`, as a step of DiLoCo's optimizer."""
 
     every: int = 8
     outer: Literal["none", "nesterov"] = "none"
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
 
-    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_wrong(
+    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
+        return _first_failed(
             (self.every >= 1, "every", self.every, "a number of steps, at least 1"),
             (self.outer_lr > 0, "outer_lr", self.outer_lr, "more than 0"),
             (0 <= self.outer_momentum < 1, "outer_momentum", self.outer_momentum, "0 to less than 1"),
@@ -112,7 +117,7 @@ class LocalSgdOptions:
 class HetPipeOptions:
     """A parameter server on `servers` workers; each worker pushes once in `wave` steps.
 
-    A worker may be `staleness` waves ahead of the slowest. `dedicated` servers do not train themselves.
+    A worker may be `staleness` waves ahead of the slowest. `dedicated` servers do not train.
     """
 
     servers: int = 1
@@ -120,9 +125,9 @@ class HetPipeOptions:
     staleness: int = 0
     wave: int = 1
 
-    def wrong(self, workers: int) -> tuple[str, Any, str] | None:
+    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
         most = workers - 1 if self.dedicated else workers
-        return _first_wrong(
+        return _first_failed(
             (1 <= self.servers <= most, "servers", self.servers, f"1 to {most}, of {workers} workers"),
             (self.staleness >= 0, "staleness", self.staleness, "a number of waves, at least 0"),
             (self.wave >= 1, "wave", self.wave, "a number of steps, at least 1"),
@@ -151,10 +156,10 @@ KINDS: Mapping[str, type[Options]] = {
     "hetpipe": HetPipeOptions,
 }
 
-# Syncs under which a worker may be lost without ending the run.
-TOLERANT = ("partial-reduce", "ad-psgd", "pair-averaging")
-# Syncs under which all workers take equally many steps; the others go at their own pace.
-EQUAL_STEPS = ("pair-sync", "sma", "local-sgd")
+# Syncs that tolerate the loss of a worker.
+FAULT_TOLERANT = ("partial-reduce", "ad-psgd", "pair-averaging")
+# Syncs under which all workers take the same steps together; under the others each has its own pace.
+LOCKSTEP = ("pair-sync", "sma", "local-sgd")
 
 
 def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
@@ -165,8 +170,8 @@ def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
         options = decode(KINDS[kind], dict(given), KEY)
     except ArtefactError as failure:
         raise JobError(f"{failure} (options of {kind})") from None
-    if (wrong := options.wrong(workers)) is not None:
-        name, found, expected = wrong
+    if (invalid := options.first_invalid(workers)) is not None:
+        name, found, expected = invalid
         raise JobError(f"{KEY}.{name}: found {found!r}, expected {expected}")
     return options
 
@@ -175,5 +180,5 @@ def _lease(seconds: float) -> tuple[bool, str, Any, str]:
     return (seconds >= 0.2, "lease_s", seconds, "seconds, at least 0.2")
 
 
-def _first_wrong(*checks: tuple[bool, str, Any, str]) -> tuple[str, Any, str] | None:
+def _first_failed(*checks: tuple[bool, str, Any, str]) -> tuple[str, Any, str] | None:
     return next(((name, found, words) for fine, name, found, words in checks if not fine), None)

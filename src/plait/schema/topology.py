@@ -1,7 +1,7 @@
 """Topologies: the graphs that an all-reduce travels, as pure values made from the list of hosts.
 
-A topology has one or more routes. A route is a pair of trees with one root: along the first, sums travel
-from every rank to the root; along the second, the result travels back. Several routes share the work.
+A topology has one or more routes. A route is a pair of trees with the same root: sums are reduced to the root
+along the first, and the result is broadcast along the second. Several routes each carry a part of the data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TopologyError(InputError):
 
 @dataclass(frozen=True)
 class Route:
-    """A pair of trees, each as the parent of every rank; the root is its own."""
+    """A reduce tree and a broadcast tree, each as the parent of every rank; the root is its own parent."""
 
     reduce: tuple[int, ...]
     broadcast: tuple[int, ...]
@@ -36,20 +36,20 @@ class Route:
     def root(self) -> int:
         return next(rank for rank, parent in enumerate(self.reduce) if rank == parent)
 
-    def gives_to(self, rank: int) -> int | None:
-        """Whom `rank` hands its sum; None at the root."""
+    def reduce_parent(self, rank: int) -> int | None:
+        """The rank that receives the sum of `rank`; None at the root."""
         return self.reduce[rank] if self.reduce[rank] != rank else None
 
-    def adds(self, rank: int) -> tuple[int, ...]:
-        """Whose sums `rank` adds to its own, in this order."""
+    def reduce_children(self, rank: int) -> tuple[int, ...]:
+        """The ranks whose sums `rank` adds to its own, in this order."""
         return _children(self.reduce, rank)
 
-    def gets_from(self, rank: int) -> int | None:
-        """Who hands `rank` the result; None at the root."""
+    def broadcast_parent(self, rank: int) -> int | None:
+        """The rank that sends the result to `rank`; None at the root."""
         return self.broadcast[rank] if self.broadcast[rank] != rank else None
 
-    def passes_to(self, rank: int) -> tuple[int, ...]:
-        """Whom `rank` hands the result."""
+    def broadcast_children(self, rank: int) -> tuple[int, ...]:
+        """The ranks that `rank` sends the result to."""
         return _children(self.broadcast, rank)
 
 
@@ -59,7 +59,7 @@ def _children(parents: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Topology:
-    """Routes over ranks 0 to `size` - 1; `name` is what the user calls it."""
+    """Routes over ranks 0 to `size` - 1, and the name of the topology in the job."""
 
     name: str
     routes: tuple[Route, ...]
@@ -70,8 +70,8 @@ class Topology:
 
 
 def star(hosts: Hosts, root: int) -> tuple[Route, ...]:
-    """Everyone straight to the root and back."""
-    return (_there_and_back((root,) * len(hosts)),)
+    """Every rank is a child of the root."""
+    return (_symmetric_route((root,) * len(hosts)),)
 
 
 def clique(hosts: Hosts, root: int) -> tuple[Route, ...]:
@@ -80,7 +80,7 @@ def clique(hosts: Hosts, root: int) -> tuple[Route, ...]:
 
 
 def ring(hosts: Hosts, root: int) -> tuple[Route, ...]:
-    """Once round the ring to sum, once more to tell; every rank is the root of one route."""
+    """Sums go once round the ring, then the result does; every rank is the root of one route."""
     size = len(hosts)
     return tuple(
         Route(
@@ -92,21 +92,21 @@ def ring(hosts: Hosts, root: int) -> tuple[Route, ...]:
 
 
 def tree(hosts: Hosts, root: int) -> tuple[Route, ...]:
-    """A star on every host, and a star of the hosts' leaders at the root."""
+    """A star on every host, and a star of the hosts' leaders around the root."""
     leaders = _leaders(hosts, root)
-    return (_there_and_back(_below_leaders(hosts, leaders, dict.fromkeys(leaders.values(), root))),)
+    return (_symmetric_route(_below_leaders(hosts, leaders, dict.fromkeys(leaders.values(), root))),)
 
 
 def binary_tree(hosts: Hosts, root: int) -> tuple[Route, ...]:
-    """Ranks in a binary tree, wherever they are."""
-    above = _binary([(root + i) % len(hosts) for i in range(len(hosts))])
-    return (_there_and_back(tuple(above[rank] for rank in range(len(hosts)))),)
+    """All ranks in one binary tree, regardless of their hosts."""
+    parents = _binary([(root + i) % len(hosts) for i in range(len(hosts))])
+    return (_symmetric_route(tuple(parents[rank] for rank in range(len(hosts)))),)
 
 
 def binary_tree_star(hosts: Hosts, root: int) -> tuple[Route, ...]:
     """A star on every host, and a binary tree of the hosts' leaders."""
     leaders = _leaders(hosts, root)
-    return (_there_and_back(_below_leaders(hosts, leaders, _binary(list(leaders.values())))),)
+    return (_symmetric_route(_below_leaders(hosts, leaders, _binary(list(leaders.values())))),)
 
 
 def multi_star(hosts: Hosts, root: int) -> tuple[Route, ...]:
@@ -129,37 +129,37 @@ TOPOLOGIES: Mapping[str, Callable[[Hosts, int], tuple[Route, ...]]] = {
     "multi-binary-tree-star": multi_binary_tree_star,
     "multi-star": multi_star,
 }
-# Those that have one root, which the user may choose: star:2.
+# Topologies with one root, which the user may choose: star:2.
 ROOTED = ("star", "tree", "binary-tree", "binary-tree-star")
 
 
 def make_topology(name: str, hosts: Hosts) -> Topology:
-    """The topology of that name over the ranks whose hosts are given; `star:2` has its root at rank 2."""
+    """The topology `name` over ranks on `hosts`, one host per rank; `star:2` has its root at rank 2."""
     kind, root = check_name(name, len(hosts))
     return Topology(name, TOPOLOGIES[kind](hosts, root))
 
 
 def check_name(name: str, size: int) -> tuple[str, int]:
-    """The kind and the root of the topology of that name over `size` ranks; refuses what is none."""
-    kind, colon, place = name.partition(":")
+    """The kind and the root of the topology `name` over `size` ranks; TopologyError if it is invalid."""
+    kind, colon, root = name.partition(":")
     if kind not in TOPOLOGIES:
         hint = did_you_mean(kind, TOPOLOGIES)
         raise TopologyError(f"parallel.topology: found {shown(name)}, expected a topology{hint}")
     if not colon:
         return kind, 0
-    if kind not in ROOTED or not re.fullmatch("[0-9]{1,9}", place) or int(place) >= size:
+    if kind not in ROOTED or not re.fullmatch("[0-9]{1,9}", root) or int(root) >= size:
         raise TopologyError(
             f"parallel.topology: found {shown(name)}, expected a root from 0 to {size - 1} after one of "
             f"{', '.join(ROOTED)}"
         )
-    return kind, int(place)
+    return kind, int(root)
 
 
 def from_graphs(graphs: Any, size: int, where: str) -> Topology:
-    """The topology that a user's graphs make over `size` ranks, checked; `where` they were found.
+    """Build and check the topology of a user's graphs over `size` ranks; errors name their source, `where`.
 
     `graphs` is a list of routes, `{"reduce": [[1, 0], [2, 0]], "broadcast": [[0, 1], [0, 2]]}`: edges from
-    rank to rank. Without `broadcast`, the result goes back the way the sums came.
+    rank to rank. Without `broadcast`, the result travels along the edges of `reduce`, reversed.
     """
     if not isinstance(graphs, Sequence) or isinstance(graphs, str) or not graphs:
         raise TopologyError(f"{where}: found {shown(graphs)}, expected a list of graphs, each with reduce")
@@ -174,12 +174,13 @@ def _route(graph: Any, size: int, where: str) -> Route:
             raise TopologyError(
                 f"{where}: unknown key {shown(key)}{did_you_mean(key, ('reduce', 'broadcast'))}"
             )
-    there = _edges(graph["reduce"], f"{where}.reduce")
-    back = [(b, a) for a, b in there]
+    reduce_edges = _edges(graph["reduce"], f"{where}.reduce")
+    broadcast_edges = [(b, a) for a, b in reduce_edges]
     if "broadcast" in graph:
-        back = _edges(graph["broadcast"], f"{where}.broadcast")
-    reduce = _parents(there, size, f"{where}.reduce", "sends its sum to")
-    broadcast = _parents([(b, a) for a, b in back], size, f"{where}.broadcast", "gets the result from")
+        broadcast_edges = _edges(graph["broadcast"], f"{where}.broadcast")
+    reduce = _parents(reduce_edges, size, f"{where}.reduce", "sends its sum to")
+    upward = [(b, a) for a, b in broadcast_edges]
+    broadcast = _parents(upward, size, f"{where}.broadcast", "gets the result from")
     route = Route(reduce, broadcast)
     if broadcast[route.root] != route.root:
         first = next(rank for rank, parent in enumerate(broadcast) if rank == parent)
@@ -199,39 +200,39 @@ def _edges(found: Any, where: str) -> list[tuple[int, int]]:
 
 
 def _parents(edges: Edges, size: int, where: str, verb: str) -> tuple[int, ...]:
-    """The parent of each rank, from edges that lead towards the root; the first fault found is named."""
+    """The parent of each rank, from edges that point towards the root; TopologyError for the first fault."""
     unknown = sorted({rank for edge in edges for rank in edge if not 0 <= rank < size})
     if unknown:
         raise TopologyError(f"{where}: unknown {_ranks(unknown)}; the job has ranks 0 to {size - 1}")
-    above: dict[int, int] = {}
+    parents: dict[int, int] = {}
     for child, parent in edges:
-        if above.setdefault(child, parent) != parent:
+        if parents.setdefault(child, parent) != parent:
             raise TopologyError(
-                f"{where}: rank {child} {verb} ranks {above[child]} and {parent}, expected one of them"
+                f"{where}: rank {child} {verb} ranks {parents[child]} and {parent}, expected one of them"
             )
-    if cycle := _cycle(above):
+    if cycle := _cycle(parents):
         raise TopologyError(f"{where}: a cycle, {shortened(' - '.join(map(str, cycle)))}, expected a tree")
     missing = sorted(set(range(size)) - {rank for edge in edges for rank in edge})
     if missing and size > 1:
-        raise TopologyError(f"{where}: missing {_ranks(missing)}; every rank from 0 to {size - 1} takes part")
-    roots = sorted(set(range(size)) - set(above))
+        raise TopologyError(f"{where}: missing {_ranks(missing)}; expected every rank from 0 to {size - 1}")
+    roots = sorted(set(range(size)) - set(parents))
     if len(roots) > 1:
         raise TopologyError(f"{where}: two roots or more, {_ranks(roots)}; join them to one tree")
-    return tuple(above.get(rank, rank) for rank in range(size))
+    return tuple(parents.get(rank, rank) for rank in range(size))
 
 
-def _cycle(above: Mapping[int, int]) -> list[int] | None:
-    """A cycle on the way up from some rank, its first rank repeated at the end; None where there is none."""
-    ends: set[int] = set()
-    for rank in sorted(above):
+def _cycle(parents: Mapping[int, int]) -> list[int] | None:
+    """A cycle in the parents, its first rank repeated at the end, or None."""
+    visited: set[int] = set()
+    for rank in sorted(parents):
         path: dict[int, None] = {}
-        while rank in above and rank not in ends:
+        while rank in parents and rank not in visited:
             if rank in path:
                 ranks = list(path)
                 return [*ranks[ranks.index(rank) :], rank]
             path[rank] = None
-            rank = above[rank]
-        ends.update(path)
+            rank = parents[rank]
+        visited.update(path)
     return None
 
 
@@ -239,12 +240,12 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, 100)}"
 
 
-def _there_and_back(parents: tuple[int, ...]) -> Route:
+def _symmetric_route(parents: tuple[int, ...]) -> Route:
     return Route(parents, parents)
 
 
 def _leaders(hosts: Hosts, root: int) -> dict[str, int]:
-    """The first rank of every host, beginning with the root, which leads its own."""
+    """The leader of every host: its first rank, but the root on the root's host, which comes first."""
     leaders = {hosts[root]: root}
     for i in range(len(hosts)):
         rank = (root + i) % len(hosts)
@@ -252,11 +253,13 @@ def _leaders(hosts: Hosts, root: int) -> dict[str, int]:
     return leaders
 
 
-def _below_leaders(hosts: Hosts, leaders: Mapping[str, int], above: Mapping[int, int]) -> tuple[int, ...]:
-    """Every rank below its host's leader, and leaders as `above` says."""
-    return tuple(above.get(rank, leaders[host]) for rank, host in enumerate(hosts))
+def _below_leaders(
+    hosts: Hosts, leaders: Mapping[str, int], leader_parents: Mapping[int, int]
+) -> tuple[int, ...]:
+    """The parent of each rank: its host's leader, and that of a leader as in `leader_parents`."""
+    return tuple(leader_parents.get(rank, leaders[host]) for rank, host in enumerate(hosts))
 
 
 def _binary(order: Sequence[int]) -> dict[int, int]:
-    """The parent of each in a binary tree filled in that order; the first is its own."""
+    """The parent of each rank in a binary tree filled in `order`; the first rank is the root."""
     return {rank: order[(i - 1) // 2] if i else rank for i, rank in enumerate(order)}

@@ -1,4 +1,4 @@
-"""The topology that a user asks for: a name, a file with graphs, or a function that makes them."""
+"""The topology in a job: a name, a file with graphs, or a function that returns graphs."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ AUTO = "auto"
 DEFAULT = "default"
 KEY = "parallel.topology"
 NAMES = (DEFAULT, NATIVE, AUTO, *TOPOLOGIES)
-MOST_BYTES = 1_000_000
+MAX_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
 class TopologySpec:
-    """`name` as the user wrote it; where that is a file, the `graphs` in it."""
+    """The topology as `parallel.topology` has it; for a file also the `graphs` in it."""
 
     name: str = DEFAULT
     graphs: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def by_name(self) -> bool:
-        """Whether it is one of ours, which fits any workers."""
+        """Whether it is a built-in topology, which fits any number of workers."""
         return self.name.partition(":")[0] in NAMES
 
 
-def read_wish(text: str) -> TopologySpec:
-    """What `parallel.topology` asks for; a file is read here, so that workers need not have it."""
-    wish = TopologySpec(text)
-    if wish.by_name:
-        return wish
+def read_topology_spec(text: str) -> TopologySpec:
+    """Parse `parallel.topology`; a file is read here, because workers may not have it."""
+    spec = TopologySpec(text)
+    if spec.by_name:
+        return spec
     if text.endswith((".json", ".yaml", ".yml")):
         return TopologySpec(text, tuple(_read(Path(text))))
     if ":" in text:
-        return wish
+        return spec
     raise TopologyError(
         f"{KEY}: found {shown(text)}, expected {', '.join(NAMES)}, a file (.json, .yaml) or "
         f"package.module:function{did_you_mean(text, NAMES)}"
@@ -62,7 +62,7 @@ def _read(path: Path) -> list[Any]:
     expected = "graphs: [{reduce: [[1, 0]]}]"
     try:
         # JSON is YAML too.
-        content = load_yaml(read_text(path, expected, MOST_BYTES, TopologyError))
+        content = load_yaml(read_text(path, expected, MAX_BYTES, TopologyError))
     except TopologyError as failure:
         raise TopologyError(f"{KEY}: {failure}") from None
     except YamlError as failure:
@@ -74,41 +74,41 @@ def _read(path: Path) -> list[Any]:
     return graphs
 
 
-def check_wish(wish: TopologySpec, size: int) -> None:
-    """Refuse a topology that cannot be made over `size` ranks; a function is not called."""
-    kind, colon, _ = wish.name.partition(":")
-    if wish.graphs:
-        from_graphs(wish.graphs, size, wish.name)
+def check_topology(spec: TopologySpec, size: int) -> None:
+    """Raise TopologyError if the topology does not fit `size` ranks; a function is not called."""
+    kind, colon, _ = spec.name.partition(":")
+    if spec.graphs:
+        from_graphs(spec.graphs, size, spec.name)
     elif kind in (DEFAULT, NATIVE, AUTO):
         if colon:
-            raise TopologyError(f"{KEY}: found {shown(wish.name)}; {kind} has no root to choose")
-    elif wish.by_name:
-        check_name(wish.name, size)
+            raise TopologyError(f"{KEY}: found {shown(spec.name)}; {kind} has no root to choose")
+    elif spec.by_name:
+        check_name(spec.name, size)
 
 
-def find_topology(wish: TopologySpec, hosts: Hosts) -> Topology | None:
-    """The topology wished for, over ranks on these hosts; None for the backend's own way.
+def build_topology(spec: TopologySpec, hosts: Hosts) -> Topology | None:
+    """The topology of `spec` over ranks on `hosts`; None for the backend's own all-reduce.
 
-    A `package.module:function` is called, by every worker, with the host of each rank and returns graphs as a
-    file holds them. `auto` is not found but chosen, by measuring. The default is for workers on CPUs: on one
-    host it goes through the memory that they share, which takes a half to a fifth of gloo's time.
+    Every worker calls a `package.module:function` with the host of each rank; it returns graphs as in a file.
+    `auto` is chosen by measurement, not here. The default is for workers on CPUs: on one host it uses shared
+    memory, which takes a half to a fifth of gloo's time.
     """
-    assert wish.name != AUTO
-    check_wish(wish, len(hosts))
-    if wish.name == DEFAULT:
+    assert spec.name != AUTO
+    check_topology(spec, len(hosts))
+    if spec.name == DEFAULT:
         shares = len(set(hosts)) == 1 and hasattr(os, "memfd_create")
         return make_topology("binary-tree", hosts) if shares else None
-    if wish.graphs:
-        return from_graphs(wish.graphs, len(hosts), wish.name)
-    if wish.name == NATIVE:
+    if spec.graphs:
+        return from_graphs(spec.graphs, len(hosts), spec.name)
+    if spec.name == NATIVE:
         return None
-    if wish.by_name:
-        return make_topology(wish.name, hosts)
-    return from_graphs(_called(wish.name, hosts), len(hosts), wish.name)
+    if spec.by_name:
+        return make_topology(spec.name, hosts)
+    return from_graphs(_call(spec.name, hosts), len(hosts), spec.name)
 
 
-def _called(name: str, hosts: Hosts) -> Any:
-    """What the user's function makes of `hosts`; whatever goes wrong in it is told in one sentence."""
+def _call(name: str, hosts: Hosts) -> Any:
+    """Call the user's function with `hosts`; any exception becomes a TopologyError of one sentence."""
     function = resolve(name, KEY, TopologyError)
     try:
         return function(list(hosts))

@@ -116,5 +116,5 @@ def _best(folder: RunDir) -> checkpoints.Checkpoint:
         )
     step = best.get("step") if isinstance(best, dict) else None
     if not isinstance(step, int):
-        raise CheckpointError(f"{folder.path}: its newest checkpoint tells of no best one; it is damaged")
+        raise CheckpointError(f"{folder.path}: its newest checkpoint has no best one; it is damaged")
     return checkpoints.load(folder.checkpoints / f"step-{step:09d}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,15 @@ class MetricsLogger:
     same tenth of a second share one event.
     """
 
-    def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        parts: Components,
+        folder: RunDir,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
         self._active = worker.rank == 0
         self._worker = worker
         self._settings = settings
@@ -41,7 +50,7 @@ class MetricsLogger:
         self._folder = folder
         self._log = EventLog(folder.events(), worker.rank) if self._active else None
         self._board = _open_board(folder.tensorboard) if self._active and settings.tensorboard else None
-        self._started = self._mark = self._reported = time.perf_counter()
+        self._started = self._mark = self._reported = self._clock()
         self._loss: torch.Tensor | float = 0.0
         self._steps = self._samples = self._all_samples = 0
         # None where the number of steps is unknown.
@@ -87,11 +96,11 @@ class MetricsLogger:
         )
         self._progress = {"step": step, "steps": steps}
         self._report(force=True)
-        self._mark = time.perf_counter()
+        self._mark = self._clock()
 
     def begin_steps(self) -> None:
         """Count the seconds of the steps from now on: what came before was getting ready for them."""
-        self._mark = time.perf_counter()
+        self._mark = self._clock()
 
     def step(
         self,
@@ -111,7 +120,7 @@ class MetricsLogger:
         self._samples += samples
         self._last = (step, epoch, lr, ended)
         every = self._settings.log_every_steps
-        now = time.perf_counter() if ended is None else ended
+        now = self._clock() if ended is None else ended
         if step % every == 0 if every else now - self._mark >= LOG_S:
             self._log_steps(step, epoch, lr, now)
 
@@ -119,7 +128,7 @@ class MetricsLogger:
         """Record the steps that are in no event yet."""
         if self._steps:
             step, epoch, lr, ended = self._last
-            self._log_steps(step, epoch, lr, time.perf_counter() if ended is None else ended)
+            self._log_steps(step, epoch, lr, self._clock() if ended is None else ended)
 
     def _log_steps(self, step: int, epoch: int, lr: float, now: float) -> None:
         seconds, loss = now - self._mark, float(self._loss) / self._steps
@@ -199,7 +208,7 @@ class MetricsLogger:
         self, step: int, reason: str, metrics: dict[str, float], best: dict[str, Any] | None
     ) -> RunResult:
         """Close the record; what the run came to, but for its folder."""
-        seconds = time.perf_counter() - self._started
+        seconds = self._clock() - self._started
         rate = self._all_samples / self._training_s if self._training_s else 0.0
         self._record(run_events.RunEnded(step, reason, round(seconds, 3), round(rate, 1)))
         if self._log is not None:
@@ -225,7 +234,7 @@ class MetricsLogger:
         self._active, self._log = True, log_
         if self._settings.tensorboard:
             self._board = _open_board(self._folder.tensorboard)
-        self._mark = time.perf_counter()
+        self._mark = self._clock()
 
     def leave(self) -> None:
         """Close the record: another worker keeps it from now on, if this one did."""
@@ -242,7 +251,7 @@ class MetricsLogger:
 
     def signals(self, signals: run_events.Signals) -> None:
         """Write signals down, as often as steps."""
-        every, now = self._settings.log_every_steps, time.perf_counter()
+        every, now = self._settings.log_every_steps, self._clock()
         if self._active and (signals.step % every == 0 if every else now - self._signals_at >= LOG_S):
             self._signals_at = now
             self._record(signals)
@@ -256,7 +265,7 @@ class MetricsLogger:
             self._log.record(event)
 
     def _report(self, force: bool = False) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         if self._active and (force or now - self._reported >= REPORT_S):
             self._reported = now
             self._worker.report(self._progress)

@@ -18,7 +18,7 @@ from plait.data.streams import StreamOrder, check_same_stream, has_state, stream
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
-from plait.schema.topology_spec import read_wish
+from plait.schema.topology_spec import read_topology_spec
 from plait.training.change.batch_size import BatchSize
 from plait.training.components import Components
 from plait.training.metrics import MetricsLogger
@@ -62,7 +62,7 @@ class Run:
 
     def set_topology(self, name: str) -> None:
         """Sum gradients over the topology of that name from now on, also among other workers."""
-        self.settings = replace(self.settings, topology=read_wish(name))
+        self.settings = replace(self.settings, topology=read_topology_spec(name))
 
     def begin_anew(self) -> None:
         """Go back to where the run began, before a checkpoint is read."""

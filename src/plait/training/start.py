@@ -49,7 +49,7 @@ class RunStart:
         self._early_stopping = EarlyStopping(run.settings.early_stop)
 
     def start(self, resume: bool) -> None:
-        """Take up the state that all workers go on from."""
+        """Load the state from which all workers continue."""
         if resume:
             self._restore()
         self._agree_on_start()
@@ -76,7 +76,7 @@ class RunStart:
         return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
 
     def _restore(self) -> None:
-        """Take up the newest checkpoint that is whole and of this model; tell of those that are not."""
+        """Load the newest checkpoint that is complete and of this model; record those that are not."""
         run, refused = self.run, []
         for path in checkpoints.list_checkpoints(run.folder.checkpoints):
             try:
@@ -94,7 +94,7 @@ class RunStart:
             )
 
     def _take_up(self, state: Checkpoint) -> None:
-        """Go on from a checkpoint; nothing has changed where its progress or its tensors are refused."""
+        """Continue from a checkpoint; CheckpointError changes nothing."""
         run, progress = self.run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
         check_same_vocabulary(progress, run.parts.train_set.dataset, run.settings.data.kind)

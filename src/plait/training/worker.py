@@ -20,7 +20,7 @@ from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
-from plait.schema.sync_options import TOLERANT
+from plait.schema.sync_options import FAULT_TOLERANT
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.change.members import join_members
@@ -60,7 +60,7 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     parts = components.build(settings, device, pieces=pieces)
     result = make_loop(worker, settings, parts, folder).train(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
-    if dist.is_initialized() and settings.sync.kind not in TOLERANT and worker.memberships is None:
+    if dist.is_initialized() and settings.sync.kind not in FAULT_TOLERANT and worker.memberships is None:
         dist.destroy_process_group()
     if result is None:  # it followed another worker, which keeps the record
         return {}

@@ -61,7 +61,12 @@ class RemoteLink:
         self._outgoing: dict[int, _Outgoing] = defaultdict(_Outgoing)
         self._incoming: dict[int, _Incoming] = defaultdict(_Incoming)
         # Channels with messages that the peer does not know to have been received, in the order of these.
-        self._to_tell: dict[int, None] = {}
+        self._unacknowledged: dict[int, None] = {}
+
+    @property
+    def buffer_count(self) -> int:
+        """The buffers of messages that are sent, in use or free."""
+        return sum(len(out.under_way) + len(out.free) for out in self._outgoing.values())
 
     def send(
         self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str, seconds: float
@@ -84,10 +89,10 @@ class RemoteLink:
 
     def _received(self) -> Received:
         """What to report to the peer next about its own messages."""
-        channel = next(iter(self._to_tell), None)
+        channel = next(iter(self._unacknowledged), None)
         if channel is None:
             return NONE_RECEIVED
-        del self._to_tell[channel]
+        del self._unacknowledged[channel]
         return channel, self._incoming[channel].received
 
     def _take_back(self, received: Received, seconds: float) -> None:
@@ -129,7 +134,7 @@ class RemoteLink:
             if need is None:
                 break
             into.capacity = need
-        self._to_tell[channel] = None
+        self._unacknowledged[channel] = None
         self.expect(channel)
         return Message(buffer.read(), lambda: into.free.append(buffer))
 

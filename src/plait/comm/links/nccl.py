@@ -44,6 +44,12 @@ class NcclLink:
         # A message that is not on its way by NCCL has no buffer here.
         self._arrived: dict[int, deque[tuple[dist.Work | None, Buffer | None]]] = defaultdict(deque)
 
+    @property
+    def buffer_count(self) -> int:
+        """The buffers of operations under way, and those of the heads of messages."""
+        sent, arrived = map(len, self._sent.values()), map(len, self._arrived.values())
+        return sum(sent) + sum(arrived) + self._heads.buffer_count
+
     def send(
         self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str, seconds: float
     ) -> None:

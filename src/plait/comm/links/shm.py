@@ -66,6 +66,11 @@ class SharedLink:
         return self._under_way[channel]
 
     @property
+    def buffer_count(self) -> int:
+        """The buffers that messages of both directions occupy, also while no message does."""
+        return len(self._ours) + len(self._theirs)
+
+    @property
     def seen_gpu_bytes(self) -> int:
         """The peer's GPU memory that messages came in so far; it stays open."""
         return sum(buffer.size for buffer in self._theirs.values() if buffer.gpu is not None)

@@ -41,7 +41,7 @@ def run(quick: bool = False, command: str = "plait bench adaptive-batch") -> Ben
     """Three seeds; `quick` takes one, and fewer epochs."""
     asked = {"epochs": 6 if quick else 20, "seeds": [0] if quick else [0, 1, 2], "quick": quick}
     rows = in_world(WORKERS, f"{__name__}:batch_worker", asked)["rows"]
-    return Bench("adaptive-batch", command, tuple(rows), tuple(_claims(rows)))
+    return Bench("adaptive-batch", command, tuple(rows), tuple(claims_of(rows)))
 
 
 def _settings(kind: str, epochs: int, seed: int, quick: bool) -> TrainSettings:
@@ -97,7 +97,7 @@ def _mean(rows: Sequence[Row], kind: str, column: str) -> float:
     return statistics.mean(float(row[column] or 0) for row in rows if row["batches"] == kind)
 
 
-def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
+def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     lost = _mean(rows, "small", "accuracy") - _mean(rows, "adaptive", "accuracy")
     share = _mean(rows, "adaptive", "seconds") / _mean(rows, "small", "seconds")
     return [

@@ -99,7 +99,7 @@ def run(quick: bool = False, command: str = "plait bench adaptive-topology") -> 
     courses = {"adaptive": course, "fixed": Course(course.slow, course.slow + 13, course.slow + 15)}
     recorded = _record(courses)
     rows = [row for each in recorded for row in _rows(each)]
-    return Bench("adaptive-topology", command, tuple(rows), tuple(_claims(*recorded)))
+    return Bench("adaptive-topology", command, tuple(rows), tuple(claims_of(*recorded)))
 
 
 def _settings(adaptive: bool, course: Course) -> TrainSettings:
@@ -220,7 +220,7 @@ def _rate(steps: Sequence[tuple[int, float, float]]) -> float:
     return BATCH / statistics.median(seconds for _, _, seconds in steps)
 
 
-def _claims(adaptive: RecordedRun, fixed: RecordedRun) -> list[BenchClaim]:
+def claims_of(adaptive: RecordedRun, fixed: RecordedRun) -> list[BenchClaim]:
     steps = _steps(adaptive)
     before = _rate([s for s in steps if s[1] < adaptive.slow_t][5:])
     slow = [s for s in steps if adaptive.slow_t <= s[1] < adaptive.free_t]

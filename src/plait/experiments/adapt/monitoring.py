@@ -126,15 +126,15 @@ def _rows(model: str, workers: int, taken: dict[str, list[tuple[float, float]]])
                 "step_min_s": min(wall),
                 "step_max_s": max(wall),
                 "processor_s": statistics.median(busy),
-                "overhead": _overhead(taken, kind, 0),
-                "processor_overhead": _overhead(taken, kind, 1),
+                "overhead": overhead_of(taken, kind, 0),
+                "processor_overhead": overhead_of(taken, kind, 1),
                 "rounds": len(wall),
             }
         )
     return rows
 
 
-def _overhead(taken: dict[str, list[tuple[float, float]]], kind: str, which: int) -> float:
+def overhead_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: int) -> float:
     """The median of what a step took more than the plain one of its round, over the plain median."""
     plain, own = ([each[which] for each in taken[name]] for name in ("none", kind))
     return statistics.median(a - b for a, b in zip(own, plain)) / statistics.median(plain)

@@ -64,7 +64,7 @@ MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
 # Minibatches a worker has in each batch of gpipe, and model parallelism in each interval that is timed.
 PIECES, FEW = 4, 8
 # How long an interval of data parallelism should last, and the least and most steps that it has.
-STRETCH_S, LEAST, MOST = 0.6, 4, 32
+INTERVAL_S, LEAST, MOST = 0.6, 4, 32
 # Pipelines that never drain in training fill and drain once in each of these intervals.
 LONGER = 6
 DEADLINE_S = 120.0
@@ -182,7 +182,7 @@ class _World:
         self.content = [data.batch(0, group, 0) for group in groups]
         (self.profile,) = profile_here(worker, settings, (minibatch,))
         # All workers come to the same number: the profile is their mean.
-        self.steps = min(MOST, max(LEAST, round(STRETCH_S / self.profile.graph.compute_s())))
+        self.steps = min(MOST, max(LEAST, round(INTERVAL_S / self.profile.graph.compute_s())))
 
     def sides(self) -> dict[str, Side]:
         """Every way to train, by its name."""

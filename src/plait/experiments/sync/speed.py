@@ -21,7 +21,7 @@ from plait.experiments.bench import BenchClaim, Row
 from plait.experiments.sync.claims import partial_reduce_claims
 from plait.experiments.world import in_world
 from plait.launch.worker import Worker
-from plait.schema.sync_options import EQUAL_STEPS, read_options
+from plait.schema.sync_options import LOCKSTEP, read_options
 from plait.schema.topology import make_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import whole_world
@@ -105,7 +105,7 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float) -> Row:
     else:
         together, finish = _with_averaging(worker, model, kind, given, f"bench/{case}/{sync}")
     dist.barrier()
-    equal = kind == "all-reduce" or kind in EQUAL_STEPS
+    equal = kind == "all-reduce" or kind in LOCKSTEP
     count = max(10, round(seconds / CASES[case].slowest_s(worker.world_size))) if equal else None
     work = _work(step, together, seconds, count)
     finish()

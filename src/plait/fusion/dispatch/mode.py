@@ -30,7 +30,7 @@ _REFUSED_NAMES = (
     "poisson", "uniform_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_", "rrelu",
     "rrelu_",
 )  # fmt: skip
-_REFUSED = frozenset(spellings(_REFUSED_NAMES))
+REFUSED = frozenset(spellings(_REFUSED_NAMES))
 
 
 class TrialMode(TorchFunctionMode):
@@ -53,9 +53,9 @@ class TrialMode(TorchFunctionMode):
             return RULES[func](func, (self._own(args[0]), *args[1:]), kwargs)
         if func in _NEW:
             return self._new(_NEW[func], args, kwargs)
-        if func in _REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
+        if func in REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
             return refuse_random(func, args, kwargs)
-        if PerTrial.made_any and (_has_per_trial(args) or _has_per_trial(tuple(kwargs.values()))):
+        if PerTrial.made_any and (has_per_trial(args) or has_per_trial(tuple(kwargs.values()))):
             return self._each(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -84,7 +84,7 @@ class TrialMode(TorchFunctionMode):
         return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
 
 
-def _has_per_trial(values: Arguments) -> bool:
+def has_per_trial(values: Arguments) -> bool:
     """Whether a hyperparameter of the trials is among the arguments of a call, or in a list among them."""
     for value in values:
         if type(value) is PerTrial:

@@ -50,7 +50,7 @@ def running(again: Again, applied: Applied | None) -> Iterator[None]:
 
 
 def _patch() -> None:
-    autograd._SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
+    autograd._SingleLevelFunction.apply = classmethod(apply_function)  # type: ignore[attr-defined]
     checkpoints._checkpoint_without_reentrant_generator = _run_again
     checkpoints.CheckpointFunction = _Reentrant  # type: ignore[misc,assignment]
 
@@ -61,7 +61,7 @@ def _restore() -> None:
     checkpoints.CheckpointFunction = _reentrant  # type: ignore[misc]
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
     def own(*some: Any, **options: Any) -> Any:
         return super(autograd._SingleLevelFunction, cls).apply(*some, **options)
 

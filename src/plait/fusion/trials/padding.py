@@ -36,7 +36,7 @@ class Rows:
         if rows % self.length:
             raise FusionError(
                 f"{user_line()}\n  mixes {rows} rows, which the batch's {self.length} rows do not divide, so "
-                f"padding cannot be told apart; give these trials batches of one size"
+                f"padding cannot be distinguished; give these trials batches of one size"
             )
         return rows // self.length
 

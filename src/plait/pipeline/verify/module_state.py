@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 # Up to this many numbers a buffer is copied whether or not it has ever been written.
-_SMALL = 1 << 18
+COPIED_ELEMENTS = 1 << 18
 # Attributes of modules that are torch's own.
 _TORCHS = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names"])
 
@@ -51,7 +51,7 @@ class ModuleMemory:
         for slot in self._slots:
             buffer = slot.owner._buffers.get(slot.name)
             if buffer is not None:
-                wanted = copies and (buffer.numel() <= _SMALL or slot in self._written)
+                wanted = copies and (buffer.numel() <= COPIED_ELEMENTS or slot in self._written)
                 kept = buffer.detach().clone() if wanted else None
                 buffers.append((slot, buffer, buffer._version, kept))
         return Remembered(attributes, buffers)

@@ -36,14 +36,16 @@ def operations(
     microbatches: int,
     depths: Mapping[int, int] | None = None,
     batch: int = 1,
+    check: bool = True,
 ) -> Operations:
     """What each worker does, in order, to take `microbatches` through the pipeline.
 
     Synchronous schedules end with one update: the microbatches are one batch. The others update as they
     go, 2bw after `batch` microbatches at least. `depths` overrides how many microbatches the replicas of a
-    stage keep in flight.
+    stage keep in flight; unless `check` is False, depths under which workers would deadlock are refused.
     """
-    _check(schedule, layout, microbatches, depths or {})
+    if check:
+        _check(schedule, layout, microbatches, depths or {})
     if schedule is Schedule.ZERO_BUBBLE:
         return zero_bubble.zero_bubble(layout, microbatches, depths or {})
     if schedule is Schedule.INTERLEAVED:
@@ -59,7 +61,7 @@ def operations(
     if layout.shared:
         return zero_bubble.merged(layout, lists, together=schedule.synchronous)
     found = {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
-    if depths:
+    if depths and check:
         _check_progress(schedule, layout, found, microbatches, depths)
     return found
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from plait.core.events import Event
 from plait.core.units import show_bytes, show_seconds
 from plait.schema.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
-from plait.schema.topology_spec import AUTO, DEFAULT, TopologySpec, find_topology
+from plait.schema.topology_spec import AUTO, DEFAULT, TopologySpec, build_topology
 from plait.sync.allreduce.sums import Members, Native, Spec
 from plait.sync.allreduce.tree import OverTopology
 
@@ -86,7 +86,7 @@ def resolve_topology(
         return None, None
     if spec.name == AUTO:
         return choose(members, gradient_bytes)
-    return find_topology(spec, members.hosts), None
+    return build_topology(spec, members.hosts), None
 
 
 def _name(topology: Topology | None) -> str:

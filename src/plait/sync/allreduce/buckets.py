@@ -20,7 +20,7 @@ from plait.sync.allreduce.tree import OverTopology
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 LAST_BUCKET_BYTES = 2 << 20
-# The most numbers that may travel along with the gradients, unless told otherwise.
+# The most numbers that may travel along with the gradients, by default.
 MOST_NOTES = 16
 # Elements of one dot product.
 DOT_ELEMENTS = 1 << 20
@@ -152,7 +152,7 @@ class AllReduce:
             self._over.close()
 
     def fail(self, failure: BaseException) -> None:
-        """Have whoever waits for a sum fail; from any thread. It was made with `may_fail`."""
+        """Make all waits for a sum fail; may be called from any thread. Needs `may_fail`."""
         self._failure = failure
         if self._over is not None:
             self._over.fail(failure)

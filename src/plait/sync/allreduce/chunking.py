@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plait.core.splits import split
 
-# Long enough that a piece costs more than telling of it.
+# Long enough that a piece costs more than its notification.
 MOST_BYTES = 1 << 20
 # Between hosts, links stand idle while the first piece comes and the last one goes: shorter ones.
 MOST_REMOTE_BYTES = 256 << 10

@@ -61,25 +61,25 @@ class _Lane:
     """A route as one rank sees it: what it waits for, and what has come."""
 
     def __init__(self, route: Route, rank: int) -> None:
-        self.adds = route.adds(rank)
-        self.gives_to = route.gives_to(rank)
-        self.gets_from = route.gets_from(rank)
-        self.passes_to = route.passes_to(rank)
+        self.reduce_children = route.reduce_children(rank)
+        self.reduce_parent = route.reduce_parent(rank)
+        self.broadcast_parent = route.broadcast_parent(rank)
+        self.broadcast_children = route.broadcast_children(rank)
         self.count = 0
         self.reducing: deque[_Piece] = deque()
         self.receiving: deque[_Piece] = deque()
         # What has come from whom: None for a piece to be read where it lies.
-        self.sums: dict[int, deque[Tensor | None]] = {child: deque() for child in self.adds}
+        self.sums: dict[int, deque[Tensor | None]] = {child: deque() for child in self.reduce_children}
         self.results: deque[Tensor | None] = deque()
         self.noticed: Counter[tuple[int, int]] = Counter()
 
     def awaited(self) -> tuple[int, str] | None:
         """Which peer this rank waits for on this lane, if any, and for what."""
         if self.reducing:
-            return self.adds[self.reducing[0].added], "its sum"
+            return self.reduce_children[self.reducing[0].added], "its sum"
         if self.receiving:
-            assert self.gets_from is not None
-            return self.gets_from, "the result"
+            assert self.broadcast_parent is not None
+            return self.broadcast_parent, "the result"
         return None
 
 
@@ -127,7 +127,7 @@ class ReduceThread(threading.Thread):
         self._ask(end)
 
     def fail(self, failure: BaseException) -> None:
-        """End the thread, and whoever waits for a job of it, with `failure`; from any thread."""
+        """End the thread, and all waits for a job of it, with `failure`; may be called from any thread."""
 
         def end() -> None:
             raise failure
@@ -170,7 +170,7 @@ class ReduceThread(threading.Thread):
         for place in self._poller.wait(self._seconds_left()):
             peer = self._near[place]
             for topic, number in peer.notices():
-                self._hear(place, topic, number)
+                self._handle(place, topic, number)
             if peer.lost or peer.ended:
                 self._poller.forget(peer)
         while self._asked:
@@ -227,14 +227,14 @@ class ReduceThread(threading.Thread):
             stream.end()
         self._streams = {}
         for route, lane in enumerate(self._lanes):
-            sources = [(child, REDUCE) for child in lane.adds]
-            sources += [(lane.gets_from, BROADCAST)] if lane.gets_from is not None else []
+            sources = [(child, REDUCE) for child in lane.reduce_children]
+            sources += [(lane.broadcast_parent, BROADCAST)] if lane.broadcast_parent is not None else []
             for peer, phase in sources:
                 if peer not in self._near:
                     self._streams[peer, route, phase] = self._open(peer, route, phase)
         early, self._early = self._early, []
         for place, topic, number in early:
-            self._hear(place, topic, number)
+            self._handle(place, topic, number)
 
     def _open(self, peer: int, route: int, phase: int) -> RemoteStream:
         def arrived(memory: Tensor) -> None:
@@ -250,7 +250,7 @@ class ReduceThread(threading.Thread):
         stream.start()
         return stream
 
-    def _hear(self, place: int, topic: int, number: int) -> None:
+    def _handle(self, place: int, topic: int, number: int) -> None:
         """Take a near peer's word: it has read a job's results, or has a piece ready."""
         self._moved = time.monotonic()
         if topic == _READ:
@@ -300,14 +300,14 @@ class ReduceThread(threading.Thread):
     def _expect(self, piece: _Piece, route: int) -> None:
         """Note who will read this piece from here, and where it is to come from."""
         lane, job = self._lanes[route], piece.job
-        job.readers.update(child for child in lane.passes_to if child in self._near)
-        if lane.gets_from in self._near:
-            assert lane.gets_from is not None
-            job.to_copy[lane.gets_from] += 1
-        elif lane.gets_from is not None:
+        job.readers.update(child for child in lane.broadcast_children if child in self._near)
+        if lane.broadcast_parent in self._near:
+            assert lane.broadcast_parent is not None
+            job.to_copy[lane.broadcast_parent] += 1
+        elif lane.broadcast_parent is not None:
             into = piece.view.view(torch.uint8)
-            self._streams[lane.gets_from, route, BROADCAST].want(piece.end - piece.begin, into)
-        for child in lane.adds:
+            self._streams[lane.broadcast_parent, route, BROADCAST].want(piece.end - piece.begin, into)
+        for child in lane.reduce_children:
             if child not in self._near:
                 self._streams[child, route, REDUCE].want(piece.end - piece.begin, None)
 
@@ -322,11 +322,11 @@ class ReduceThread(threading.Thread):
         lane = self._lanes[route]
         while lane.reducing and self._add(lane, lane.reducing[0], route):
             piece = lane.reducing.popleft()
-            if lane.gives_to is None:
+            if lane.reduce_parent is None:
                 self._pass_on(lane, piece, route)
             else:
                 lane.receiving.append(piece)
-                self._send(lane.gives_to, route, REDUCE, piece)
+                self._send(lane.reduce_parent, route, REDUCE, piece)
         while lane.receiving and lane.results:
             piece, memory = lane.receiving.popleft(), lane.results.popleft()
             if memory is None:
@@ -335,8 +335,8 @@ class ReduceThread(threading.Thread):
 
     def _add(self, lane: _Lane, piece: _Piece, route: int) -> bool:
         """Add the sums of those children that have come; whether these were all."""
-        while piece.added < len(lane.adds):
-            child = lane.adds[piece.added]
+        while piece.added < len(lane.reduce_children):
+            child = lane.reduce_children[piece.added]
             if not lane.sums[child]:
                 return False
             memory = lane.sums[child].popleft()
@@ -356,15 +356,15 @@ class ReduceThread(threading.Thread):
         return region[piece.begin : piece.end].view(piece.view.dtype)
 
     def _copy(self, lane: _Lane, piece: _Piece) -> None:
-        assert lane.gets_from is not None
-        piece.view.copy_(self._look(lane.gets_from, piece))
+        assert lane.broadcast_parent is not None
+        piece.view.copy_(self._look(lane.broadcast_parent, piece))
         left = piece.job.to_copy
-        left[lane.gets_from] -= 1
-        if left[lane.gets_from] == 0:
-            self._near[lane.gets_from].notify(_READ, piece.job.number)
+        left[lane.broadcast_parent] -= 1
+        if left[lane.broadcast_parent] == 0:
+            self._near[lane.broadcast_parent].notify(_READ, piece.job.number)
 
     def _pass_on(self, lane: _Lane, piece: _Piece, route: int) -> None:
-        for child in lane.passes_to:
+        for child in lane.broadcast_children:
             self._send(child, route, BROADCAST, piece)
         piece.job.pieces -= 1
         self._finish(piece.job)

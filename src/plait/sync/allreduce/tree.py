@@ -94,7 +94,7 @@ class OverTopology:
         self.topology = topology
 
     def fail(self, failure: BaseException) -> None:
-        """End the engine, and whoever waits for a sum, with `failure`; from any thread."""
+        """End the engine, and all waits for a sum, with `failure`; may be called from any thread."""
         self._engine.fail(failure)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 from plait.sync.averaging.group_mean import GroupMean, Ways
 from plait.sync.averaging.peers import Peers
 
-MEETING_WAYS = Ways(Tag.FULL_TO_OWNER, Tag.FULL_FROM_OWNER)
+FULL_AVERAGE_WAYS = Ways(Tag.FULL_TO_OWNER, Tag.FULL_FROM_OWNER)
 GROUP_WAYS = Ways(Tag.GROUP_TO_OWNER, Tag.GROUP_FROM_OWNER)
 LOOK_S = 0.02
 ATTEMPT_BITS = 8
@@ -113,7 +113,7 @@ class FullAverage:
         self._peers = peers
         self._store = peers.store
         self._mailbox = peers.mailbox
-        self._mean = GroupMean(peers, MEETING_WAYS)
+        self._mean = GroupMean(peers, FULL_AVERAGE_WAYS)
         self.missed = False
         # Keys of earlier averages, which a worker that was stopped may still read.
         self._stale: list[str] = []
@@ -124,7 +124,7 @@ class FullAverage:
         """Whether some worker waits in the next full average."""
         return bool(self._store.check([self._key()]))
 
-    def meet(self, vector: FlatBuffer) -> tuple[int, ...]:
+    def run(self, vector: FlatBuffer) -> tuple[int, ...]:
         """Average `vector` over all living workers; who they were, this one among them or not."""
         flats: list[Tensor] = []
         before: list[Tensor] = []
@@ -176,7 +176,7 @@ class FullAverage:
         return self._store.get(f"{key}/verdict") == b"1"
 
     def _key(self, attempt: int = 0) -> str:
-        return f"{self._peers.prefix}/meeting/{self.number}/{attempt}"
+        return f"{self._peers.prefix}/full-average/{self.number}/{attempt}"
 
     def _gather(self, attempt: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Enter the average and wait until it is closed; its members, and those of them that missed others.
@@ -198,7 +198,7 @@ class FullAverage:
             elif waited.is_over():
                 raise self._peers.timed_out(waited, missing, "to come to a full average")
             else:
-                self._hear()
+                self._receive()
                 text = self._store.get(key).decode()
             if text != known:
                 waited.restart()
@@ -221,7 +221,7 @@ class FullAverage:
         for member in members - {self._mailbox.rank}:
             self._mailbox.send(member, Tag.FULL_AVERAGE, self.number, [])
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         self._mailbox.wait(LOOK_S)
         for peer in self._mailbox.peers():
             while (message := self._mailbox.take(peer, Tag.FULL_AVERAGE)) is not None:
@@ -256,7 +256,7 @@ class PeerAveraging:
         """The mean over all living workers, whom it returns."""
         for source in self._when_synchronized:
             source.prepare()
-        members = self.full_average.meet(self._whole)
+        members = self.full_average.run(self._whole)
         for source in self._when_synchronized:
             source.finish()
         self.stats.distances.append(self.full_average.distance)

@@ -118,7 +118,7 @@ class GossipThread:
                 self._mailbox.wait(LOOK_S / 4 if self._pending and self._asked is None else LOOK_S)
                 for peer in self._mailbox.peers():
                     self._answer_all(peer)
-                self._hear_answer()
+                self._receive_answer()
                 self._ask()
         except BaseException as failure:
             self._failure = failure
@@ -167,7 +167,7 @@ class GossipThread:
             self._asked = _Question(peer, number, sent)
             self._mailbox.flush(0.1)
 
-    def _hear_answer(self) -> None:
+    def _receive_answer(self) -> None:
         if self._asked is None:
             return
         peer, number, sent = self._asked.peer, self._asked.number, self._asked.sent

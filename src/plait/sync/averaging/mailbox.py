@@ -110,7 +110,7 @@ def open_mailbox(
     """
     own = rendezvous.rank if own is None else own
     hosts = rendezvous.hosts if hosts is None else hosts
-    met = rendezvous.meet(name, range(len(hosts)), own, hosts)
+    met = rendezvous.connect(name, range(len(hosts)), own, hosts)
     return Mailbox(own, {peer: _link(connection) for peer, connection in met.items()}, on_send)
 
 

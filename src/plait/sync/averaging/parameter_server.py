@@ -36,31 +36,59 @@ def serving(workers: int, servers: int, dedicated: bool) -> range:
     return range(workers - servers, workers) if dedicated else range(servers)
 
 
-class Server:
+class ServedWeights:
     """One part of the weights, and the clock of each worker; `idle` ones push only at the end of a segment.
 
-    A segment ends with the last push of the last worker: what the weights are then, all pull, whatever the
-    first of them pushes in the next segment meanwhile.
+    A segment ends with the last push of the last worker. All pull the weights of that moment, whatever the
+    first of them pushes in the next segment meanwhile. Nothing here waits, and one thread at a time uses it.
     """
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        flats: Sequence[Tensor],
-        workers: int,
-        staleness: int,
-        idle: Collection[int] = (),
+        self, flats: Sequence[Tensor], workers: int, staleness: int, idle: Collection[int] = ()
     ) -> None:
-        self._mailbox = mailbox
         self._flats = [flat.clone() for flat in flats]
         self._idle = frozenset(idle)
         self._share = 1.0 / (workers - len(self._idle))
         self._staleness = staleness
-        self._changed = threading.Condition()
         self._clocks = dict.fromkeys(range(workers), 0)
         self._done: set[int] = set()
         # The weights at the end of the segment, for those that have not pulled them yet.
         self._finals: dict[int, list[Tensor]] = {}
+
+    def push(self, worker: int, changes: Sequence[Tensor], last: bool) -> None:
+        """Add the changes of a wave of `worker`, the `last` of its segment or not."""
+        for flat, change in zip(self._flats, changes):
+            flat.add_(change, alpha=self._share)
+        self._clocks[worker] += 1
+        if last:
+            self._done.add(worker)
+        if len(self._done) == len(self._clocks):
+            # All are through: the next segment starts from nothing.
+            final = [flat.clone() for flat in self._flats]
+            self._finals = dict.fromkeys(self._clocks, final)
+            self._clocks = dict.fromkeys(self._clocks, 0)
+            self._done.clear()
+
+    def awaited(self, worker: int, last: bool) -> list[int]:
+        """The workers whose pushes `worker` has to wait for."""
+        if last:
+            return [] if worker in self._finals else sorted(self._clocks.keys() - self._done)
+        return held_up_by(self._clocks, self._done | self._idle, worker, self._staleness)
+
+    def pull(self, worker: int, last: bool) -> list[Tensor] | None:
+        """The weights for `worker`, which has pushed; None while it has to wait."""
+        if self.awaited(worker, last):
+            return None
+        return self._finals.pop(worker) if last else self._flats
+
+
+class Server:
+    """Serves one part of the weights to all workers, in a thread."""
+
+    def __init__(self, mailbox: Mailbox, weights: ServedWeights) -> None:
+        self._mailbox = mailbox
+        self._weights = weights
+        self._changed = threading.Condition()
         self._waiting: dict[int, tuple[int, bool]] = {}
         self._ended = False
         self._failure: BaseException | None = None
@@ -71,13 +99,14 @@ class Server:
         """Push the changes of this very worker and pull; what others do over their links."""
         rank = self._mailbox.rank
         with self._changed:
-            self._push(rank, changes, last)
+            self._weights.push(rank, changes, last)
+            self._changed.notify_all()
             end = time.monotonic() + deadline_s
-            while (found := self._pulled(rank, last)) is None:
+            while (found := self._weights.pull(rank, last)) is None:
                 if self._failure is not None:
                     raise self._failure
                 if time.monotonic() > end:
-                    awaited = self._awaited(rank, last)
+                    awaited = self._weights.awaited(rank, last)
                     raise PeerError(
                         f"worker {rank} waited {deadline_s:g} s for workers {awaited} to push; they hang, or "
                         f"are slower than parallel.timeout_s allows",
@@ -107,40 +136,15 @@ class Server:
         for peer in self._mailbox.peers():
             while (message := self._mailbox.take(peer, Tag.PUSH)) is not None:
                 last = message.content.note == "last"
-                self._push(peer, [t for t in message.content.tensors if t is not None], last)
+                self._weights.push(peer, [t for t in message.content.tensors if t is not None], last)
+                self._changed.notify_all()
                 self._waiting[peer] = (message.content.number, last)
                 message.release()
 
-    def _push(self, worker: int, changes: Sequence[Tensor], last: bool) -> None:
-        for flat, change in zip(self._flats, changes):
-            flat.add_(change, alpha=self._share)
-        self._clocks[worker] += 1
-        if last:
-            self._done.add(worker)
-        if len(self._done) == len(self._clocks):
-            # All are through: the next segment starts from nothing.
-            final = [flat.clone() for flat in self._flats]
-            self._finals = dict.fromkeys(self._clocks, final)
-            self._clocks = dict.fromkeys(self._clocks, 0)
-            self._done.clear()
-        self._changed.notify_all()
-
-    def _awaited(self, worker: int, last: bool) -> list[int]:
-        """Those whose pushes `worker` has to wait for."""
-        if last:
-            return [] if worker in self._finals else sorted(self._clocks.keys() - self._done)
-        return held_up_by(self._clocks, self._done | self._idle, worker, self._staleness)
-
-    def _pulled(self, worker: int, last: bool) -> list[Tensor] | None:
-        """The weights for `worker`, which has pushed; None where it has to wait."""
-        if self._awaited(worker, last):
-            return None
-        return self._finals.pop(worker) if last else self._flats
-
     def _answer(self) -> None:
-        """Send the weights to the workers that may go on."""
+        """Send the weights to the workers that need not wait any longer."""
         for worker, (number, last) in list(self._waiting.items()):
-            if (found := self._pulled(worker, last)) is not None:
+            if (found := self._weights.pull(worker, last)) is not None:
                 self._mailbox.send(worker, Tag.PULL, number, found)
                 del self._waiting[worker]
         self._mailbox.flush(0.1)
@@ -180,7 +184,8 @@ class HetPipe(AllOrNone):
         self._server: Server | None = None
         if self._rank in self._servers:
             own = self._servers.index(self._rank)
-            self._server = Server(mailboxes[own], self._bases[own], self._size, staleness, self._idle)
+            served = ServedWeights(self._bases[own], self._size, staleness, self._idle)
+            self._server = Server(mailboxes[own], served)
         self._since = self._number = 0
 
     def after_update(self) -> None:

@@ -34,7 +34,7 @@ class WorkerLeft(Exception):
 
 
 def loss_of(worker: Worker, failure: RuntimeError) -> PeerError | None:
-    """The loss of another worker that `failure` tells of, where workers may be lost; else None.
+    """The loss of another worker that `failure` reports, if workers may be lost; else None.
 
     Once a loss is known, whatever the process group says is a consequence of it.
     """
@@ -90,7 +90,7 @@ class ElasticMembers:
         return self._memberships.get(latest, self.worker.timeout_s)
 
     def after(self, loss: PeerError) -> Membership:
-        """The version to go on with after a loss; the supervisor is told where it may not know of it."""
+        """The version to continue with after a loss, reported to the supervisor if it may not know."""
         self._since = self._since or time.perf_counter()
         worker = self.worker
         if not self._memberships.is_asked:
@@ -114,7 +114,7 @@ class ElasticMembers:
         join_members(worker, self._run.settings)
 
     def tell_joined(self) -> None:
-        """Tell the supervisor that this worker goes on in the version it entered, and record the change."""
+        """Report to the supervisor that this worker joined the version it entered, and record the change."""
         self.worker.tell_joined()
         now, before, since = self._memberships.current, self._before, self._since
         self._before, self._since = now, None

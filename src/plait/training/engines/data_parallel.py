@@ -16,7 +16,7 @@ from plait.data.sampler import GlobalBatch, Position, mix
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
-from plait.schema.topology_spec import TopologySpec, check_wish
+from plait.schema.topology_spec import TopologySpec, check_topology
 from plait.training import checkpoint as checkpoints
 from plait.training.change.members import Mark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ WARM_UP_SHARES = 4
 def with_topology_for(settings: TrainSettings, workers: int) -> TrainSettings:
     """The settings with a topology that this number of workers can sum over: a root may have left."""
     try:
-        check_wish(settings.topology, workers)
+        check_topology(settings.topology, workers)
     except TopologyError:
         return replace(settings, topology=TopologySpec())
     return settings
@@ -104,7 +104,7 @@ class DataParallelEngine(WholeModelStart):
                 self._monitor.step = step + 1
             try:
                 with self._undone_by_losses():
-                    loss, wishes = self._step.step(batch, run.lr_factor(step))
+                    loss, requests = self._step.step(batch, run.lr_factor(step))
             except RuntimeError as failure:
                 lost = loss_of(run.worker, failure)
                 if lost is None:
@@ -112,8 +112,8 @@ class DataParallelEngine(WholeModelStart):
                 return Trained(done, position, lost=lost)
             done, position = done + 1, batch.after
             run.metrics.step(step + 1, batch.epoch, loss, run.lr(step), batch.total)
-            if batch.last or wishes.stop or wishes.change:
-                return Trained(done, position, wishes.stop, batch.last, wishes.change)
+            if batch.last or requests.stop or requests.change:
+                return Trained(done, position, requests.stop, batch.last, requests.change)
         return Trained(done, position, ended=done < steps)
 
     @contextlib.contextmanager

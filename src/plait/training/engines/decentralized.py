@@ -24,7 +24,7 @@ from plait.core.errors import LostPeer, PeerError
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
 from plait.pipeline import named_state
-from plait.schema.sync_options import EQUAL_STEPS, HetPipeOptions, Options, read_options
+from plait.schema.sync_options import LOCKSTEP, HetPipeOptions, Options, read_options
 from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.peers import WaitTimer
@@ -90,7 +90,7 @@ class Member(Protocol):
 class WholeModel:
     """A member that is one worker with the whole model; `hosts` names the host of each rank.
 
-    `name` tells its keys in the store from those of another that averaged before it in the same run.
+    `name` distinguishes its keys in the store from those of earlier averaging in the same run.
     """
 
     def __init__(self, run: Run, hosts: Sequence[str], name: str = "") -> None:
@@ -248,7 +248,7 @@ class DecentralizedEngine:
             member.places - len(self._idle),
             member.place,
             member.places,
-            fixed=settings.sync.kind in EQUAL_STEPS,
+            fixed=settings.sync.kind in LOCKSTEP,
             ahead=settings.data.loaders > 0,
             speed=self._speed,
         )
@@ -294,8 +294,8 @@ class DecentralizedEngine:
         """Let all living members know what each has measured in an interval."""
         monitor = self._member.monitor
         if monitor is not None:
-            told = self._gather(f"signals/{self._intervals}", monitor.take(), members, "signals")
-            monitor.arrive(step, samples, told)
+            gathered = self._gather(f"signals/{self._intervals}", monitor.take(), members, "signals")
+            monitor.arrive(step, samples, gathered)
 
     def _record_step(self, samples: int) -> None:
         """Record this worker's last step; `samples` of the interval were used by then, all workers'."""
@@ -339,8 +339,8 @@ class DecentralizedEngine:
         member, own = self._member, None
         if member.place in self._members:
             own = member.sums_over(self._members.index(member.place), len(self._members)).tolist()
-        told = self._gather(f"evaluation/{self._evaluations}", own, self._members, "the evaluation")
-        total = torch.tensor(list(told.values()), dtype=torch.float64).reshape(-1, 4).sum(0)
+        gathered = self._gather(f"evaluation/{self._evaluations}", own, self._members, "the evaluation")
+        total = torch.tensor(list(gathered.values()), dtype=torch.float64).reshape(-1, 4).sum(0)
         return means(self._run.parts, total)
 
     def _gather(

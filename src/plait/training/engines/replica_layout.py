@@ -15,7 +15,7 @@ from plait.pipeline.layout import PipelineLayout
 from plait.planner.schedules.operations import Layout
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
-from plait.schema.sync_options import TOLERANT, read_options
+from plait.schema.sync_options import FAULT_TOLERANT, read_options
 
 
 def replica_layouts(pipeline_layout: PipelineLayout) -> tuple[PipelineLayout, ...]:
@@ -47,10 +47,10 @@ def _stages(pipeline_layout: PipelineLayout) -> range:
 def check_replicas(settings: TrainSettings, pipeline_layout: PipelineLayout) -> None:
     """Refuse what pipelines that agree by averaging cannot do."""
     kind = settings.sync.kind
-    if kind not in TOLERANT:
+    if kind not in FAULT_TOLERANT:
         raise JobError(
             f"parallel.sync: found {kind!r} with a pipeline; pipelines agree by all-reduce or, side by side, "
-            f"by {', '.join(TOLERANT)}"
+            f"by {', '.join(FAULT_TOLERANT)}"
         )
     if not pipeline_layout.schedule.synchronous:
         raise JobError(

@@ -21,7 +21,7 @@ from plait.data.loader import Batch, cut, to_device
 from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
 from plait.schema.settings import TrainSettings
-from plait.schema.topology_spec import read_wish
+from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import whole_world
@@ -35,8 +35,8 @@ from plait.training.optimizers.lr_schedule import set_lr
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What some worker wishes for after a step: to end the run, or that other workers take part."""
+class StepRequests:
+    """Requests of any worker, read after a step: to stop the run, or to change its members."""
 
     stop: bool
     change: bool
@@ -101,13 +101,13 @@ class TrainStep:
     def switch(self, topology: str) -> None:
         """Sum over the topology of that name from the next step on; all workers call it between two steps."""
         if self._sync is not None and self._members is not None:
-            spec, size = read_wish(topology), self._sync.gradient_bytes
+            spec, size = read_topology_spec(topology), self._sync.gradient_bytes
             self._sync.switch(resolve_topology(spec, self._members, size, self._parts.device)[0])
             if self._monitor is not None:
                 self._monitor.topology = topology
 
     def fail(self, failure: PeerError) -> None:
-        """Have whoever waits for gradients of other workers fail; from any thread."""
+        """Make threads that wait for gradients of other workers fail; may be called from any thread."""
         if self._sync is not None:
             self._sync.fail(failure)
 
@@ -116,8 +116,8 @@ class TrainStep:
         if self._sync is not None:
             self._sync.close()
 
-    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, Wishes]:
-        """Forward, backward, agree, update; the global batch's mean loss, and what the workers wish for.
+    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, StepRequests]:
+        """Forward, backward, agree, update; the global batch's mean loss, and the workers' requests.
 
         PeerError where another worker is lost: then nothing was updated.
         """
@@ -126,24 +126,24 @@ class TrainStep:
         set_lr(optimizer, self._parts.base_lrs, lr_factor)
         if self._sync is None:
             optimizer.zero_grad(set_to_none=True)
-            loss, wishes = self._backward(batch), self._own_wishes()
+            loss, requests = self._backward(batch), self._own_requests()
             if self._alone is not None:
                 self._alone.end_alone(loss, self._parts.model.parameters(), batch.total)
         else:
             self._sync.begin()
-            loss, wishes = self._agree(self._sync, self._backward(batch), batch)
+            loss, requests = self._agree(self._sync, self._backward(batch), batch)
         if self.before_update is not None:
             self.before_update()
         self._update()
-        return loss, wishes
+        return loss, requests
 
-    def _own_wishes(self) -> Wishes:
+    def _own_requests(self) -> StepRequests:
         memberships = self._worker.memberships
-        return Wishes(self._worker.stop_requested(), memberships is not None and memberships.is_asked)
+        return StepRequests(self._worker.stop_requested(), memberships is not None and memberships.is_asked)
 
-    def _agree(self, sync: AllReduce, loss: Tensor, batch: Batch) -> tuple[Tensor, Wishes]:
-        """Sum gradients, the loss, what workers wish for, and what the monitor has measured."""
-        own = self._own_wishes()
+    def _agree(self, sync: AllReduce, loss: Tensor, batch: Batch) -> tuple[Tensor, StepRequests]:
+        """Sum gradients, the loss, the workers' requests, and the monitor's measurements."""
+        own = self._own_requests()
         notes = torch.stack([loss, *(torch.full_like(loss, float(flag)) for flag in (own.stop, own.change))])
         if self._monitor is None:
             notes = sync.agree(notes)
@@ -152,9 +152,9 @@ class TrainStep:
             measured = self._monitor.begin_sum(share)
             notes = sync.agree(torch.cat([notes, measured]), weigh_norm=1 / share if share else 0.0)
             self._monitor.end_sum(sync, notes[0], notes[3:], batch.total)
-        wishes = self._flags.before()
+        requests = self._flags.before()
         self._flags.note(notes[1:3])
-        return notes[0], wishes
+        return notes[0], requests
 
     def _backward(self, batch: Batch) -> Tensor:
         with self._slow.slowed():
@@ -208,20 +208,20 @@ class TrainStep:
 
 
 class _Flags:
-    """The workers' wishes, read one step after they were summed, so that no GPU is waited for."""
+    """The workers' requests, read one step after they were summed to avoid waiting for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._values = torch.zeros(2, dtype=torch.float64, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None
 
-    def note(self, wishes: Tensor) -> None:
-        self._values.copy_(wishes, non_blocking=True)
+    def note(self, requests: Tensor) -> None:
+        self._values.copy_(requests, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
-    def before(self) -> Wishes:
+    def before(self) -> StepRequests:
         if self._arrived is not None:
             self._arrived.synchronize()
         stop, change = self._values.tolist()
-        return Wishes(stop > 0, change > 0)
+        return StepRequests(stop > 0, change > 0)

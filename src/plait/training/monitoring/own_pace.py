@@ -107,9 +107,9 @@ class ShareMonitor:
         found, self._sums = self._sums.as_list(), UpdateSums()
         return found
 
-    def arrive(self, step: int, samples: int, told: Mapping[int, Sequence[float]]) -> None:
+    def arrive(self, step: int, samples: int, sums_by_place: Mapping[int, Sequence[float]]) -> None:
         """Take the sums of all living members, of an interval that ended with `step` steps."""
-        run, by_place = self._run, {place: UpdateSums(*sums) for place, sums in sorted(told.items())}
+        run, by_place = self._run, {place: UpdateSums(*sums) for place, sums in sorted(sums_by_place.items())}
         total = UpdateSums(*(sum(each) for each in zip(*(own.as_list() for own in by_place.values()))))
         if total.measured:
             found = GradientMoments(total.variance / total.measured, total.squared_norm / total.measured)

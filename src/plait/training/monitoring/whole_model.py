@@ -1,7 +1,7 @@
 """Monitors of the steps of a run on whole models; what must be known of all workers rides on their sums.
 
 The times of a step, and the squared norm of its summed gradient, of which each worker computes a share,
-travel with the sums of the step after it. So signals tell of the step before the last, and are the same on
+travel with the sums of the step after it. So signals describe the step before the last, and are the same on
 all workers to the last bit.
 """
 
@@ -146,29 +146,29 @@ class StepMonitor:
         square = now.scale**2
         now = replace(now, loss=loss, parts=parts / square, weight=weight, count=count)
         # Times and the norm of the sum are those of the step before, but for a worker alone.
-        told = self._before if self._shared else now
+        done = self._before if self._shared else now
         self._before = now
-        if told is None:
+        if done is None:
             return
-        if told.count:
-            norms = GradientNorms(told.parts, told.weight, told.count, whole / told.scale**2, told.samples)
+        if done.count:
+            norms = GradientNorms(done.parts, done.weight, done.count, whole / done.scale**2, done.samples)
             self.averages.update(norms)
         taken = WorkerTimes(tuple(times[: self._workers]), tuple(times[self._workers :]))
-        self._run.signals.add(self._signals(told, taken))
+        self._run.signals.add(self._signals(done, taken))
 
-    def _signals(self, told: _Step, times: WorkerTimes) -> Signals:
+    def _signals(self, done: _Step, times: WorkerTimes) -> Signals:
         run, averages, known = self._run, self.averages, times.known
         links = self._shared and known
         return Signals(
-            step=told.step,
-            loss=finite(told.loss),
-            batch_size=told.batch_size,
-            lr_factor=told.lr_factor,
+            step=done.step,
+            loss=finite(done.loss),
+            batch_size=done.batch_size,
+            lr_factor=done.lr_factor,
             workers=run.worker.world_size,
             sync=run.settings.sync.kind,
-            topology=told.topology,
+            topology=done.topology,
             step_s=times.step_s if known else None,
-            samples_per_s=told.samples / times.step_s if known else None,
+            samples_per_s=done.samples / times.step_s if known else None,
             work_s=times.work_s if known else (),
             link_bytes_per_s=times.link_bytes_per_s(self._gradient_bytes) if links else (),
             noise_scale=averages.noise_scale,

@@ -52,7 +52,7 @@ def make_shards(
     vocabulary: int | Path = 8000,
     settings: ShardSettings | None = None,
 ) -> dict[str, int]:
-    """Write `folder/training/*.hdf5`, `folder/test/*.hdf5` and `folder/vocab.txt`; tells how much of each.
+    """Write `folder/training/*.hdf5`, `folder/test/*.hdf5` and `folder/vocab.txt`; returns how much of each.
 
     `vocabulary` is a file of word pieces, or how many to build from the texts. The result depends on the
     texts and the settings alone.

@@ -12,7 +12,7 @@ LaneOrder: TypeAlias = Sequence[int]
 
 
 def lane_order(samples: Sequence[int], seed: int, batch_size: int, lanes: int) -> LaneOrder:
-    """All samples of shards with so many each, once; `lanes` readers each see a shard after the other.
+    """All samples of shards of the given sizes, once; `lanes` readers each see a shard after the other.
 
     Shards are dealt, in a shuffled order, to the lane that has the fewest samples. A batch consists of
     consecutive parts, one of each lane, in order; where a lane has ended, others give more. It depends on

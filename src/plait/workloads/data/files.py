@@ -21,7 +21,7 @@ def decode_text(path: Path, data: bytes, remedy: str) -> str:
 
 
 def fingerprint(words: Iterable[str]) -> str:
-    """What tells one vocabulary, in its order, from another."""
+    """Identifies a vocabulary and its order."""
     return f"{zlib.crc32(chr(10).join(words).encode(errors='surrogatepass')):08x}"
 
 

@@ -42,7 +42,7 @@ def image_folder(split: Split, path: Path, size: int = 224) -> ImageFolder:
         raise DataError(f"{folder / strangers[0]}: there is no such class in {path / 'train'}; {_LAYOUT}")
     numbers = {name: number for number, name in enumerate(names)}
     files = [(file, numbers[name]) for name in present for file in _images_in(folder / name)]
-    return ImageFolder(files, len(names), size, _random_box if split == "train" else _centre_box)
+    return ImageFolder(files, len(names), size, random_box if split == "train" else _centre_box)
 
 
 class ImageFolder:
@@ -118,7 +118,7 @@ def _to_tensor(image: Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def _random_box(width: int, height: int) -> tuple[Box, bool]:
+def random_box(width: int, height: int) -> tuple[Box, bool]:
     """A part of 8-100% of the image, of an aspect between 3:4 and 4:3, and whether to flip it.
 
     This is the crop of Szegedy et al. (2015). An image too long to hold such a part within ten tries

@@ -48,7 +48,7 @@ def text(
 
 @dataclass(frozen=True)
 class TextTokens:
-    """A file's tokens as numbers; how many kinds there are, and what tells this vocabulary from others."""
+    """A file's tokens as numbers; how many kinds there are, and the id of this vocabulary."""
 
     numbers: Tensor
     vocabulary: int

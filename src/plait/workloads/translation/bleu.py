@@ -11,7 +11,7 @@ import torch
 from plait.workloads.data.sentences.pairs import SentenceGroups, SentencePairs, pad_rows
 from plait.workloads.translation.beam_search import BeamOptions, Translator, beam_search
 
-# So many sentences are translated together.
+# Sentences that are translated together.
 _AT_ONCE = 64
 
 

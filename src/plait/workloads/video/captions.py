@@ -45,11 +45,11 @@ def captions(
     if frames < 1 or length < 1:
         raise DataError(f"data.frames: found {frames} frames and {length} words, expected at least 1 of each")
     splits, sentences = _read_captions(path / CAPTIONS_FILE)
-    said = [words for video, words in sentences if splits[video] == "train"]
+    target = [words for video, words in sentences if splits[video] == "train"]
     if vocabulary is not None and vocabulary < 4:
         raise DataError(f"data.vocabulary: found {vocabulary}, expected at least 4 words")
     most = None if vocabulary is None else vocabulary - 2
-    known = vocabulary_of([word for words in said for word in words], most)
+    known = vocabulary_of([word for words in target for word in words], most)
     known |= {BEGIN: len(known), END: len(known) + 1}
     own = [(video, words) for video, words in sentences if splits[video] == split]
     if not own:
@@ -155,8 +155,8 @@ class Captions:
 
     def __getitem__(self, index: int) -> CaptionSample:
         caption = torch.tensor(self._captions[index])
-        # A word said for each word heard: the first is heard before any is said, the last is only said.
-        heard = torch.zeros(self._length + 1, dtype=torch.long)
-        said = torch.full((self._length + 1,), IGNORED)
-        heard[: len(caption) - 1], said[: len(caption) - 1] = caption[:-1], caption[1:]
-        return (self._features[self._videos[index]], heard), said
+        # Each input word predicts the next one: the last word is a target only.
+        previous = torch.zeros(self._length + 1, dtype=torch.long)
+        target = torch.full((self._length + 1,), IGNORED)
+        previous[: len(caption) - 1], target[: len(caption) - 1] = caption[:-1], caption[1:]
+        return (self._features[self._videos[index]], previous), target

@@ -69,7 +69,7 @@ def join_pieces(pieces: Sequence[str]) -> list[str]:
 
 
 def learn_codes(words: Iterable[str], merges: int) -> Codes:
-    """At most so many merges: each joins the pair of pieces that is the most frequent in `words` by then."""
+    """At most `merges` merges: each joins the pair of pieces that is the most frequent in `words` by then."""
     pairs = _PairCounts(Counter(word for word in words if word))
     learned: list[Merge] = []
     while len(learned) < merges and (best := pairs.pop_best()) is not None:

@@ -35,7 +35,7 @@ class Encoding:
 
     @property
     def checksum(self) -> int:
-        """Tells encodings apart that give a token other numbers, or a text other tokens."""
+        """Identifies the encoding: the tokens of a text and their numbers."""
         merges = () if self.codes is None else self.codes.merges
         return zlib.crc32("\n".join(" ".join(merge) for merge in merges).encode(), self.vocabulary.checksum)
 

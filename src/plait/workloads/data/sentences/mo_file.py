@@ -20,7 +20,7 @@ def read_mo(path: Path) -> list[tuple[str, str]]:
     """The messages of a catalogue and their translations, in the file's order; of plurals the singular.
 
     The catalogue's own description, which stands under the empty message, is left out, and so is what comes
-    before a message to tell where it is used.
+    before a message to say where it is used.
     """
     data = read_bytes(path, "a message catalogue (.mo)", _REMEDY)
     order, count, originals, translations = _header(path, data)

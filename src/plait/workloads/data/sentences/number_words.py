@@ -16,7 +16,7 @@ from plait.workloads.data.stored import Split
 MILLION = 1_000_000
 MOST = 1000 * MILLION
 _TEST_FRACTION = 0.1
-# From so many sentences the pieces are learned; what a further one holds has been seen in them.
+# Sentences from which the pieces are learned; further ones contain nothing new.
 _TO_LEARN_FROM = 1000
 
 _ENGLISH = (

@@ -15,7 +15,7 @@ from plait.core.errors import DataError
 from plait.workloads.data.sentences.encoding import Encoding
 from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD
 
-# So many places to begin are tried for example batches.
+# Starting points that are tried for example batches.
 _TRIES = 100
 # (source, the target's tokens before each place) and the target.
 Pair = tuple[tuple[Tensor, Tensor], Tensor]
@@ -130,7 +130,7 @@ class SentenceGroups:
 
 
 def choose_examples(dataset: SentencePairs | SentenceGroups, sizes: Sequence[int]) -> list[list[int]]:
-    """Consecutive samples for each batch; the first ones found whose lengths tell apart what changes.
+    """Consecutive samples for each batch; the first ones found whose lengths show which sizes change.
 
     Who traces a model takes sizes that are equal in all examples for one size, or for a fixed one: the
     batches' sources must be of unlike lengths, the targets too, and the two not of the same.
@@ -166,7 +166,7 @@ def arrange(
 ) -> SentencePairs | SentenceGroups:
     """`pairs` without those longer than `longest` tokens, one by one or in groups.
 
-    A group has so many `sentences`, or at most so many `tokens`, padding included.
+    A group has `sentences` sentences, or at most `tokens` tokens, padding included.
     """
     for name, value in {"sentences": sentences, "tokens": tokens, "longest": longest}.items():
         if value is not None and value < 1:
@@ -195,7 +195,7 @@ def group_by_length(lengths: Any, sentences: int | None, tokens: int | None) -> 
     groups: list[list[int]] = []
     for index in np.argsort(lengths, kind="stable").tolist():
         last = groups[-1] if groups else []
-        # In rising order the pair at hand is the longest, so it tells what all of them are padded to.
+        # In rising order the pair at hand is the longest, so all of them are padded to its length.
         full = len(last) == sentences or (tokens is not None and (len(last) + 1) * lengths[index] > tokens)
         if not last or full:
             groups.append([index])

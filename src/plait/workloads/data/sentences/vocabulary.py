@@ -26,7 +26,7 @@ class Vocabulary:
 
     @property
     def checksum(self) -> int:
-        """Tells one vocabulary from another."""
+        """Identifies the vocabulary."""
         return zlib.crc32("\n".join(self._tokens).encode())
 
     def numbers(self, tokens: Iterable[str]) -> list[int]:

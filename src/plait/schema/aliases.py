@@ -1,0 +1,75 @@
+"""Aliases: names of torch, Lightning and transformers that job files may use for keys and values.
+
+A checked job has canonical names only; error messages name a key as it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from plait.core.errors import JobError
+from plait.core.shown import shown
+
+DROP_LAST = "data.drop_last"
+# The canonical key of each alias, in the same section.
+KEY_ALIASES: Mapping[str, str] = {
+    "data.num_workers": "data.loaders",
+    DROP_LAST: "data.last_batch",
+    "max_grad_norm": "clip_norm",
+    "gradient_accumulation_steps": "accumulate",
+}
+# The canonical value of each alias, by key.
+VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {"parallel.schedule": {"1f1b": "flush"}}
+_SECTIONS = {path.rpartition(".")[0] for path in (*KEY_ALIASES, *VALUE_ALIASES)} - {""}
+
+
+def aliases_in(section: str) -> list[str]:
+    """The aliases of keys in `section`; "" is the top level."""
+    return [key for parent, _, key in (path.rpartition(".") for path in KEY_ALIASES) if parent == section]
+
+
+def canonical_value(path: str, value: Any) -> Any:
+    """The canonical form of `value` under the key or alias `path`."""
+    if path == DROP_LAST:
+        if not isinstance(value, bool):
+            raise JobError(f"{path}: found {shown(value)}, expected true or false")
+        return "drop" if value else "keep"
+    return VALUE_ALIASES.get(path, {}).get(value.lower(), value) if isinstance(value, str) else value
+
+
+class AliasResolver:
+    """Replaces the aliases in one job; `written` maps each canonical key to the alias found for it."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, str] = {}
+
+    def resolve(self, path: str, value: Any) -> tuple[str, Any]:
+        """The canonical key and value of `path` and `value`, which replace any earlier ones."""
+        canonical = KEY_ALIASES.get(path, path)
+        self.written.pop(canonical, None)
+        if canonical != path:
+            self.written[canonical] = path
+        if path in _SECTIONS and isinstance(value, dict):
+            return path, self.resolve_section(value, path)
+        return canonical, canonical_value(path, value)
+
+    def resolve_section(self, content: Mapping[Any, Any], section: str = "") -> dict[Any, Any]:
+        """The canonical keys of a section, or of the job; a key and its alias must have equal values."""
+        found: dict[Any, Any] = {}
+        sources: dict[str, Any] = {}
+        for key, value in content.items():
+            path = f"{section}.{key}" if section else key
+            if not isinstance(key, str) or "." in key:
+                found[key] = value
+                continue
+            canonical, changed = self.resolve(path, value)
+            last = canonical.rpartition(".")[2]
+            if last in found and found[last] != changed:
+                other, before = sources[last]
+                raise JobError(
+                    f"{path}: found {shown(value)} and {other}: {shown(before)}, which are two names of "
+                    f"one key; expected one of them"
+                )
+            found[last], sources[last] = changed, (path, value)
+        return found
