@@ -37,7 +37,7 @@ from plait.sweeping.search.space import (
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key
-from plait.sweeping.worker_group import check_teams
+from plait.sweeping.worker_group import check_worker_groups
 
 KIND, VERSION = "sweep", 1
 # Combinations that are checked one by one before anything starts; of more, each value is, and of more
@@ -80,7 +80,7 @@ def sweep(
         if replicas is not None:
             settings = replace(settings, replicas=replicas)
             check(settings)
-        check_teams(settings, sum(host.slots for host in placement_of(job, settings).hosts))
+        check_worker_groups(settings, sum(host.slots for host in placement_of(job, settings).hosts))
     else:
         settings = make_sweep(
             job, over, search, trials, width, eta, least_steps, metric=metric, seed=seed, replicas=replicas
@@ -139,7 +139,7 @@ def make_sweep(
             check_schedule(job.parallel.schedule)
         settings = replace(settings, train=_with_plan(job, settings.train))
         check(settings)
-    check_teams(settings, sum(host.slots for host in placement_of(job, settings).hosts))
+    check_worker_groups(settings, sum(host.slots for host in placement_of(job, settings).hosts))
     return settings
 
 
@@ -163,7 +163,7 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
     placement = job.placement()
     if settings.train.pipeline is None or job.parallel.workers is not None or job.cluster.hosts:
         return placement
-    return replace(placement, hosts=(Host(LOCAL, settings.team_size),))
+    return replace(placement, hosts=(Host(LOCAL, settings.workers_per_array),))
 
 
 def _in_own_spelling(dimension: Dimension) -> Dimension:

@@ -77,7 +77,7 @@ class ArrayBuilder:
     def choose_width(self, group: str, settings: TrainSettings, sets: DataPair, waiting: int) -> None:
         """Decide, once for a group of which `waiting` trials wait, how many of them an array holds."""
         if group not in self._widths:
-            own = math.ceil(waiting * self._settings.team_size / self._worker.world_size)
+            own = math.ceil(waiting * self._settings.workers_per_array / self._worker.world_size)
             self._widths[group] = self._find_width(group, settings, sets, own)
 
     def _find_width(
@@ -123,7 +123,7 @@ class ArrayBuilder:
         """An array of these trials, verified; NotFusedError where they must train one by one."""
         workers = self._workers
         if workers is not None and workers.pipeline is not None:
-            stages, found = self._verify_in_stages(group, entries, workers.pipeline.arrangement)
+            stages, found = self._verify_in_stages(group, entries, workers.pipeline.layout)
             return LeaderArray(workers, entries, True, found, stages)
         fused = self.width(group) > 1
         verdict = self._verify(group, entries) if fused else None

@@ -1,4 +1,4 @@
-"""Rank 0's office: the book of trials, its record in the run folder, and the answers to the workers."""
+"""The coordinator of a sweep: its trial scheduler, its record on disk, and answers to its workers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from plait.workloads.metrics import find_metric
 
 REPORT_S = 0.2
 ROWS = 12
-# Arrays that whoever watches hears of, at most, between two reports.
+# The most arrays in one progress report.
 LINES = 32
 
 
 class Coordinator:
-    """Keeps the book and its record; `answer` is the only way in."""
+    """Owns the trial scheduler and its record; workers reach it through `answer` alone."""
 
     def __init__(
         self, worker: Worker, settings: SweepSettings, folder: RunDir, sets: DataSets, resume: bool
@@ -48,13 +48,13 @@ class Coordinator:
         self._sets = sets
         past = [recorded.event for recorded in _read(folder)] if resume else []
         self._log = EventLog(folder.events(), rank=0)
-        teams = worker.world_size // settings.team_size
-        self.book = TrialScheduler(
-            settings, teams, choose_metric(settings), self._steps_of, self._keep, self._copy
+        groups = worker.world_size // settings.workers_per_array
+        self.scheduler = TrialScheduler(
+            settings, groups, choose_metric(settings), self._steps_of, self._keep, self._copy
         )
-        self.book.open(past)
+        self.scheduler.open(past)
         self.arrays = Arrays(past)
-        self._tidy()
+        self._remove_ended()
         self._latest: dict[int, tuple[int, float | None]] = {}
         self._started = time.perf_counter()
         self._trial_steps = 0
@@ -63,15 +63,15 @@ class Coordinator:
         self._keep(self._begun())
 
     def _begun(self) -> Event:
-        settings, book = self._settings, self.book
+        settings, scheduler = self._settings, self.scheduler
         return run_events.SweepStarted(
             name=settings.train.name,
             model=settings.train.model.factory,
             search=settings.search.kind,
             over=tuple(dimension.key for dimension in settings.over),
-            trials=book.search.total,
-            ended=book.ended,
-            metric=book.metric,
+            trials=scheduler.search.total,
+            ended=scheduler.ended,
+            metric=scheduler.metric,
             workers=self._worker.world_size,
             torch=torch.__version__,
             replicas=settings.replicas,
@@ -101,17 +101,17 @@ class Coordinator:
 
     def _on_look(self) -> Answer:
         """What waits for a worker that has nothing to do."""
-        waiting = self.book.waiting()
+        waiting = self.scheduler.waiting()
         if not waiting:
-            return {"over": self.book.is_over}
+            return {"over": self.scheduler.is_over}
         group, values = waiting[0].group, dict(waiting[0].values)
-        return {"group": group, "waiting": self.book.expected(waiting), "values": values}
+        return {"group": group, "waiting": self.scheduler.expected(waiting), "values": values}
 
     def _on_take(self, group: str, count: int, begin: bool) -> Answer:
-        taken = self.book.take(group, count, begin)
-        search = self.book.search
-        drawn = len(self.book.trials) == search.total
-        return {"trials": [_order(trial) for trial in taken], "more": search.waits or not drawn}
+        taken = self.scheduler.take(group, count, begin)
+        search = self.scheduler.search
+        drawn = len(self.scheduler.trials) == search.total
+        return {"trials": [_assignment(trial) for trial in taken], "more": search.waits or not drawn}
 
     def _on_array(self, worker: int, trials: list[int], fused: bool, why: str) -> Answer:
         words = why or self._why_alone(trials)
@@ -121,19 +121,19 @@ class Coordinator:
         return {}
 
     def _why_alone(self, trials: list[int]) -> str:
-        """Why a trial has no company, where the worker that trains it has no reason of its own."""
+        """Why a trial trains alone, where its worker gives no reason."""
         if len(trials) != 1:
             return ""
-        if self.book.search.total == 1:
+        if self.scheduler.search.total == 1:
             return "the sweep has one trial"
-        own = self.book.trials[trials[0]]
-        if any(other.group == own.group and other is not own for other in self.book.trials):
+        own = self.scheduler.trials[trials[0]]
+        if any(other.group == own.group and other is not own for other in self.scheduler.trials):
             return "no other trial that can share its array is left or waits"
-        keys = ", ".join(self.book.apart(own))
+        keys = ", ".join(self.scheduler.apart(own))
         return f"no other trial that can share its array has been drawn; what keeps them apart: {keys}"
 
     def _on_split(self, trials: list[int]) -> Answer:
-        self.book.split(trials)
+        self.scheduler.split(trials)
         return {}
 
     def _on_verified(
@@ -145,7 +145,7 @@ class Coordinator:
     def _on_note(self, losses: list[Any], metrics: list[Any], signals: list[Any]) -> Answer:
         """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals)."""
         for trial, step, loss in losses:
-            before = self._latest.get(trial, (self.book.trials[trial].step, None))[0]
+            before = self._latest.get(trial, (self.scheduler.trials[trial].step, None))[0]
             self._trial_steps += max(0, step - before)
             self._latest[trial] = (step, loss)
             self._log.record(run_events.TrialStep(trial, step, loss))
@@ -157,34 +157,34 @@ class Coordinator:
 
     def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:
         """Whether a trial with these results would be the best, so that its state is worth keeping."""
-        return {"wanted": self.book.would_be_best(trial, metrics, train_loss)}
+        return {"wanted": self.scheduler.would_be_best(trial, metrics, train_loss)}
 
     def _on_report(
         self, trial: int, step: int, metrics: Mapping[str, Any], train_loss: float | None
     ) -> Answer:
-        until = self.book.report(trial, step, metrics, train_loss)
-        self._tidy()
+        until = self.scheduler.report(trial, step, metrics, train_loss)
+        self._remove_ended()
         return {"until": until}
 
     def _on_stop(
         self, trial: int, step: int, state: str, metrics: Mapping[str, Any], train_loss: float | None
     ) -> Answer:
-        self.book.stop(trial, step, state, metrics, train_loss)
-        self._tidy()
+        self.scheduler.stop(trial, step, state, metrics, train_loss)
+        self._remove_ended()
         return {}
 
     def _on_back(self, trial: int) -> Answer:
-        self.book.give_back(trial)
+        self.scheduler.give_back(trial)
         return {}
 
     def _on_leave(self) -> Answer:
         self.left += 1
         return {}
 
-    def _tidy(self) -> None:
-        """Of the trials that ended, keep the best one's state."""
-        best = self.book.best()
-        for trial in self.book.trials:
+    def _remove_ended(self) -> None:
+        """Remove the states of the trials that ended, except the best one's."""
+        best = self.scheduler.best()
+        for trial in self.scheduler.trials:
             folder = trial_folder(self._folder, trial.number).path
             if trial.has_ended and trial is not best and folder.exists():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -196,17 +196,17 @@ class Coordinator:
             self._worker.report(self.progress())
 
     def progress(self) -> dict[str, Any]:
-        """How far the sweep is, for whoever watches: steps of all trials, and the trials that stand out."""
-        book = self.book
-        steps = {t.number: t.step if t.has_ended else max(t.step, self._step_of(t)) for t in book.trials}
-        total = sum(t.step if t.has_ended else t.steps for t in book.trials)
+        """The progress of the sweep: steps of all trials, and the best and running trials."""
+        scheduler = self.scheduler
+        steps = {t.number: t.step if t.has_ended else max(t.step, self._step_of(t)) for t in scheduler.trials}
+        total = sum(t.step if t.has_ended else t.steps for t in scheduler.trials)
         rate = self._trial_steps / max(time.perf_counter() - self._started, 1e-9)
         done = sum(steps.values())
         found: dict[str, Any] = {
             "step": done,
             "steps": total,
-            "trials": book.search.total,
-            "ended": book.ended,
+            "trials": scheduler.search.total,
+            "ended": scheduler.ended,
             "trial_steps_per_s": round(rate, 3),
             "rows": encode([self._row(row, steps) for row in self._shown()]),
             "arrays": encode(self.arrays.table(LINES)),
@@ -214,8 +214,8 @@ class Coordinator:
         return {**found, "left_s": round((total - done) / rate, 1)} if rate > 0 else found
 
     def _shown(self) -> list[TrialResult]:
-        running = {trial.number for trial in self.book.trials if trial.state == "running"}
-        table = self.book.table()
+        running = {trial.number for trial in self.scheduler.trials if trial.state == "running"}
+        table = self.scheduler.table()
         best = [row for row in table if row.trial not in running and row.state != "waiting"]
         going = [row for row in table if row.trial in running]
         return [*best[: ROWS - min(len(going), ROWS // 2)], *going][:ROWS]
@@ -229,24 +229,24 @@ class Coordinator:
         return self._latest.get(trial.number, (0, None))[0]
 
     def close(self, reason: str) -> SweepResult:
-        """End the record, put the best trial's checkpoint in its place; what the sweep came to."""
-        best = self.book.best()
+        """End the record and publish the best trial's checkpoint; the result of the sweep."""
+        best = self.scheduler.best()
         if best is not None:
             self._publish(best)
         seconds = time.perf_counter() - self._started
         rate = round(self._trial_steps / seconds, 1)
         number = None if best is None else best.number
-        self._keep(run_events.SweepEnded(reason, self.book.ended, number, round(seconds, 3), rate))
+        self._keep(run_events.SweepEnded(reason, self.scheduler.ended, number, round(seconds, 3), rate))
         self._log.close()
         self._worker.report(self.progress())
         return SweepResult(
             reason=reason,
-            step=self.book.ended,
-            steps=self.book.search.total,
+            step=self.scheduler.ended,
+            steps=self.scheduler.search.total,
             search=self._settings.search.kind,
-            metric=self.book.metric,
-            best=None if best is None else self.book.table()[0],
-            trials=self.book.table(),
+            metric=self.scheduler.metric,
+            best=None if best is None else self.scheduler.table()[0],
+            trials=self.scheduler.table(),
             arrays=self.arrays.table(),
             seconds=round(seconds, 3),
             trial_steps_per_s=rate,
@@ -262,7 +262,7 @@ class Coordinator:
         shutil.copyfile(trial_folder(self._folder, best.number).settings, self._folder.settings)
         shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
         checkpoints.save(self._folder.checkpoints, state)
-        if self.book.is_over:
+        if self.scheduler.is_over:
             shutil.rmtree(trial_folder(self._folder, best.number).path.parent)
 
 
@@ -278,7 +278,7 @@ def choose_metric(settings: SweepSettings) -> str:
     return wanted
 
 
-def _order(trial: Trial) -> dict[str, Any]:
+def _assignment(trial: Trial) -> dict[str, Any]:
     return {
         "trial": trial.number,
         "values": dict(trial.values),

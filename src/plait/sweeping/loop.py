@@ -56,7 +56,7 @@ class SweepTraining:
         self._device = device
         self._builder = ArrayBuilder(worker, settings, coordinator, device, workers)
         self._engine = ArrayEngine(self._builder)
-        self._feeds: BatchStreams | None = None
+        self._streams: BatchStreams | None = None
         self._leaving: list[int] = []
         self._may_get_more = True
         self._asked = 0.0
@@ -125,7 +125,7 @@ class SweepTraining:
         group = self._engine.group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
-        self._feeds = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._workers))
+        self._streams = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._workers))
         self._builder.choose_width(group, settings, sets, found["waiting"])
         if joining := self._take(self._builder.width(group), begin=True):
             self._change([], joining)
@@ -156,26 +156,26 @@ class SweepTraining:
         self._asked = time.monotonic()
         answer = self._coordinator.ask(ask="take", group=self._engine.group, count=count, begin=begin)
         self._may_get_more = answer["more"]
-        used = [trial.feed for trial in self._engine.trials]
+        used = [trial.stream for trial in self._engine.trials]
         taken = []
-        for order in answer["trials"]:
-            taken.append(self._prepare(order, used))
-            used.append(taken[-1].trial.feed)
+        for assignment in answer["trials"]:
+            taken.append(self._prepare(assignment, used))
+            used.append(taken[-1].trial.stream)
         return taken
 
-    def _prepare(self, order: Mapping[str, Any], used: list[BatchStream]) -> Joining:
+    def _prepare(self, assignment: Mapping[str, Any], used: list[BatchStream]) -> Joining:
         """A trial ready to join: from its newest checkpoint where it has one, else from its beginning."""
-        settings = with_values(self._settings.train, order["values"])
-        state = newest(self._folder, order["trial"])
+        settings = with_values(self._settings.train, assignment["values"])
+        state = newest(self._folder, assignment["trial"])
         position = position_of(state)
-        assert self._feeds is not None
+        assert self._streams is not None
         trial = RunningTrial(
-            trial=order["trial"],
+            trial=assignment["trial"],
             settings=settings,
-            steps=order["steps"],
-            until=order["until"],
-            lr_factor=build_lr_factor(settings.lr_schedule, order["steps"]),
-            feed=self._feeds.find(settings, position, used),
+            steps=assignment["steps"],
+            until=assignment["until"],
+            lr_factor=build_lr_factor(settings.lr_schedule, assignment["steps"]),
+            stream=self._streams.find(settings, position, used),
             position=position,
             early_stopping=EarlyStopping(settings.early_stop),
         )
@@ -194,7 +194,7 @@ class SweepTraining:
         self._report_array()
 
     def _report_array(self) -> None:
-        """Let the record have the trials of the array, whether they are fused, and what is worth saying."""
+        """Report the trials of the array, whether they are fused, and why not."""
         numbers = [trial.trial for trial in self._engine.trials]
         self._coordinator.ask(
             ask="array",

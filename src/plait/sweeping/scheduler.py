@@ -1,7 +1,7 @@
-"""The book of a sweep: every trial, how far it is and what becomes of it. Rank 0 keeps it.
+"""The trials of a sweep: the progress of each, and which of them go on. The coordinator owns it.
 
-What must outlive a kill is recorded as events before anyone hears of it, so a book read from the events of a
-run goes on where that run was: a decision that was lost is made again from the same results.
+What must outlive a kill is recorded as events before a worker is answered, so a scheduler made from the
+events of a run goes on where that run was: a decision that was lost is made again from the same results.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class TrialScheduler:
         self._copied: set[tuple[int, int]] = set()
 
     def open(self, past: Iterable[Event] = ()) -> None:
-        """Take up what events tell of an earlier part of the sweep, and draw all trials that can be drawn."""
+        """Replay the events of an earlier part of the sweep, and draw all trials that can be drawn."""
         for event in past:
             self._replay(event)
         if not self.search.learns:
             while len(self.trials) < self.search.total:
                 self._draw()
         if self.search.waits:
-            self._settle()
+            self._finish_rung()
         for trial in self.trials:
             # A decision may have been lost between a result and its consequence.
             if not self.search.waits and trial.reached and not trial.has_ended:
@@ -144,9 +144,9 @@ class TrialScheduler:
         return fitting[:count]
 
     def report(self, number: int, step: int, metrics: Mapping[str, Any], train_loss: float | None) -> int:
-        """Note that a trial came to its goal; up to which step it goes on, or 0 where it leaves its array."""
+        """Record a trial's result at its goal; the step it trains to next, or 0 where it leaves its array."""
         trial = self.trials[number]
-        self._note_result(trial, step, metrics, train_loss)
+        self._record_result(trial, step, metrics, train_loss)
         if step >= trial.steps:
             self._end(trial, "finished")
         elif self.search.waits:
@@ -154,11 +154,11 @@ class TrialScheduler:
         else:
             return self._decide(trial)
         if self.search.waits:
-            self._settle()
+            self._finish_rung()
         return 0
 
     def _decide(self, trial: Trial) -> int:
-        """ASHA's rule at the last goal that a trial came to: up to which step it goes on, or 0."""
+        """ASHA's rule at the last goal that a trial reached: the step it trains to next, or 0."""
         place = len(trial.reached) - 1
         arrivals = self._arrivals[place]
         before = [self.trials[n].reached[place] for n in arrivals[: arrivals.index(trial.number)]]
@@ -170,12 +170,12 @@ class TrialScheduler:
     def stop(
         self, number: int, step: int, state: str, metrics: Mapping[str, Any], train_loss: float | None
     ) -> None:
-        """Note that a trial ended by itself: it diverged, or its patience was over."""
+        """Record that a trial ended by itself: it diverged or stopped early."""
         trial = self.trials[number]
-        self._note_result(trial, step, metrics, train_loss, nan=state == "diverged")
+        self._record_result(trial, step, metrics, train_loss, nan=state == "diverged")
         self._end(trial, state)
         if self.search.waits:
-            self._settle()
+            self._finish_rung()
 
     def give_back(self, number: int) -> None:
         """A worker stopped before the trial's goal; it goes on from its newest checkpoint, if it has one."""
@@ -242,7 +242,7 @@ class TrialScheduler:
         self.trials.append(trial)
         return trial
 
-    def _note_result(
+    def _record_result(
         self,
         trial: Trial,
         step: int,
@@ -276,7 +276,7 @@ class TrialScheduler:
         )
         return 0
 
-    def _settle(self) -> None:
+    def _finish_rung(self) -> None:
         """Compare trials once all that go on have come to the same goal."""
         going = [trial for trial in self.trials if not trial.has_ended]
         if not going or any(trial.state != "held" for trial in going):
