@@ -11,9 +11,12 @@ from plait.schema.results import ArrayResult
 
 
 class Arrays:
-    """The arrays of a sweep in order, from the events that record their changes."""
+    """The arrays of a sweep in order, from the events that record their changes.
 
-    def __init__(self, past: Iterable[Event] = ()) -> None:
+    With `go_on` the arrays of these events still train.
+    """
+
+    def __init__(self, past: Iterable[Event] = (), go_on: bool = False) -> None:
         self._records: list[ArrayResult] = []
         # The number of the array that each worker trains.
         self._open: dict[int, int] = {}
@@ -22,7 +25,15 @@ class Arrays:
                 self.changed(event)
             elif isinstance(event, run_events.SweepStarted):
                 self._open.clear()
-        self._open.clear()
+            elif isinstance(event, run_events.WorkersChanged):
+                self.end(event.lost)
+        if not go_on:
+            self._open.clear()
+
+    def end(self, workers: Iterable[int]) -> None:
+        """The arrays of workers that are lost have ended."""
+        for worker in workers:
+            self._open.pop(worker, None)
 
     def changed(self, event: run_events.ArrayChanged) -> None:
         """Apply a change; an array without trials has ended."""

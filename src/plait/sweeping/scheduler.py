@@ -76,7 +76,8 @@ class TrialScheduler:
         self.search = Search(settings)
         self.metric = metric
         self.trials: list[Trial] = []
-        self._workers = workers
+        # Those that share out the trials; they may come and go.
+        self.workers = workers
         self._steps_of = steps_of
         self._record = record
         self._copy = copy
@@ -121,7 +122,7 @@ class TrialScheduler:
 
     def waiting(self, group: str | None = None) -> list[Trial]:
         """The trials that nobody trains and that could go on: of `group`, or of whichever is next."""
-        self._draw_more(self._workers)
+        self._draw_more(self.workers)
         found = [trial for trial in self.trials if trial.state == "waiting"]
         wanted = group or (found[0].group if found else None)
         return [trial for trial in found if trial.group == wanted]
@@ -133,12 +134,15 @@ class TrialScheduler:
             return True
         return (_number(result), number) < (_number(best.result), best.number)
 
-    def take(self, group: str, count: int, begin: bool) -> list[Trial]:
-        """Up to `count` waiting trials of `group`; a worker that begins an array gets its share, not all."""
+    def take(self, group: str, count: int, begin: bool, among: int | None = None) -> list[Trial]:
+        """Up to `count` waiting trials of `group`.
+
+        A worker that begins an array gets its share of them, where `among` workers or else all share them.
+        """
         self._draw_more(count)
         fitting = self.waiting(group)
         if begin:
-            count = min(count, math.ceil(len(fitting) / self._workers))
+            count = min(count, math.ceil(len(fitting) / (among or self.workers)))
         for trial in fitting[:count]:
             trial.state = "running"
         return fitting[:count]
@@ -146,15 +150,26 @@ class TrialScheduler:
     def report(self, number: int, step: int, metrics: Mapping[str, Any], train_loss: float | None) -> int:
         """Record a trial's result at its goal; the step it trains to next, or 0 where it leaves its array."""
         trial = self.trials[number]
-        self._record_result(trial, step, metrics, train_loss)
+        if trial.has_ended:
+            return 0
+        is_new = self._record_result(trial, step, metrics, train_loss)
         if step >= trial.steps:
             self._end(trial, "finished")
+        elif not is_new:
+            return self._answer_again(trial)
         elif self.search.waits:
             trial.state = "held"
         else:
             return self._decide(trial)
         if self.search.waits:
             self._finish_rung()
+        return 0
+
+    def _answer_again(self, trial: Trial) -> int:
+        """The answer to a result that is known: whoever reported it may have lost the first answer."""
+        if not self.search.waits:
+            return self._decide(trial)
+        self.give_back(trial.number)
         return 0
 
     def _decide(self, trial: Trial) -> int:
@@ -172,10 +187,19 @@ class TrialScheduler:
     ) -> None:
         """Record that a trial ended by itself: it diverged or stopped early."""
         trial = self.trials[number]
+        if trial.has_ended:
+            return
         self._record_result(trial, step, metrics, train_loss, nan=state == "diverged")
         self._end(trial, state)
         if self.search.waits:
             self._finish_rung()
+
+    def hold(self, number: int) -> bool:
+        """A worker has the trial from an earlier coordinator; False where its result is known already."""
+        trial = self.trials[number]
+        if trial.state == "waiting":
+            trial.state = "running"
+        return trial.state == "running"
 
     def give_back(self, number: int) -> None:
         """A worker stopped before the trial's goal; it goes on from its newest checkpoint, if it has one."""
@@ -249,14 +273,16 @@ class TrialScheduler:
         metrics: Mapping[str, Any],
         train_loss: float | None,
         nan: bool = False,
-    ) -> None:
+    ) -> bool:
+        """Record a result; False where it is known."""
         trial.step, trial.metrics, trial.train_loss = step, dict(metrics), train_loss
         result = math.nan if nan else self._result(metrics, train_loss)
         place = _place(trial, step)
         if place in trial.reached:
-            return
+            return False
         self._record(run_events.TrialReached(trial.number, step, finite(result), dict(metrics), train_loss))
         self._arrive(trial, place, result)
+        return True
 
     def _arrive(self, trial: Trial, place: int, result: float) -> None:
         trial.reached[place] = result

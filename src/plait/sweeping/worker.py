@@ -1,9 +1,10 @@
-"""What a worker process of a sweep runs; rank 0 is the coordinator as well."""
+"""What a worker process of a sweep runs; rank 0, or the first of an elastic sweep's members, coordinates."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.sweeping.coordinator import Coordinator, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
+from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.engines.commands import EndCommand
 from plait.sweeping.engines.leader import ArrayFollower
 from plait.sweeping.loop import SweepTraining
@@ -65,7 +67,10 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
         group = make_worker_group(worker, settings, device)
     try:
-        result = _take_part(worker, settings, folder, device, group, order["resume"])
+        if worker.memberships is None:
+            result = _take_part(worker, settings, folder, device, group, order["resume"])
+        else:
+            result = _take_part_while_needed(worker, settings, folder, device, order["resume"])
     except FusionError as failure:
         if settings.train.pipeline is not None:  # stages are fused, whatever the width
             raise
@@ -97,7 +102,7 @@ def _take_part(
     answers = None
     if isinstance(client, LocalClient) and groups > 1:
         answers = AnswerThread(worker.store, QUESTIONS, client)
-    reason = SweepTraining(worker, settings, folder, client, sets, device, group).run()
+    SweepTraining(worker, settings, folder, client, sets, device, group).run()
     if group is not None:
         group.send_command(EndCommand(), 0)
     if coordinator is None:
@@ -107,7 +112,32 @@ def _take_part(
         time.sleep(WAIT_S)
     if answers is not None:
         answers.close()
-    return coordinator.close("finished" if coordinator.scheduler.is_over else reason).to_dict()
+    return coordinator.close().to_dict()
+
+
+def _take_part_while_needed(
+    worker: Worker, settings: SweepSettings, folder: RunDir, device: torch.device, resume: bool
+) -> dict[str, Any]:
+    """Train until the end of the sweep or until the others go on without this worker.
+
+    All members at the end return the result: whoever coordinates may be lost after it has closed the sweep.
+    """
+    sets = DataSets()
+
+    def make_coordinator(
+        holders: Sequence[int] | None, on_holders: Callable[[Sequence[int]], None]
+    ) -> Coordinator:
+        return Coordinator(worker, settings, folder, sets, resume, holders, on_holders)
+
+    _check_shared(worker, folder)
+    members = SweepMembers(worker, make_coordinator)
+    members.join()
+    training = SweepTraining(worker, settings, folder, members, sets, device, members=members)
+    while True:
+        if training.run() != "left" and (result := members.result()) is not None:
+            return result
+        if members.leave():
+            return {}
 
 
 def _check_shared(worker: Worker, folder: RunDir) -> None:
