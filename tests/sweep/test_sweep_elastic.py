@@ -102,7 +102,7 @@ def test_drawn_trials_come_to_what_each_does_alone(tmp_path: Path):
     for row in found["trials"]:
         own = replace(TPE, train=replace(TPE.train, steps=row["step"]))
         alone, _ = trial_alone(own, row["values"], tmp_path / str(row["trial"]))
-        assert row["metrics"] == pytest.approx(alone.metrics, abs=1e-9)
+        assert row["metrics"] == pytest.approx(alone.test, abs=1e-9)
 
 
 def test_a_sweep_that_has_too_few_workers_stops_with_its_trials_saved_and_goes_on(tmp_path: Path):

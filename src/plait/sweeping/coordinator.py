@@ -14,18 +14,19 @@ import torch
 from plait.comm.rpc import Answer, Question
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.core.codec import encode, finite
+from plait.core.codec import finite
 from plait.core.errors import InputError
 from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
-from plait.launch.membership import Membership
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.schema.results import SweepResult, TrialResult
+from plait.schema.results import SweepResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.assignments import Assignments
+from plait.sweeping.elastic.changes import members_of, workers_changed
+from plait.sweeping.progress import SweepProgress
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Trial, TrialScheduler
 from plait.sweeping.settings import SweepSettings
@@ -34,9 +35,6 @@ from plait.training import components
 from plait.workloads.metrics import find_metric
 
 REPORT_S = 0.2
-ROWS = 12
-# The most arrays in one progress report.
-LINES = 32
 
 
 class Coordinator:
@@ -78,25 +76,14 @@ class Coordinator:
         self._is_closing = False
         # The members that are known, where workers come and go.
         self._membership = None if worker.memberships is None else worker.memberships.current
-        self._latest: dict[int, tuple[int, float | None]] = {}
-        self._started = time.time()
-        self._trial_steps = 0
+        self._progress = SweepProgress(self.scheduler, self.arrays)
         self._reported = 0.0
         self.left = 0
         if takes_over:
-            self._load_progress(past)
-            self._membership = _members_of(past)
+            self._progress.load(past)
+            self._membership = members_of(events)
         else:
             self._keep(self._begun())
-
-    def _load_progress(self, past: Sequence[core_events.Recorded]) -> None:
-        """Count the steps of the sweep so far as the former coordinator did."""
-        for recorded in past:
-            if isinstance(recorded.event, run_events.SweepStarted):
-                self._started, self._trial_steps = recorded.t, 0
-                self._latest.clear()
-            elif isinstance(recorded.event, run_events.TrialStep):
-                self._count(recorded.event)
 
     def _begun(self) -> Event:
         settings, scheduler = self._settings, self.scheduler
@@ -158,18 +145,7 @@ class Coordinator:
         self._membership = now
         self.scheduler.workers = len(now.members)
         self._assignments.keep_idle(now.members)
-        gone = set(before.members) - set(now.members)
-        event = run_events.WorkersChanged(
-            step=self._steps_done,
-            version=now.version,
-            members=now.members,
-            joined=tuple(sorted(set(now.members) - set(before.members))),
-            left=tuple(sorted(gone - set(now.lost))),
-            lost=tuple(sorted(gone & set(now.lost))),
-            seconds=0.0,
-            by=now.by,
-            why=now.why,
-        )
+        event = workers_changed(before, now, sum(self._progress.steps.values()))
         self._keep(event)
         self.arrays.end(event.lost)
 
@@ -241,9 +217,10 @@ class Coordinator:
         keys = ", ".join(self.scheduler.apart(own))
         return f"no other trial that can share its array has been drawn; what keeps them apart: {keys}"
 
-    def _on_split(self, trials: list[int]) -> Answer:
-        self.scheduler.split(trials)
-        for trial in trials:
+    def _on_split(self, worker: int, trials: list[int]) -> Answer:
+        own = [trial for trial in trials if self._assignments.has(worker, trial)]
+        self.scheduler.split(own)
+        for trial in own:
             self._assignments.release(trial)
         return {}
 
@@ -257,7 +234,7 @@ class Coordinator:
         """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals)."""
         for trial, step, loss in losses:
             event = run_events.TrialStep(trial, step, loss)
-            self._count(event)
+            self._progress.count(event)
             self._log.record(event)
         for trial, step, found in metrics:
             self._log.record(run_events.TrialEvaluated(trial, step, found))
@@ -271,18 +248,15 @@ class Coordinator:
         if self._is_elastic:
             self._log.flush()
 
-    def _count(self, event: run_events.TrialStep) -> None:
-        before = self._latest.get(event.trial, (self.scheduler.trials[event.trial].step, None))[0]
-        self._trial_steps += max(0, event.step - before)
-        self._latest[event.trial] = (event.step, event.loss)
-
     def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:
         """Whether a trial with these results would be the best, so that its state is worth keeping."""
         return {"wanted": self.scheduler.would_be_best(trial, metrics, train_loss)}
 
     def _on_report(
-        self, trial: int, step: int, metrics: Mapping[str, Any], train_loss: float | None
+        self, worker: int, trial: int, step: int, metrics: Mapping[str, Any], train_loss: float | None
     ) -> Answer:
+        if not self._assignments.has(worker, trial):
+            return {"until": 0}
         until = self.scheduler.report(trial, step, metrics, train_loss)
         if until == 0:
             self._assignments.release(trial)
@@ -290,16 +264,25 @@ class Coordinator:
         return {"until": until}
 
     def _on_stop(
-        self, trial: int, step: int, state: str, metrics: Mapping[str, Any], train_loss: float | None
+        self,
+        worker: int,
+        trial: int,
+        step: int,
+        state: str,
+        metrics: Mapping[str, Any],
+        train_loss: float | None,
     ) -> Answer:
+        if not self._assignments.has(worker, trial):
+            return {}
         self.scheduler.stop(trial, step, state, metrics, train_loss)
         self._assignments.release(trial)
         self._remove_ended()
         return {}
 
-    def _on_back(self, trial: int) -> Answer:
-        self.scheduler.give_back(trial)
-        self._assignments.release(trial)
+    def _on_back(self, worker: int, trial: int) -> Answer:
+        if self._assignments.has(worker, trial):
+            self.scheduler.give_back(trial)
+            self._assignments.release(trial)
         return {}
 
     def _on_leave(self) -> Answer:
@@ -318,50 +301,7 @@ class Coordinator:
         now = time.perf_counter()
         if now - self._reported >= REPORT_S:
             self._reported = now
-            self._worker.report(self.progress())
-
-    @property
-    def _steps(self) -> dict[int, int]:
-        """How many steps each trial has taken."""
-        trials = self.scheduler.trials
-        return {t.number: t.step if t.has_ended else max(t.step, self._step_of(t)) for t in trials}
-
-    @property
-    def _steps_done(self) -> int:
-        return sum(self._steps.values())
-
-    def progress(self) -> dict[str, Any]:
-        """The progress of the sweep: steps of all trials, and the best and running trials."""
-        scheduler = self.scheduler
-        steps = self._steps
-        total = sum(t.step if t.has_ended else t.steps for t in scheduler.trials)
-        rate = self._trial_steps / max(time.time() - self._started, 1e-9)
-        done = sum(steps.values())
-        found: dict[str, Any] = {
-            "step": done,
-            "steps": total,
-            "trials": scheduler.search.total,
-            "ended": scheduler.ended,
-            "trial_steps_per_s": round(rate, 3),
-            "rows": encode([self._row(row, steps) for row in self._shown()]),
-            "arrays": encode(self.arrays.table(LINES)),
-        }
-        return {**found, "left_s": round((total - done) / rate, 1)} if rate > 0 else found
-
-    def _shown(self) -> list[TrialResult]:
-        running = {trial.number for trial in self.scheduler.trials if trial.state == "running"}
-        table = self.scheduler.table()
-        best = [row for row in table if row.trial not in running and row.state != "waiting"]
-        going = [row for row in table if row.trial in running]
-        return [*best[: ROWS - min(len(going), ROWS // 2)], *going][:ROWS]
-
-    def _row(self, row: TrialResult, steps: Mapping[int, int]) -> TrialResult:
-        number = row.trial
-        loss = row.train_loss if row.train_loss is not None else self._latest.get(number, (0, None))[1]
-        return replace(row, step=steps[number], train_loss=loss)
-
-    def _step_of(self, trial: Trial) -> int:
-        return self._latest.get(trial.number, (0, None))[0]
+            self._worker.report(self._progress.report())
 
     def suspend(self) -> None:
         """Write the record to disk, for another coordinator to go on with."""
@@ -376,12 +316,11 @@ class Coordinator:
         best = self.scheduler.best()
         if best is not None:
             self._publish(best)
-        seconds = max(time.time() - self._started, 1e-9)
-        rate = round(self._trial_steps / seconds, 1)
+        seconds, rate = self._progress.seconds, round(self._progress.trial_steps_per_s, 1)
         number = None if best is None else best.number
         self._keep(run_events.SweepEnded(reason, self.scheduler.ended, number, round(seconds, 3), rate))
         self._log.close()
-        self._worker.report(self.progress())
+        self._worker.report(self._progress.report())
         return SweepResult(
             reason=reason,
             step=self.scheduler.ended,
@@ -429,20 +368,6 @@ def _assignment(trial: Trial) -> dict[str, Any]:
         "until": trial.goal,
         "train_loss": None if trial.train_loss is None else finite(trial.train_loss),
     }
-
-
-def _members_of(past: Sequence[core_events.Recorded]) -> Membership:
-    """The members of a sweep by its record."""
-    version, members = 0, tuple[int, ...]()
-    for recorded in past:
-        match recorded.event:
-            case run_events.SweepStarted():
-                version, members = 1, tuple(range(recorded.event.workers))
-            case run_events.WorkersChanged():
-                version, members = recorded.event.version, recorded.event.members
-            case _:
-                pass
-    return Membership(version, members, ())
 
 
 def _read(folder: RunDir) -> list[core_events.Recorded]:

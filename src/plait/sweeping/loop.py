@@ -79,15 +79,14 @@ class SweepTraining:
         while True:
             try:
                 reason = take_steps(self)
+                if reason != "finished":
+                    self._give_back()
+                return reason
             except NotFusedError as failure:
                 self._separate(str(failure))
-                continue
             except SweepClosedError:
                 self._engine.close()
                 return "finished"
-            if reason != "finished":
-                self._give_back()
-            return reason
 
     def ended(self) -> str | None:
         if self._members is not None and self._members.is_changed:
@@ -173,7 +172,7 @@ class SweepTraining:
                 self._hand_back(each.trial.trial)
             if admission.apart:
                 apart = [each.trial.trial for each in admission.apart]
-                self._coordinator.ask(ask="split", trials=apart)
+                self._coordinator.ask(ask="split", worker=self._worker.id, trials=apart)
                 self._held.difference_update(apart)
         self._engine.apply(TrialsChange(tuple(leaving), tuple(joining)))
         self._report_array()
@@ -225,7 +224,7 @@ class SweepTraining:
 
     def _hand_back(self, trial: int) -> None:
         """Let another array go on with a trial from its last checkpoint."""
-        self._coordinator.ask(ask="back", trial=trial)
+        self._coordinator.ask(ask="back", worker=self._worker.id, trial=trial)
         self._held.discard(trial)
 
     def _offer_trials(self) -> None:
@@ -320,7 +319,9 @@ class SweepTraining:
         may_move = self._waits or self._members is not None
         if self._is_wanted(trial, result) if trial.step >= trial.steps else may_move:
             self._save(place)
-        answer = self._coordinator.ask(ask="report", trial=trial.trial, step=trial.step, **result)
+        answer = self._coordinator.ask(
+            ask="report", worker=self._worker.id, trial=trial.trial, step=trial.step, **result
+        )
         trial.until = answer["until"]
         if trial.until == 0:
             self._let_leave(place)
@@ -331,7 +332,9 @@ class SweepTraining:
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
         if state != "diverged" and self._is_wanted(trial, result):
             self._save(place)
-        self._coordinator.ask(ask="stop", trial=trial.trial, step=trial.step, state=state, **result)
+        self._coordinator.ask(
+            ask="stop", worker=self._worker.id, trial=trial.trial, step=trial.step, state=state, **result
+        )
         self._let_leave(place)
 
     def _let_leave(self, place: int) -> None:

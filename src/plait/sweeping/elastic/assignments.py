@@ -36,6 +36,13 @@ class Assignments:
     def of(self, worker: int) -> list[int]:
         return [trial for trial, holder in self._worker_of.items() if holder == worker]
 
+    def has(self, worker: int, trial: int) -> bool:
+        """Whether `worker` trains the trial.
+
+        One that is lost may have asked something that is answered later: its trials are others' by then.
+        """
+        return self._worker_of.get(trial) == worker
+
     def assign(self, worker: int, trials: Iterable[int]) -> None:
         """From now on `worker` trains these trials."""
         for trial in trials:

@@ -7,6 +7,7 @@ that the former coordinator has not answered is asked again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -122,7 +123,8 @@ class SweepMembers:
             if self.is_changed:
                 self.enter()
             if self._first == self._worker.id:
-                self._close_if_quiet()
+                with contextlib.suppress(SweepClosedError):  # by the one that coordinated before
+                    self._close_if_quiet()
             time.sleep(POLL_S)
         found: dict[str, Any] = json.loads(self._store.get(_RESULT))
         return found

@@ -80,8 +80,8 @@ def check(settings: SweepSettings) -> None:
     if settings.train.adapt:
         kinds = ", ".join(policy.kind for policy in settings.train.adapt)
         raise InputError(
-            f"adapt: found {kinds}, but the trials of a sweep keep their settings; leave it out (plait resize "
-            f"changes the workers of a sweep with parallel.elastic)"
+            f"adapt: found {kinds}, but the trials of a sweep keep their settings; leave it out (with "
+            f"parallel.elastic, plait resize changes the workers of a sweep)"
         )
     if search.trials is not None and search.trials < 1:
         raise InputError(f"--trials: found {search.trials}, expected 1 or more")
