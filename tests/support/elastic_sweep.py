@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
@@ -165,3 +166,20 @@ def run_elastic_sweep(
         return run_ranks(workers, sweep_elastic, *arguments, may_die=lost)
     finally:
         store.close()
+
+
+class GatedNet(nn.Module):
+    """A linear model that is slow, and after a hundred forwards almost stands still, until `gate` exists."""
+
+    forwards = 0
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self._gate = gate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not os.path.exists(self._gate):
+            GatedNet.forwards += 1
+            time.sleep(0.01 if GatedNet.forwards < 100 else 0.5)
+        return self.layer(x.flatten(1))
