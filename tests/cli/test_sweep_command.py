@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_workers_sweep_stop_and_go_on_as_a_team_to_the_table_of_one(folder: Path):
+def test_two_workers_sweep_stop_and_go_on_as_a_group_to_the_table_of_one(folder: Path):
     over = ["optimizer.lr=log:1e-3:1:2", "optimizer.momentum=0,0.9"]
     words = [word for one in over for word in ("--over", one)]
     command = [

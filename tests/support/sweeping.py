@@ -1,4 +1,4 @@
-"""Sweeps inside test worlds: the real loop and book with a worker that needs no launcher."""
+"""Sweeps inside test worlds: the real loop and scheduler with a worker that needs no launcher."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from plait.sweeping.engines.microbatches import rounds_of
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import WorkerGroup, check_teams
+from plait.sweeping.worker_group import WorkerGroup, check_worker_groups
 from plait.training import checkpoint as checkpoints
 from support.sweeping import (
     killed_sweep,
@@ -85,7 +85,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder of the sweeps above by teams of two, and what they came to."""
+    """The folder of the sweeps above by groups of two, and what they came to."""
     folder = tmp_path_factory.mktemp("pair")
     sweeps = {name: replace(one, replicas=2) for name, one in {**EQUAL, **OTHERS}.items()}
     return folder, run_ranks(2, sweeps_rank, sweeps, folder)[0]
@@ -140,7 +140,7 @@ def test_half_precision_on_two_workers_comes_close_to_that_on_one(
     assert same_table(one, pair[1]["fp16"], tolerance=0.02)
 
 
-def test_a_killed_team_goes_on_with_nothing_lost_and_the_same_dropout(
+def test_a_killed_group_goes_on_with_nothing_lost_and_the_same_dropout(
     pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
     settings = replace(OTHERS["dropout"], replicas=2)
@@ -149,18 +149,18 @@ def test_a_killed_team_goes_on_with_nothing_lost_and_the_same_dropout(
     assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
 
 
-def test_workers_of_a_team_draw_other_random_numbers_and_the_leader_those_of_a_lone_worker():
+def test_workers_of_a_group_draw_other_random_numbers_and_the_leader_those_of_a_lone_worker():
     entries = [make_entry(digits_job(seed=seed), None, torch.device("cpu"), DataSets()) for seed in (0, 1)]
     alone = FusedArray(entries).fused.seeds.tolist()
     # Groups of None are the world's, which nobody asks for before the first step.
-    teams: list[Any] = [WorkerGroup([0, 1], rank, None, None) for rank in (0, 1)]  # type: ignore[arg-type]
-    leader, follower = (FusedArray(entries, team).fused.seeds.tolist() for team in teams)
+    groups: list[Any] = [WorkerGroup([0, 1], rank, None, None) for rank in (0, 1)]  # type: ignore[arg-type]
+    leader, follower = (FusedArray(entries, workers).fused.seeds.tolist() for workers in groups)
     assert leader == alone
     assert not set(follower) & set(alone)
 
 
 def stop_and_go_on(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, list[str], Any]:
-    """A sweep that all teams stop after its first checkpoint, the checkpoints then, and its end."""
+    """A sweep that all groups stop after its first checkpoint, the checkpoints then, and its end."""
     saved = folder / "trials" / "0000" / "checkpoints"
     stopped = sweep_rank(rank, settings, folder, stop_file=saved)
     found = [path.name for path in sorted(folder.glob("trials/*/checkpoints/step-*"))]
@@ -168,11 +168,11 @@ def stop_and_go_on(rank: int, settings: SweepSettings, folder: Path) -> tuple[An
     return stopped, found, sweep_rank(rank, settings, folder, resume=True)
 
 
-def test_two_teams_of_two_stop_together_and_go_on_as_one_worker(tmp_path: Path):
+def test_two_groups_of_two_stop_together_and_go_on_as_one_worker(tmp_path: Path):
     settings = sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=JOB)
     expected = sweep_here(settings, tmp_path / "one")
-    teams = replace(settings, replicas=2)
-    stopped, saved, found = run_ranks(4, stop_and_go_on, teams, tmp_path / "four")[0]
+    groups = replace(settings, replicas=2)
+    stopped, saved, found = run_ranks(4, stop_and_go_on, groups, tmp_path / "four")[0]
     assert stopped["reason"] == "stopped"
     # The first group's trials were saved after the fifth step, and it looked before the next.
     assert saved[:2] == ["step-000000005"] * 2
@@ -201,6 +201,6 @@ def test_replicas_that_cannot_be_are_refused_with_the_numbers():
     with pytest.raises(InputError, match="--replicas: found 0, expected 1 or more"):
         check(replace(over, replicas=0))
     with pytest.raises(InputError, match=r"found 2, which does not divide the 5 workers; use -np 4"):
-        check_teams(replace(over, replicas=2), 5)
+        check_worker_groups(replace(over, replicas=2), 5)
     with pytest.raises(InputError, match=r"found 2, which does not divide the 1 worker; use -np 2"):
-        check_teams(replace(over, replicas=2), 1)
+        check_worker_groups(replace(over, replicas=2), 1)

@@ -1,4 +1,4 @@
-"""Searches: what is drawn, who goes on, and what a book decides again after it was closed."""
+"""Searches: what is drawn, which trials go on, and what a scheduler decides again after a restart."""
 
 from __future__ import annotations
 
@@ -21,44 +21,46 @@ from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job
 
 
-def make_book(settings: Any, past: list[Any] = ()) -> tuple[TrialScheduler, list[Any]]:  # type: ignore[assignment]
-    """A book that needs no run, and the events it recorded."""
+def make_scheduler(settings: Any, past: list[Any] = ()) -> tuple[TrialScheduler, list[Any]]:  # type: ignore[assignment]
+    """A scheduler that needs no run, and the events it recorded."""
     recorded: list[Any] = []
-    book = TrialScheduler(
+    scheduler = TrialScheduler(
         settings, 1, "loss", lambda own: own.steps or 0, recorded.append, lambda winner, loser: None
     )
-    book.open(past)
-    return book, recorded
+    scheduler.open(past)
+    return scheduler, recorded
 
 
-def play(book: TrialScheduler, losses: dict[int, float]) -> None:
-    """Train every trial as told; its loss never changes."""
-    while not book.is_over:
-        waiting = book.waiting()
-        for trial in book.take(waiting[0].group, 3, begin=False):
+def play(scheduler: TrialScheduler, losses: dict[int, float]) -> None:
+    """Train every trial to its goals; its loss never changes."""
+    while not scheduler.is_over:
+        waiting = scheduler.waiting()
+        for trial in scheduler.take(waiting[0].group, 3, begin=False):
             until = trial.goal
             while until:
-                until = book.report(trial.number, until, {"loss": losses[trial.number]}, None)
+                until = scheduler.report(trial.number, until, {"loss": losses[trial.number]}, None)
 
 
 def test_halving_lets_the_best_of_each_eta_go_on_to_the_next_rung():
-    book, _ = make_book(sweep_of("seed=" + ",".join(map(str, range(9))), kind="halving", least_steps=2))
-    play(book, {number: float(number) for number in range(9)})
-    steps = {trial.number: trial.step for trial in book.trials}
+    scheduler, _ = make_scheduler(
+        sweep_of("seed=" + ",".join(map(str, range(9))), kind="halving", least_steps=2)
+    )
+    play(scheduler, {number: float(number) for number in range(9)})
+    steps = {trial.number: trial.step for trial in scheduler.trials}
     # Nine come to 2 steps, three to 6, one on to 18 and its end.
     assert [steps[n] for n in range(9)] == [30, 6, 6, 2, 2, 2, 2, 2, 2]
-    assert sum(trial.state == "finished" for trial in book.trials) == 1
-    assert [row.trial for row in book.table()[:3]] == [0, 1, 2]
+    assert sum(trial.state == "finished" for trial in scheduler.trials) == 1
+    assert [row.trial for row in scheduler.table()[:3]] == [0, 1, 2]
 
 
 def test_asha_decides_as_trials_come_and_never_waits():
     losses = {0: 5.0, 1: 4.0, 2: 6.0, 3: 1.0, 4: 7.0, 5: 0.5}
-    book, _ = make_book(sweep_of("seed=0,1,2,3,4,5", kind="asha", least_steps=3))
-    play(book, losses)
+    scheduler, _ = make_scheduler(sweep_of("seed=0,1,2,3,4,5", kind="asha", least_steps=3))
+    play(scheduler, losses)
     reached: list[float] = []
     for number in range(6):
         expected = goes_on(losses[number], reached, 3)
-        assert (book.trials[number].step > 3) == expected
+        assert (scheduler.trials[number].step > 3) == expected
         reached.append(losses[number])
 
 
@@ -67,10 +69,10 @@ def test_a_book_closed_after_any_event_comes_to_the_same_end(kind: str):
     over = "optimizer.lr=" + ",".join(str(0.01 * n) for n in range(1, 8))
     settings = sweep_of(over, kind=kind, least_steps=4, eta=2)
     losses = {0: 3.0, 1: 1.0, 2: 2.0, 3: 0.1, 4: math.inf, 5: 0.5, 6: 0.7}
-    whole, recorded = make_book(settings)
+    whole, recorded = make_scheduler(settings)
     play(whole, losses)
     for cut in range(len(recorded)):
-        again, _ = make_book(settings, [_through_json(event) for event in recorded[:cut]])
+        again, _ = make_scheduler(settings, [_through_json(event) for event in recorded[:cut]])
         play(again, losses)
         assert again.table() == whole.table(), cut
 
@@ -82,15 +84,15 @@ def _through_json(event: Any) -> Any:
 def test_a_population_copies_winners_and_changes_their_values():
     copies = []
     settings = sweep_of("optimizer.lr=0.1,0.2,0.3,0.4", kind="pbt", least_steps=10)
-    book = TrialScheduler(
+    scheduler = TrialScheduler(
         settings, 1, "loss", lambda own: 30, lambda e: None, lambda w, s: copies.append((w, s))
     )
-    book.open()
-    play(book, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
+    scheduler.open()
+    play(scheduler, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
     assert copies == [(0, 3), (0, 3)]
     # Not 0.08: what is tried begins at 0.1.
-    assert book.trials[3].values["optimizer.lr"] in (0.1, pytest.approx(0.125))
-    assert all(trial.state == "finished" for trial in book.trials)
+    assert scheduler.trials[3].values["optimizer.lr"] in (0.1, pytest.approx(0.125))
+    assert all(trial.state == "finished" for trial in scheduler.trials)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +107,17 @@ def test_a_population_copies_winners_and_changes_their_values():
 )
 def test_a_population_stays_within_what_was_asked_for(over: str, kind: type):
     settings = sweep_of(over, kind="pbt", least_steps=1, trials=None if "," in over else 8)
-    book = TrialScheduler(settings, 1, "loss", lambda own: 60, lambda e: None, lambda w, s: None)
-    book.open()
+    scheduler = TrialScheduler(settings, 1, "loss", lambda own: 60, lambda e: None, lambda w, s: None)
+    scheduler.open()
     (dimension,) = settings.over
     seen, rounds = set(), 0
-    while not book.is_over:
+    while not scheduler.is_over:
         rounds += 1
-        for trial in book.take(book.waiting()[0].group, 8, begin=False):
+        for trial in scheduler.take(scheduler.waiting()[0].group, 8, begin=False):
             seen.add(trial.values[dimension.key])
             # Who is best changes, so that values move.
             loss = float((trial.number * 7 + rounds * 3) % 11)
-            book.report(trial.number, trial.goal, {"loss": loss}, None)
+            scheduler.report(trial.number, trial.goal, {"loss": loss}, None)
     low, high = min(dimension.ends()), max(dimension.ends())
     assert all(low <= value <= high and type(value) is kind for value in seen)
     assert {low, high} < seen
@@ -127,7 +129,7 @@ def test_a_population_takes_no_switches():
 
 
 def test_a_trial_without_the_metric_is_never_the_best():
-    book = TrialScheduler(
+    scheduler = TrialScheduler(
         sweep_of("evaluate.metric=accuracy,none", job=digits_job(steps=5)),
         1,
         "accuracy",
@@ -135,11 +137,11 @@ def test_a_trial_without_the_metric_is_never_the_best():
         lambda e: None,
         lambda w, s: None,
     )
-    book.open()
-    for trial in book.take(book.waiting()[0].group, 2, begin=False):
+    scheduler.open()
+    for trial in scheduler.take(scheduler.waiting()[0].group, 2, begin=False):
         metrics = {"loss": 9.0, "accuracy": 0.1} if trial.number == 0 else {"loss": 9.0}
-        book.report(trial.number, 5, metrics, 9.0)
-    best = book.best()
+        scheduler.report(trial.number, 5, metrics, 9.0)
+    best = scheduler.best()
     assert best is not None
     assert best.number == 0
 

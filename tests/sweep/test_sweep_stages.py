@@ -32,12 +32,12 @@ from plait.schema.settings import (
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.leader import make_entry
 from plait.sweeping.engines.pipelined import PipelinedArray
-from plait.sweeping.engines.stages import TeamPipeline
+from plait.sweeping.engines.stages import GroupPipeline
 from plait.sweeping.search.space import combinations
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import WorkerGroup, check_teams
+from plait.sweeping.worker_group import WorkerGroup, check_worker_groups
 from plait.training import checkpoint as checkpoints
 from support.meeting import rendezvous_of
 from support.plans import planned
@@ -196,7 +196,7 @@ def test_a_plan_that_does_not_divide_the_workers_is_refused():
     with pytest.raises(
         InputError, match="--plan: found 2 stages, which do not divide the 3 workers; use -np 2"
     ):
-        check_teams(in_stages("seed=0,1"), 3)
+        check_worker_groups(in_stages("seed=0,1"), 3)
 
 
 class MeasuredError(Exception):
@@ -250,10 +250,10 @@ def make_stage(settings: SweepSettings) -> PipelinedArray:
     plan = arrange(decode(Plan, settings.train.pipeline.plan, "plan"))
     nobody: Any = None
     meeting = rendezvous_of(0, ["here"] * 2, dist.HashStore())
-    team, pipeline = WorkerGroup([0, 1], 0, nobody, nobody), TeamPipeline(0, plan, nobody, meeting)
+    workers, pipeline = WorkerGroup([0, 1], 0, nobody, nobody), GroupPipeline(0, plan, nobody, meeting)
     trials = [with_values(settings.train, values) for values in combinations(settings.over)]
     entries = [make_entry(one, None, torch.device("cpu"), DataSets()) for one in trials]
-    return PipelinedArray(entries, team, pipeline)
+    return PipelinedArray(entries, workers, pipeline)
 
 
 def keeps(kind: str) -> SweepSettings:

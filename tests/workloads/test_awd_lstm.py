@@ -264,6 +264,6 @@ def test_an_evaluation_leaves_the_state_of_training_alone() -> None:
 
 def test_a_sweep_with_replicas_of_an_array_is_refused() -> None:
     entry = make_entry(job(), None, torch.device("cpu"), DataSets())
-    team: Any = SimpleNamespace(pipeline=None)
+    workers: Any = SimpleNamespace(pipeline=None)
     with pytest.raises(JobError, match="--replicas: .* continue those of the batch before"):
-        make_array([entry], True, team)
+        make_array([entry], True, workers)

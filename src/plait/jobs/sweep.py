@@ -37,7 +37,7 @@ from plait.sweeping.search.space import (
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key
-from plait.sweeping.worker_group import check_teams
+from plait.sweeping.worker_group import check_worker_groups
 
 KIND, VERSION = "sweep", 1
 # Combinations that are checked one by one before anything starts; of more, each value is, and of more
@@ -80,7 +80,7 @@ def sweep(
         if replicas is not None:
             settings = replace(settings, replicas=replicas)
             check(settings)
-        check_teams(settings, sum(host.slots for host in placement_of(job, settings).hosts))
+        _check_workers(job, settings)
     else:
         settings = make_sweep(
             job, over, search, trials, width, eta, least_steps, metric=metric, seed=seed, replicas=replicas
@@ -139,8 +139,19 @@ def make_sweep(
             check_schedule(job.parallel.schedule)
         settings = replace(settings, train=_with_plan(job, settings.train))
         check(settings)
-    check_teams(settings, sum(host.slots for host in placement_of(job, settings).hosts))
+    _check_workers(job, settings)
     return settings
+
+
+def _check_workers(job: Job, settings: SweepSettings) -> None:
+    """Refuse workers that cannot train the sweep's arrays."""
+    if job.parallel.elastic and settings.workers_per_array > 1:
+        key = f"--replicas {settings.replicas}" if settings.train.pipeline is None else "a plan with stages"
+        raise InputError(
+            f"parallel.elastic: found true with {key}; a worker that leaves would break its group, and in an "
+            f"elastic sweep each worker trains arrays of its own: leave one of the two out"
+        )
+    check_worker_groups(settings, sum(host.slots for host in placement_of(job, settings).hosts))
 
 
 def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
@@ -163,7 +174,7 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
     placement = job.placement()
     if settings.train.pipeline is None or job.parallel.workers is not None or job.cluster.hosts:
         return placement
-    return replace(placement, hosts=(Host(LOCAL, settings.team_size),))
+    return replace(placement, hosts=(Host(LOCAL, settings.workers_per_array),))
 
 
 def _in_own_spelling(dimension: Dimension) -> Dimension:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -74,11 +73,14 @@ class ArrayBuilder:
     def train_one_by_one(self, group: str, why: str) -> None:
         self._widths[group] = 1, why
 
-    def choose_width(self, group: str, settings: TrainSettings, sets: DataPair, waiting: int) -> None:
-        """Decide, once for a group of which `waiting` trials wait, how many of them an array holds."""
+    def choose_width(self, group: str, settings: TrainSettings, sets: DataPair, share: int) -> None:
+        """Decide how many trials of a group an array holds, of this worker's `share` of those that wait."""
         if group not in self._widths:
-            own = math.ceil(waiting * self._settings.team_size / self._worker.world_size)
-            self._widths[group] = self._find_width(group, settings, sets, own)
+            self._widths[group] = self._find_width(group, settings, sets, share)
+
+    def forget_widths(self, kept: str) -> None:
+        """Choose widths anew, except for the group `kept`, as other workers share out the trials now."""
+        self._widths = {name: found for name, found in self._widths.items() if found[1] or name == kept}
 
     def _find_width(
         self, group: str, settings: TrainSettings, sets: DataPair, trials: int
@@ -123,7 +125,7 @@ class ArrayBuilder:
         """An array of these trials, verified; NotFusedError where they must train one by one."""
         workers = self._workers
         if workers is not None and workers.pipeline is not None:
-            stages, found = self._verify_in_stages(group, entries, workers.pipeline.arrangement)
+            stages, found = self._verify_in_stages(group, entries, workers.pipeline.layout)
             return LeaderArray(workers, entries, True, found, stages)
         fused = self.width(group) > 1
         verdict = self._verify(group, entries) if fused else None
@@ -182,7 +184,7 @@ class ArrayBuilder:
         log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
         self._coordinator.ask(
             ask="verified",
-            worker=self._worker.rank,
+            worker=self._worker.id,
             trials=trials,
             seconds=verdict.seconds,
             unfused=dict(verdict.unfused),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.sweeping.array_builder import ArrayBuilder
-from plait.sweeping.engines.batch_streams import next_batches, reseated
+from plait.sweeping.engines.batch_streams import next_batches, with_replacements
 from plait.sweeping.engines.fused import Array, TrialInit, TrialTensors
 from plait.sweeping.reasons import NotFusedError, fused_work, split_by_kind
 from plait.sweeping.running_trial import RunningTrial
@@ -72,7 +72,7 @@ class ArrayEngine:
         """Take that many steps with every trial."""
         assert self._array is not None
         for _ in range(steps):
-            batches = next_batches([trial.feed for trial in self.trials])
+            batches = next_batches([trial.stream for trial in self.trials])
             factors = [trial.lr_factor(trial.step) for trial in self.trials]
             with self._builder.fused_work(self.group):
                 losses = self._array.step(batches, factors)
@@ -145,7 +145,9 @@ class ArrayEngine:
         elif change.leaving or change.joining:
             with self._builder.fused_work(self.group):
                 self._array.change(change.leaving, [each.entry for each in change.joining])
-            self.trials = reseated(self.trials, change.leaving, [each.trial for each in change.joining])
+            self.trials = with_replacements(
+                self.trials, change.leaving, [each.trial for each in change.joining]
+            )
 
     def close(self) -> None:
         """End the array; its trials are with it no more."""

@@ -1,4 +1,4 @@
-"""Which arrays a sweep has had: who trained together, fused or not, and why not."""
+"""The arrays of a sweep: which trials trained together, fused or not, and why not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from plait.schema.results import ArrayResult
 
 
 class Arrays:
-    """The arrays of a sweep in order, from the events that tell of their changes."""
+    """The arrays of a sweep in order, from the events that record their changes.
 
-    def __init__(self, past: Iterable[Event] = ()) -> None:
+    With `go_on` the arrays of these events still train.
+    """
+
+    def __init__(self, past: Iterable[Event] = (), go_on: bool = False) -> None:
         self._records: list[ArrayResult] = []
         # The number of the array that each worker trains.
         self._open: dict[int, int] = {}
@@ -22,10 +25,18 @@ class Arrays:
                 self.changed(event)
             elif isinstance(event, run_events.SweepStarted):
                 self._open.clear()
-        self._open.clear()
+            elif isinstance(event, run_events.WorkersChanged):
+                self.end(event.lost)
+        if not go_on:
+            self._open.clear()
+
+    def end(self, workers: Iterable[int]) -> None:
+        """The arrays of workers that are lost have ended."""
+        for worker in workers:
+            self._open.pop(worker, None)
 
     def changed(self, event: run_events.ArrayChanged) -> None:
-        """Take up a change; an array without trials is gone."""
+        """Apply a change; an array without trials has ended."""
         if not event.trials:
             self._open.pop(event.worker, None)
             return
@@ -34,13 +45,13 @@ class Arrays:
             self._records.append(ArrayResult(number, event.worker, (), 0, False, ""))
         record = self._records[self._open[event.worker]]
         # That a single trial is left of a fused array explains nothing.
-        tells = event.fused or not record.fused
+        explains = event.fused or not record.fused
         self._records[record.number] = replace(
             record,
             trials=tuple(dict.fromkeys((*record.trials, *event.trials))),
             most=max(record.most, len(event.trials)),
             fused=record.fused or event.fused,
-            why=event.why if tells else record.why,
+            why=event.why if explains else record.why,
         )
 
     def table(self, latest: int = 0) -> tuple[ArrayResult, ...]:

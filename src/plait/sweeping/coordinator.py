@@ -1,10 +1,11 @@
-"""Rank 0's office: the book of trials, its record in the run folder, and the answers to the workers."""
+"""The coordinator of a sweep: its trial scheduler, its record on disk, and answers to its workers."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,19 @@ import torch
 from plait.comm.rpc import Answer, Question
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.core.codec import encode, finite
+from plait.core.codec import finite
 from plait.core.errors import InputError
 from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.schema.results import SweepResult, TrialResult
+from plait.schema.results import SweepResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataSets
+from plait.sweeping.elastic.assignments import Assignments
+from plait.sweeping.elastic.changes import members_of, workers_changed
+from plait.sweeping.progress import SweepProgress
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Trial, TrialScheduler
 from plait.sweeping.settings import SweepSettings
@@ -31,47 +35,66 @@ from plait.training import components
 from plait.workloads.metrics import find_metric
 
 REPORT_S = 0.2
-ROWS = 12
-# Arrays that whoever watches hears of, at most, between two reports.
-LINES = 32
 
 
 class Coordinator:
-    """Keeps the book and its record; `answer` is the only way in."""
+    """Owns the trial scheduler and its record; workers reach it through `answer` alone.
+
+    With `resume` it goes on with an earlier sweep of the folder. In an elastic sweep it may take over from
+    another coordinator: `holders` then names the workers that may have trials, and is None otherwise.
+    `on_holders` is called before a worker learns that it has trials, or that it has none any more.
+    """
 
     def __init__(
-        self, worker: Worker, settings: SweepSettings, folder: RunDir, sets: DataSets, resume: bool
+        self,
+        worker: Worker,
+        settings: SweepSettings,
+        folder: RunDir,
+        sets: DataSets,
+        resume: bool,
+        holders: Sequence[int] | None = None,
+        on_holders: Callable[[Sequence[int]], None] = lambda workers: None,
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._folder = folder
         self._sets = sets
-        past = [recorded.event for recorded in _read(folder)] if resume else []
-        self._log = EventLog(folder.events(), rank=0)
-        teams = worker.world_size // settings.team_size
-        self.book = TrialScheduler(
-            settings, teams, choose_metric(settings), self._steps_of, self._keep, self._copy
+        takes_over = holders is not None
+        past = _read(folder) if resume or takes_over else []
+        events = [recorded.event for recorded in past]
+        self._log = EventLog(folder.events(), rank=worker.id)
+        groups = max(1, worker.world_size // settings.workers_per_array)
+        self.scheduler = TrialScheduler(
+            settings, groups, choose_metric(settings), self._steps_of, self._keep, self._copy
         )
-        self.book.open(past)
-        self.arrays = Arrays(past)
-        self._tidy()
-        self._latest: dict[int, tuple[int, float | None]] = {}
-        self._started = time.perf_counter()
-        self._trial_steps = 0
+        self.scheduler.open(events)
+        self.arrays = Arrays(events, go_on=takes_over)
+        self._remove_ended()
+        self._assignments = Assignments(holders or ())
+        self._on_holders = on_holders
+        self._holders = self._assignments.holders
+        self._is_closing = False
+        # The members that are known, where workers come and go.
+        self._membership = None if worker.memberships is None else worker.memberships.current
+        self._progress = SweepProgress(self.scheduler, self.arrays)
         self._reported = 0.0
         self.left = 0
-        self._keep(self._begun())
+        if takes_over:
+            self._progress.load(past)
+            self._membership = members_of(events)
+        else:
+            self._keep(self._begun())
 
     def _begun(self) -> Event:
-        settings, book = self._settings, self.book
+        settings, scheduler = self._settings, self.scheduler
         return run_events.SweepStarted(
             name=settings.train.name,
             model=settings.train.model.factory,
             search=settings.search.kind,
             over=tuple(dimension.key for dimension in settings.over),
-            trials=book.search.total,
-            ended=book.ended,
-            metric=book.metric,
+            trials=scheduler.search.total,
+            ended=scheduler.ended,
+            metric=scheduler.metric,
             workers=self._worker.world_size,
             torch=torch.__version__,
             replicas=settings.replicas,
@@ -95,45 +118,110 @@ class Coordinator:
     def answer(self, question: Question) -> Answer:
         """The answer to a worker's question: `ask` names it, the rest are its arguments."""
         arguments = dict(question)
+        self._follow_members()
         found: Answer = getattr(self, f"_on_{arguments.pop('ask')}")(**arguments)
+        if (holders := self._assignments.holders) != self._holders:
+            self._on_holders(holders)
+            self._holders = holders
         self._report()
         return found
 
-    def _on_look(self) -> Answer:
-        """What waits for a worker that has nothing to do."""
-        waiting = self.book.waiting()
-        if not waiting:
-            return {"over": self.book.is_over}
-        group, values = waiting[0].group, dict(waiting[0].values)
-        return {"group": group, "waiting": self.book.expected(waiting), "values": values}
+    @property
+    def _is_elastic(self) -> bool:
+        return self._membership is not None
 
-    def _on_take(self, group: str, count: int, begin: bool) -> Answer:
-        taken = self.book.take(group, count, begin)
-        search = self.book.search
-        drawn = len(self.book.trials) == search.total
-        return {"trials": [_order(trial) for trial in taken], "more": search.waits or not drawn}
+    def _follow_members(self) -> None:
+        """Record that other workers take part, and give back the trials of those that are lost."""
+        before = self._membership
+        if before is None:
+            return
+        assert self._worker.memberships is not None
+        now = self._worker.memberships.latest()
+        for worker in now.lost:
+            for trial in self._assignments.lose(worker):
+                self.scheduler.give_back(trial)
+        if now.version == before.version:
+            return
+        self._membership = now
+        self.scheduler.workers = len(now.members)
+        self._assignments.keep_idle(now.members)
+        event = workers_changed(before, now, sum(self._progress.steps.values()))
+        self._keep(event)
+        self.arrays.end(event.lost)
+
+    def _on_close(self) -> Answer:
+        """Whether no worker has trials any more; if so, none gets any from now on."""
+        self._is_closing = self.scheduler.is_over or not self._assignments.holders
+        return {"quiet": self._is_closing}
+
+    def _on_follow(self) -> Answer:
+        """Nothing but to follow the members, which every question leads to."""
+        return {}
+
+    def _on_hold(self, worker: int, trials: list[int]) -> Answer:
+        """A worker confirms the trials that it has from an earlier coordinator."""
+        self._assignments.confirm(worker, [trial for trial in trials if self.scheduler.hold(trial)])
+        return {}
+
+    def _on_look(self, worker: int) -> Answer:
+        """What waits for a worker that has nothing to do."""
+        if self.scheduler.is_over:
+            return {"over": True}
+        waiting = [] if self._is_closing or not self._assignments.is_confirmed else self.scheduler.waiting()
+        if not waiting:
+            if self._is_elastic:
+                self._assignments.set_idle(worker)
+            return {"over": False}
+        group, values = waiting[0].group, dict(waiting[0].values)
+        share = math.ceil(self.scheduler.expected(waiting) / self._among(worker))
+        return {"group": group, "share": share, "values": values}
+
+    def _among(self, worker: int) -> int:
+        """How many workers share out what waits: the idle ones, where `worker` is one of them."""
+        return self._assignments.idle if self._assignments.is_idle(worker) else self.scheduler.workers
+
+    def _on_take(self, worker: int, group: str, count: int, begin: bool) -> Answer:
+        taken = []
+        if self._assignments.may_take(worker) and not self._is_closing:
+            taken = self.scheduler.take(group, count, begin, self._among(worker))
+        self._assignments.assign(worker, [trial.number for trial in taken])
+        search = self.scheduler.search
+        drawn = len(self.scheduler.trials) == search.total
+        # Trials of workers that leave or are lost come back.
+        more = search.waits or not drawn or self._is_elastic
+        return {"trials": [_assignment(trial) for trial in taken], "more": more}
+
+    def _on_spare(self, worker: int, left_s: float) -> Answer:
+        """How many of its trials a worker hands back for others that have none."""
+        if self.scheduler.waiting():
+            return {"count": 0}
+        return {"count": self._assignments.to_hand_over(worker, left_s)}
 
     def _on_array(self, worker: int, trials: list[int], fused: bool, why: str) -> Answer:
         words = why or self._why_alone(trials)
         event = run_events.ArrayChanged(worker, tuple(trials), fused, words)
         self._log.record(event)
+        self._flush_if_elastic()
         self.arrays.changed(event)
         return {}
 
     def _why_alone(self, trials: list[int]) -> str:
-        """Why a trial has no company, where the worker that trains it has no reason of its own."""
+        """Why a trial trains alone, where its worker gives no reason."""
         if len(trials) != 1:
             return ""
-        if self.book.search.total == 1:
+        if self.scheduler.search.total == 1:
             return "the sweep has one trial"
-        own = self.book.trials[trials[0]]
-        if any(other.group == own.group and other is not own for other in self.book.trials):
+        own = self.scheduler.trials[trials[0]]
+        if any(other.group == own.group and other is not own for other in self.scheduler.trials):
             return "no other trial that can share its array is left or waits"
-        keys = ", ".join(self.book.apart(own))
+        keys = ", ".join(self.scheduler.apart(own))
         return f"no other trial that can share its array has been drawn; what keeps them apart: {keys}"
 
-    def _on_split(self, trials: list[int]) -> Answer:
-        self.book.split(trials)
+    def _on_split(self, worker: int, trials: list[int]) -> Answer:
+        own = [trial for trial in trials if self._assignments.has(worker, trial)]
+        self.scheduler.split(own)
+        for trial in own:
+            self._assignments.release(trial)
         return {}
 
     def _on_verified(
@@ -145,46 +233,66 @@ class Coordinator:
     def _on_note(self, losses: list[Any], metrics: list[Any], signals: list[Any]) -> Answer:
         """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals)."""
         for trial, step, loss in losses:
-            before = self._latest.get(trial, (self.book.trials[trial].step, None))[0]
-            self._trial_steps += max(0, step - before)
-            self._latest[trial] = (step, loss)
-            self._log.record(run_events.TrialStep(trial, step, loss))
+            event = run_events.TrialStep(trial, step, loss)
+            self._progress.count(event)
+            self._log.record(event)
         for trial, step, found in metrics:
             self._log.record(run_events.TrialEvaluated(trial, step, found))
         for each in signals:
             self._log.record(run_events.TrialSignals(*each))
+        self._flush_if_elastic()
         return {}
+
+    def _flush_if_elastic(self) -> None:
+        """Write the record to disk where another coordinator may have to take over."""
+        if self._is_elastic:
+            self._log.flush()
 
     def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:
         """Whether a trial with these results would be the best, so that its state is worth keeping."""
-        return {"wanted": self.book.would_be_best(trial, metrics, train_loss)}
+        return {"wanted": self.scheduler.would_be_best(trial, metrics, train_loss)}
 
     def _on_report(
-        self, trial: int, step: int, metrics: Mapping[str, Any], train_loss: float | None
+        self, worker: int, trial: int, step: int, metrics: Mapping[str, Any], train_loss: float | None
     ) -> Answer:
-        until = self.book.report(trial, step, metrics, train_loss)
-        self._tidy()
+        if not self._assignments.has(worker, trial):
+            return {"until": 0}
+        until = self.scheduler.report(trial, step, metrics, train_loss)
+        if until == 0:
+            self._assignments.release(trial)
+        self._remove_ended()
         return {"until": until}
 
     def _on_stop(
-        self, trial: int, step: int, state: str, metrics: Mapping[str, Any], train_loss: float | None
+        self,
+        worker: int,
+        trial: int,
+        step: int,
+        state: str,
+        metrics: Mapping[str, Any],
+        train_loss: float | None,
     ) -> Answer:
-        self.book.stop(trial, step, state, metrics, train_loss)
-        self._tidy()
+        if not self._assignments.has(worker, trial):
+            return {}
+        self.scheduler.stop(trial, step, state, metrics, train_loss)
+        self._assignments.release(trial)
+        self._remove_ended()
         return {}
 
-    def _on_back(self, trial: int) -> Answer:
-        self.book.give_back(trial)
+    def _on_back(self, worker: int, trial: int) -> Answer:
+        if self._assignments.has(worker, trial):
+            self.scheduler.give_back(trial)
+            self._assignments.release(trial)
         return {}
 
     def _on_leave(self) -> Answer:
         self.left += 1
         return {}
 
-    def _tidy(self) -> None:
-        """Of the trials that ended, keep the best one's state."""
-        best = self.book.best()
-        for trial in self.book.trials:
+    def _remove_ended(self) -> None:
+        """Remove the states of the trials that ended, except the best one's."""
+        best = self.scheduler.best()
+        for trial in self.scheduler.trials:
             folder = trial_folder(self._folder, trial.number).path
             if trial.has_ended and trial is not best and folder.exists():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -193,60 +301,34 @@ class Coordinator:
         now = time.perf_counter()
         if now - self._reported >= REPORT_S:
             self._reported = now
-            self._worker.report(self.progress())
+            self._worker.report(self._progress.report())
 
-    def progress(self) -> dict[str, Any]:
-        """How far the sweep is, for whoever watches: steps of all trials, and the trials that stand out."""
-        book = self.book
-        steps = {t.number: t.step if t.has_ended else max(t.step, self._step_of(t)) for t in book.trials}
-        total = sum(t.step if t.has_ended else t.steps for t in book.trials)
-        rate = self._trial_steps / max(time.perf_counter() - self._started, 1e-9)
-        done = sum(steps.values())
-        found: dict[str, Any] = {
-            "step": done,
-            "steps": total,
-            "trials": book.search.total,
-            "ended": book.ended,
-            "trial_steps_per_s": round(rate, 3),
-            "rows": encode([self._row(row, steps) for row in self._shown()]),
-            "arrays": encode(self.arrays.table(LINES)),
-        }
-        return {**found, "left_s": round((total - done) / rate, 1)} if rate > 0 else found
+    def suspend(self) -> None:
+        """Write the record to disk, for another coordinator to go on with."""
+        self._log.close()
 
-    def _shown(self) -> list[TrialResult]:
-        running = {trial.number for trial in self.book.trials if trial.state == "running"}
-        table = self.book.table()
-        best = [row for row in table if row.trial not in running and row.state != "waiting"]
-        going = [row for row in table if row.trial in running]
-        return [*best[: ROWS - min(len(going), ROWS // 2)], *going][:ROWS]
+    def close(self) -> SweepResult:
+        """End the record and publish the best trial's checkpoint; the result of the sweep.
 
-    def _row(self, row: TrialResult, steps: Mapping[int, int]) -> TrialResult:
-        number = row.trial
-        loss = row.train_loss if row.train_loss is not None else self._latest.get(number, (0, None))[1]
-        return replace(row, step=steps[number], train_loss=loss)
-
-    def _step_of(self, trial: Trial) -> int:
-        return self._latest.get(trial.number, (0, None))[0]
-
-    def close(self, reason: str) -> SweepResult:
-        """End the record, put the best trial's checkpoint in its place; what the sweep came to."""
-        best = self.book.best()
+        A sweep that has trials left was stopped.
+        """
+        reason = "finished" if self.scheduler.is_over else "stopped"
+        best = self.scheduler.best()
         if best is not None:
             self._publish(best)
-        seconds = time.perf_counter() - self._started
-        rate = round(self._trial_steps / seconds, 1)
+        seconds, rate = self._progress.seconds, round(self._progress.trial_steps_per_s, 1)
         number = None if best is None else best.number
-        self._keep(run_events.SweepEnded(reason, self.book.ended, number, round(seconds, 3), rate))
+        self._keep(run_events.SweepEnded(reason, self.scheduler.ended, number, round(seconds, 3), rate))
         self._log.close()
-        self._worker.report(self.progress())
+        self._worker.report(self._progress.report())
         return SweepResult(
             reason=reason,
-            step=self.book.ended,
-            steps=self.book.search.total,
+            step=self.scheduler.ended,
+            steps=self.scheduler.search.total,
             search=self._settings.search.kind,
-            metric=self.book.metric,
-            best=None if best is None else self.book.table()[0],
-            trials=self.book.table(),
+            metric=self.scheduler.metric,
+            best=None if best is None else self.scheduler.table()[0],
+            trials=self.scheduler.table(),
             arrays=self.arrays.table(),
             seconds=round(seconds, 3),
             trial_steps_per_s=rate,
@@ -262,7 +344,7 @@ class Coordinator:
         shutil.copyfile(trial_folder(self._folder, best.number).settings, self._folder.settings)
         shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
         checkpoints.save(self._folder.checkpoints, state)
-        if self.book.is_over:
+        if self.scheduler.is_over:
             shutil.rmtree(trial_folder(self._folder, best.number).path.parent)
 
 
@@ -278,7 +360,7 @@ def choose_metric(settings: SweepSettings) -> str:
     return wanted
 
 
-def _order(trial: Trial) -> dict[str, Any]:
+def _assignment(trial: Trial) -> dict[str, Any]:
     return {
         "trial": trial.number,
         "values": dict(trial.values),

@@ -16,6 +16,7 @@ from plait.launch.worker import Worker
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
 from plait.sweeping.datasets import DataSets
+from plait.sweeping.elastic.members import SweepClosedError, SweepMembers
 from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams
 from plait.sweeping.engines.leader import make_entry, position_of
 from plait.sweeping.reasons import NotFusedError
@@ -29,6 +30,8 @@ from plait.training.optimizers.lr_schedule import build_lr_factor
 
 # How long a worker that could take more trials waits before it asks again.
 POLL_S = 0.1
+# How often a worker asks whether others need some of its trials.
+OFFER_S = 0.5
 
 
 class SweepTraining:
@@ -46,6 +49,7 @@ class SweepTraining:
         sets: DataSets,
         device: torch.device,
         workers: WorkerGroup | None = None,
+        members: SweepMembers | None = None,
     ) -> None:
         self._worker = worker
         self._workers = workers
@@ -56,25 +60,40 @@ class SweepTraining:
         self._device = device
         self._builder = ArrayBuilder(worker, settings, coordinator, device, workers)
         self._engine = ArrayEngine(self._builder)
-        self._feeds: BatchStreams | None = None
+        self._streams: BatchStreams | None = None
         self._leaving: list[int] = []
         self._may_get_more = True
         self._asked = 0.0
         self._is_over = False
+        # Where workers come and go: the members, and when this worker last offered them trials of its array.
+        self._members = members
+        self._offered = 0.0
+        self._step_s = 0.0
+        # The trials that the coordinator has assigned to this worker and that it has not handed back.
+        self._held: set[int] = set()
+        if members is not None:
+            members.held = lambda: sorted(self._held)
 
     def run(self) -> str:
-        """Train until the end; `finished`, or `stopped` with every trial's state saved."""
+        """Train until the end; `finished`, or `stopped` or `left` with every trial's state saved."""
         while True:
             try:
                 reason = take_steps(self)
+                if reason != "finished":
+                    self._give_back()
+                return reason
             except NotFusedError as failure:
                 self._separate(str(failure))
-                continue
-            if reason == "stopped":
-                self._give_back()
-            return reason
+            except SweepClosedError:
+                self._engine.close()
+                return "finished"
 
     def ended(self) -> str | None:
+        if self._members is not None and self._members.is_changed:
+            if self._members.is_leaving:
+                return "left"
+            self._members.enter()
+            self._builder.forget_widths(self._engine.group)
         if self._worker.stop_requested():
             return "stopped"
         return "finished" if self._is_over else None
@@ -84,7 +103,7 @@ class SweepTraining:
         if self._engine.trials:
             self._refill()
             return
-        found = self._coordinator.ask(ask="look")
+        found = self._coordinator.ask(ask="look", worker=self._worker.id)
         if "group" in found:
             self._begin(found)
         self._is_over = bool(found.get("over", False))
@@ -93,14 +112,19 @@ class SweepTraining:
 
     def steps_until_due(self) -> int:
         trials = self._engine.trials
+        due = min((trial.steps_until_due() for trial in trials), default=0)
         if trials and self._engine.free and self._may_get_more:
-            return min(1, *(trial.steps_until_due() for trial in trials))
-        return min((trial.steps_until_due() for trial in trials), default=0)
+            return min(1, due)
+        if self._members is not None:
+            return min(due, max(1, int(OFFER_S / max(self._step_s, 1e-6))))
+        return due
 
     def advance(self, steps: int) -> None:
-        for _ in range(steps):
+        start = time.perf_counter()
+        for number in range(1, steps + 1):
             self._engine.train(1)
-            if self._worker.stop_requested():
+            self._step_s = (time.perf_counter() - start) / number
+            if self._worker.stop_requested() or (self._members is not None and self._members.is_changed):
                 break
 
     def evaluate_and_save(self) -> None:
@@ -115,8 +139,7 @@ class SweepTraining:
             diverged = [place for place in due if trials[place].has_diverged]
             for place in diverged:
                 self._end(place, "diverged", {})
-            self._leaving = diverged
-            self._leaving = diverged + self._evaluate_and_report([p for p in due if p not in diverged])
+            self._evaluate_and_report([place for place in due if place not in diverged])
         for trial in trials:
             trial.moved = False
 
@@ -125,13 +148,14 @@ class SweepTraining:
         group = self._engine.group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
-        self._feeds = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._workers))
-        self._builder.choose_width(group, settings, sets, found["waiting"])
+        self._streams = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._workers))
+        self._builder.choose_width(group, settings, sets, found["share"])
         if joining := self._take(self._builder.width(group), begin=True):
             self._change([], joining)
 
     def _refill(self) -> None:
         """Let trials that have ended leave, and ask for others in their places."""
+        self._offer_trials()
         leaving, self._leaving = sorted(self._leaving), []
         free = 0 if self._engine.closed else self._engine.free + len(leaving)
         is_time = free and self._may_get_more and time.monotonic() - self._asked > POLL_S
@@ -145,37 +169,42 @@ class SweepTraining:
             admission = self._engine.admit(joining)
             joining = admission.joining
             for each in admission.waiting:
-                self._coordinator.ask(ask="back", trial=each.trial.trial)
+                self._hand_back(each.trial.trial)
             if admission.apart:
-                self._coordinator.ask(ask="split", trials=[each.trial.trial for each in admission.apart])
+                apart = [each.trial.trial for each in admission.apart]
+                self._coordinator.ask(ask="split", worker=self._worker.id, trials=apart)
+                self._held.difference_update(apart)
         self._engine.apply(TrialsChange(tuple(leaving), tuple(joining)))
         self._report_array()
 
     def _take(self, count: int, begin: bool = False) -> list[Joining]:
         """Trials that the coordinator hands out, ready to join."""
         self._asked = time.monotonic()
-        answer = self._coordinator.ask(ask="take", group=self._engine.group, count=count, begin=begin)
+        answer = self._coordinator.ask(
+            ask="take", worker=self._worker.id, group=self._engine.group, count=count, begin=begin
+        )
         self._may_get_more = answer["more"]
-        used = [trial.feed for trial in self._engine.trials]
+        self._held.update(assignment["trial"] for assignment in answer["trials"])
+        used = [trial.stream for trial in self._engine.trials]
         taken = []
-        for order in answer["trials"]:
-            taken.append(self._prepare(order, used))
-            used.append(taken[-1].trial.feed)
+        for assignment in answer["trials"]:
+            taken.append(self._prepare(assignment, used))
+            used.append(taken[-1].trial.stream)
         return taken
 
-    def _prepare(self, order: Mapping[str, Any], used: list[BatchStream]) -> Joining:
+    def _prepare(self, assignment: Mapping[str, Any], used: list[BatchStream]) -> Joining:
         """A trial ready to join: from its newest checkpoint where it has one, else from its beginning."""
-        settings = with_values(self._settings.train, order["values"])
-        state = newest(self._folder, order["trial"])
+        settings = with_values(self._settings.train, assignment["values"])
+        state = newest(self._folder, assignment["trial"])
         position = position_of(state)
-        assert self._feeds is not None
+        assert self._streams is not None
         trial = RunningTrial(
-            trial=order["trial"],
+            trial=assignment["trial"],
             settings=settings,
-            steps=order["steps"],
-            until=order["until"],
-            lr_factor=build_lr_factor(settings.lr_schedule, order["steps"]),
-            feed=self._feeds.find(settings, position, used),
+            steps=assignment["steps"],
+            until=assignment["until"],
+            lr_factor=build_lr_factor(settings.lr_schedule, assignment["steps"]),
+            stream=self._streams.find(settings, position, used),
             position=position,
             early_stopping=EarlyStopping(settings.early_stop),
         )
@@ -188,17 +217,48 @@ class SweepTraining:
         self._builder.train_one_by_one(self._engine.group, why)
         for place, trial in enumerate(self._engine.trials):
             if place not in self._leaving:
-                self._coordinator.ask(ask="back", trial=trial.trial)
+                self._hand_back(trial.trial)
         self._leaving = []
         self._engine.close()
         self._report_array()
 
+    def _hand_back(self, trial: int) -> None:
+        """Let another array go on with a trial from its last checkpoint."""
+        self._coordinator.ask(ask="back", worker=self._worker.id, trial=trial)
+        self._held.discard(trial)
+
+    def _offer_trials(self) -> None:
+        """Where workers come and go, hand back trials for those that have none."""
+        if self._members is None or time.monotonic() - self._offered < OFFER_S:
+            return
+        self._offered = time.monotonic()
+        staying = [place for place in range(len(self._engine.trials)) if place not in self._leaving]
+        left_s = self._step_s * max((self._steps_left(place) for place in staying), default=0)
+        answer = self._coordinator.ask(ask="spare", worker=self._worker.id, left_s=left_s)
+        count = min(answer["count"], len(staying) - 1)
+        if count > 0:
+            self._engine.collect_losses()
+            for place in staying[-count:]:
+                self._save(place)
+                self._hand_back(self._engine.trials[place].trial)
+            self._leaving += staying[-count:]
+
+    def _steps_left(self, place: int) -> int:
+        """Steps until the trial ends or, where trials are compared, has to wait for others."""
+        trial = self._engine.trials[place]
+        return (trial.until if self._waits else trial.steps) - trial.step
+
+    @property
+    def _waits(self) -> bool:
+        """Whether trials wait for each other where they are compared."""
+        return self._settings.search.kind in ("halving", "pbt")
+
     def _report_array(self) -> None:
-        """Let the record have the trials of the array, whether they are fused, and what is worth saying."""
+        """Report the trials of the array, whether they are fused, and why not."""
         numbers = [trial.trial for trial in self._engine.trials]
         self._coordinator.ask(
             ask="array",
-            worker=self._worker.rank,
+            worker=self._worker.id,
             trials=numbers,
             fused=self._engine.is_fused,
             why=self._engine.why,
@@ -228,23 +288,20 @@ class SweepTraining:
         if losses or metrics:
             self._coordinator.ask(ask="note", losses=losses, metrics=list(metrics), signals=list(signals))
 
-    def _evaluate_and_report(self, places: Sequence[int]) -> list[int]:
-        """Evaluate, save and report the trials for which it is time; the places of those that leave."""
+    def _evaluate_and_report(self, places: Sequence[int]) -> None:
+        """Evaluate, save and report the trials for which it is time."""
         trials = self._engine.trials
         metrics = self._evaluate([place for place in places if trials[place].is_evaluated])
-        leaving = []
         for place in places:
             trial = trials[place]
             if trial.is_evaluation_due:
                 trial.early_stopping.update(metrics[place])
             if trial.stops_early:
                 self._end(place, "early-stop", metrics[place])
-                leaving.append(place)
-            elif trial.has_reached and self._reach(place, metrics[place]):
-                leaving.append(place)
-            elif trial.is_checkpoint_due:
+            elif trial.has_reached:
+                self._reach(place, metrics[place])
+            elif trial.is_checkpoint_due or (self._members is not None and trial.is_evaluation_due):
                 self._save(place)
-        return leaving
 
     def _evaluate(self, places: Sequence[int]) -> dict[int, dict[str, float]]:
         trials = self._engine.trials
@@ -254,17 +311,20 @@ class SweepTraining:
         self._record([], [(trials[p].trial, trials[p].step, _finite(metrics[p])) for p in places])
         return metrics
 
-    def _reach(self, place: int, metrics: dict[str, float]) -> bool:
-        """Report a trial at its goal; whether it leaves the array."""
+    def _reach(self, place: int, metrics: dict[str, float]) -> None:
+        """Report a trial at its goal; it leaves the array unless it goes on at once."""
         trial = self._engine.trials[place]
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
         # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
-        waits = self._settings.search.kind in ("halving", "pbt")
-        if self._is_wanted(trial, result) if trial.step >= trial.steps else waits:
+        may_move = self._waits or self._members is not None
+        if self._is_wanted(trial, result) if trial.step >= trial.steps else may_move:
             self._save(place)
-        answer = self._coordinator.ask(ask="report", trial=trial.trial, step=trial.step, **result)
+        answer = self._coordinator.ask(
+            ask="report", worker=self._worker.id, trial=trial.trial, step=trial.step, **result
+        )
         trial.until = answer["until"]
-        return trial.until == 0
+        if trial.until == 0:
+            self._let_leave(place)
 
     def _end(self, place: int, state: str, metrics: dict[str, float]) -> None:
         """Report a trial that ended by itself."""
@@ -272,7 +332,15 @@ class SweepTraining:
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
         if state != "diverged" and self._is_wanted(trial, result):
             self._save(place)
-        self._coordinator.ask(ask="stop", trial=trial.trial, step=trial.step, state=state, **result)
+        self._coordinator.ask(
+            ask="stop", worker=self._worker.id, trial=trial.trial, step=trial.step, state=state, **result
+        )
+        self._let_leave(place)
+
+    def _let_leave(self, place: int) -> None:
+        """The coordinator has the trial's result: it leaves the array before the next step."""
+        self._leaving.append(place)
+        self._held.discard(self._engine.trials[place].trial)
 
     def _is_wanted(self, trial: RunningTrial, result: Mapping[str, Any]) -> bool:
         return bool(self._coordinator.ask(ask="wanted", trial=trial.trial, **result)["wanted"])
@@ -281,14 +349,17 @@ class SweepTraining:
         save_trial(self._folder, self._engine.trials[place], self._engine.state(place))
 
     def _give_back(self) -> None:
-        """Save every trial of the array, for whoever goes on with it."""
+        """Save every trial of the array, for the worker that goes on with it."""
         self._engine.collect_losses()
         for place, trial in enumerate(self._engine.trials):
             if place in self._leaving:
                 continue
             self._save(place)
-            self._coordinator.ask(ask="back", trial=trial.trial)
+            self._hand_back(trial.trial)
+        self._leaving = []
         self._engine.close()
+        if self._members is not None:
+            self._report_array()
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""A trial's place in an array: how far it is, what it has shown, and its checkpoints."""
+"""A trial that trains in an array: its progress, its losses and its checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunningTrial:
     steps: int
     until: int
     lr_factor: LrFactor
-    feed: BatchStream
+    stream: BatchStream
     step: int = 0
     position: Position = field(default_factory=Position)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
@@ -117,7 +117,7 @@ class RunningTrial:
         return mean
 
     def load_progress(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint tells."""
+        """Load the progress that a checkpoint holds."""
         self.step = step
         self.early_stopping.best = progress["early_best"]
         self.early_stopping.without_gain = progress["evaluations_without_gain"]
@@ -125,7 +125,7 @@ class RunningTrial:
         self.train_loss = progress["train_loss"]
 
     def progress(self, tensors: TrialTensors) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors: as for a run of its own, and the loss not told yet."""
+        """What a checkpoint holds besides tensors: as for a run of its own, and the loss not reported yet."""
         return {
             **checkpoints.common_progress(
                 self.settings, self.position, self.early_stopping, None, tensors.loss_scale, workers=1

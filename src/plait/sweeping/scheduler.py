@@ -1,7 +1,7 @@
-"""The book of a sweep: every trial, how far it is and what becomes of it. Rank 0 keeps it.
+"""The trials of a sweep: the progress of each, and which of them go on. The coordinator owns it.
 
-What must outlive a kill is recorded as events before anyone hears of it, so a book read from the events of a
-run goes on where that run was: a decision that was lost is made again from the same results.
+What must outlive a kill is recorded as events before a worker is answered, so a scheduler made from the
+events of a run goes on where that run was: a decision that was lost is made again from the same results.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class TrialScheduler:
         self.search = Search(settings)
         self.metric = metric
         self.trials: list[Trial] = []
-        self._workers = workers
+        # Those that share out the trials; they may come and go.
+        self.workers = workers
         self._steps_of = steps_of
         self._record = record
         self._copy = copy
@@ -85,14 +86,14 @@ class TrialScheduler:
         self._copied: set[tuple[int, int]] = set()
 
     def open(self, past: Iterable[Event] = ()) -> None:
-        """Take up what events tell of an earlier part of the sweep, and draw all trials that can be drawn."""
+        """Replay the events of an earlier part of the sweep, and draw all trials that can be drawn."""
         for event in past:
             self._replay(event)
         if not self.search.learns:
             while len(self.trials) < self.search.total:
                 self._draw()
         if self.search.waits:
-            self._settle()
+            self._finish_rung()
         for trial in self.trials:
             # A decision may have been lost between a result and its consequence.
             if not self.search.waits and trial.reached and not trial.has_ended:
@@ -121,7 +122,7 @@ class TrialScheduler:
 
     def waiting(self, group: str | None = None) -> list[Trial]:
         """The trials that nobody trains and that could go on: of `group`, or of whichever is next."""
-        self._draw_more(self._workers)
+        self._draw_more(self.workers)
         found = [trial for trial in self.trials if trial.state == "waiting"]
         wanted = group or (found[0].group if found else None)
         return [trial for trial in found if trial.group == wanted]
@@ -133,32 +134,46 @@ class TrialScheduler:
             return True
         return (_number(result), number) < (_number(best.result), best.number)
 
-    def take(self, group: str, count: int, begin: bool) -> list[Trial]:
-        """Up to `count` waiting trials of `group`; a worker that begins an array gets its share, not all."""
+    def take(self, group: str, count: int, begin: bool, among: int | None = None) -> list[Trial]:
+        """Up to `count` waiting trials of `group`.
+
+        A worker that begins an array gets its share of them, where `among` workers or else all share them.
+        """
         self._draw_more(count)
         fitting = self.waiting(group)
         if begin:
-            count = min(count, math.ceil(len(fitting) / self._workers))
+            count = min(count, math.ceil(len(fitting) / (among or self.workers)))
         for trial in fitting[:count]:
             trial.state = "running"
         return fitting[:count]
 
     def report(self, number: int, step: int, metrics: Mapping[str, Any], train_loss: float | None) -> int:
-        """Note that a trial came to its goal; up to which step it goes on, or 0 where it leaves its array."""
+        """Record a trial's result at its goal; the step it trains to next, or 0 where it leaves its array."""
         trial = self.trials[number]
-        self._note_result(trial, step, metrics, train_loss)
+        if trial.has_ended:
+            return 0
+        is_new = self._record_result(trial, step, metrics, train_loss)
         if step >= trial.steps:
             self._end(trial, "finished")
+        elif not is_new:
+            return self._answer_again(trial)
         elif self.search.waits:
             trial.state = "held"
         else:
             return self._decide(trial)
         if self.search.waits:
-            self._settle()
+            self._finish_rung()
+        return 0
+
+    def _answer_again(self, trial: Trial) -> int:
+        """The answer to a result that is known: whoever reported it may have lost the first answer."""
+        if not self.search.waits:
+            return self._decide(trial)
+        self.give_back(trial.number)
         return 0
 
     def _decide(self, trial: Trial) -> int:
-        """ASHA's rule at the last goal that a trial came to: up to which step it goes on, or 0."""
+        """ASHA's rule at the last goal that a trial reached: the step it trains to next, or 0."""
         place = len(trial.reached) - 1
         arrivals = self._arrivals[place]
         before = [self.trials[n].reached[place] for n in arrivals[: arrivals.index(trial.number)]]
@@ -170,12 +185,21 @@ class TrialScheduler:
     def stop(
         self, number: int, step: int, state: str, metrics: Mapping[str, Any], train_loss: float | None
     ) -> None:
-        """Note that a trial ended by itself: it diverged, or its patience was over."""
+        """Record that a trial ended by itself: it diverged or stopped early."""
         trial = self.trials[number]
-        self._note_result(trial, step, metrics, train_loss, nan=state == "diverged")
+        if trial.has_ended:
+            return
+        self._record_result(trial, step, metrics, train_loss, nan=state == "diverged")
         self._end(trial, state)
         if self.search.waits:
-            self._settle()
+            self._finish_rung()
+
+    def hold(self, number: int) -> bool:
+        """A worker has the trial from an earlier coordinator; False where its result is known already."""
+        trial = self.trials[number]
+        if trial.state == "waiting":
+            trial.state = "running"
+        return trial.state == "running"
 
     def give_back(self, number: int) -> None:
         """A worker stopped before the trial's goal; it goes on from its newest checkpoint, if it has one."""
@@ -242,21 +266,23 @@ class TrialScheduler:
         self.trials.append(trial)
         return trial
 
-    def _note_result(
+    def _record_result(
         self,
         trial: Trial,
         step: int,
         metrics: Mapping[str, Any],
         train_loss: float | None,
         nan: bool = False,
-    ) -> None:
+    ) -> bool:
+        """Record a result; False where it is known."""
         trial.step, trial.metrics, trial.train_loss = step, dict(metrics), train_loss
         result = math.nan if nan else self._result(metrics, train_loss)
         place = _place(trial, step)
         if place in trial.reached:
-            return
+            return False
         self._record(run_events.TrialReached(trial.number, step, finite(result), dict(metrics), train_loss))
         self._arrive(trial, place, result)
+        return True
 
     def _arrive(self, trial: Trial, place: int, result: float) -> None:
         trial.reached[place] = result
@@ -276,7 +302,7 @@ class TrialScheduler:
         )
         return 0
 
-    def _settle(self) -> None:
+    def _finish_rung(self) -> None:
         """Compare trials once all that go on have come to the same goal."""
         going = [trial for trial in self.trials if not trial.has_ended]
         if not going or any(trial.state != "held" for trial in going):

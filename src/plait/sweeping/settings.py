@@ -1,4 +1,4 @@
-"""What a sweep is told, as plain values: the job, what to try, and how to search."""
+"""The settings of a sweep, as plain values: the job, what to try, and how to search."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class SweepSettings:
     replicas: int = 1
 
     @property
-    def team_size(self) -> int:
+    def workers_per_array(self) -> int:
         """How many workers train an array together."""
         return self.replicas if self.train.pipeline is None else len(self.train.pipeline.plan["stages"])

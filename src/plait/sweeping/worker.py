@@ -1,9 +1,10 @@
-"""What a worker process of a sweep runs; rank 0 is the coordinator as well."""
+"""What a worker process of a sweep runs; rank 0, or the first of an elastic sweep's members, coordinates."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.sweeping.coordinator import Coordinator, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
+from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.engines.commands import EndCommand
 from plait.sweeping.engines.leader import ArrayFollower
 from plait.sweeping.loop import SweepTraining
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key, with_values
-from plait.sweeping.worker_group import WorkerGroup, check_teams, make_team
+from plait.sweeping.worker_group import WorkerGroup, check_worker_groups, make_worker_group
 from plait.training import components
 from plait.training.optimizers.eager import use_eager_optimizers
 
@@ -59,13 +61,16 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     device = components.choose_device(settings.train.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    check_teams(settings, worker.world_size)
+    check_worker_groups(settings, worker.world_size)
     group = None
-    if settings.team_size > 1:
+    if settings.workers_per_array > 1:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
-        group = make_team(worker, settings, device)
+        group = make_worker_group(worker, settings, device)
     try:
-        result = _take_part(worker, settings, folder, device, group, order["resume"])
+        if worker.memberships is None:
+            result = _take_part(worker, settings, folder, device, group, order["resume"])
+        else:
+            result = _take_part_while_needed(worker, settings, folder, device, order["resume"])
     except FusionError as failure:
         if settings.train.pipeline is not None:  # stages are fused, whatever the width
             raise
@@ -89,29 +94,54 @@ def _take_part(
     if group is not None and not group.leads:
         ArrayFollower(group, sets, device).run()
         return {}
-    teams = worker.world_size // settings.team_size
-    if teams > 1:
+    groups = worker.world_size // settings.workers_per_array
+    if groups > 1:
         _check_shared(worker, folder)
     coordinator = Coordinator(worker, settings, folder, sets, resume) if worker.rank == 0 else None
     client = RemoteClient(worker.store, QUESTIONS) if coordinator is None else LocalClient(coordinator.answer)
     answers = None
-    if isinstance(client, LocalClient) and teams > 1:
+    if isinstance(client, LocalClient) and groups > 1:
         answers = AnswerThread(worker.store, QUESTIONS, client)
-    reason = SweepTraining(worker, settings, folder, client, sets, device, group).run()
+    SweepTraining(worker, settings, folder, client, sets, device, group).run()
     if group is not None:
-        group.tell(EndCommand(), 0)
+        group.send_command(EndCommand(), 0)
     if coordinator is None:
         return client.ask(ask="leave")
     # The others may still train; the launcher ends us when one of them fails.
-    while coordinator.left < teams - 1:
+    while coordinator.left < groups - 1:
         time.sleep(WAIT_S)
     if answers is not None:
         answers.close()
-    return coordinator.close("finished" if coordinator.book.is_over else reason).to_dict()
+    return coordinator.close().to_dict()
+
+
+def _take_part_while_needed(
+    worker: Worker, settings: SweepSettings, folder: RunDir, device: torch.device, resume: bool
+) -> dict[str, Any]:
+    """Train until the end of the sweep or until the others go on without this worker.
+
+    All members at the end return the result: whoever coordinates may be lost after it has closed the sweep.
+    """
+    sets = DataSets()
+
+    def make_coordinator(
+        holders: Sequence[int] | None, on_holders: Callable[[Sequence[int]], None]
+    ) -> Coordinator:
+        return Coordinator(worker, settings, folder, sets, resume, holders, on_holders)
+
+    _check_shared(worker, folder)
+    members = SweepMembers(worker, make_coordinator)
+    members.join()
+    training = SweepTraining(worker, settings, folder, members, sets, device, members=members)
+    while True:
+        if training.run() != "left" and (result := members.result()) is not None:
+            return result
+        if members.leave():
+            return {}
 
 
 def _check_shared(worker: Worker, folder: RunDir) -> None:
-    """Refuse hosts that do not see one run folder: trials move between teams as files in it."""
+    """Refuse hosts that do not see one run folder: trials move between groups as files in it."""
     token = folder.path / ".token"
     if worker.rank == 0:
         word = uuid.uuid4().hex

@@ -72,7 +72,7 @@ def _order(settings: TrainSettings) -> tuple[int, int]:
 
 
 class BatchStreams:
-    """The feeds of an array's trials; one that another trial already reads from the same place is shared."""
+    """The streams of an array's trials; one that another trial reads already at the same place is shared."""
 
     def __init__(
         self, train_set: Any, pin: bool, place: int = 0, workers: int = 1, loads: bool = True
@@ -82,25 +82,25 @@ class BatchStreams:
         self._share = (place, workers, loads)
 
     def find(self, settings: TrainSettings, position: Position, used: list[BatchStream]) -> BatchStream:
-        """A feed for a trial at `position`: one of those `used`, or a new one."""
-        for feed in used:
-            if feed.order == _order(settings) and feed.position == position:
-                return feed
+        """A stream for a trial at `position`: one of those `used`, or a new one."""
+        for stream in used:
+            if stream.order == _order(settings) and stream.position == position:
+                return stream
         return BatchStream(self._train_set, settings, position, self._pin, *self._share)
 
 
-def next_batches(feeds: list[BatchStream]) -> list[Batch]:
-    """The next batch of each feed; a feed that comes several times moves once."""
+def next_batches(streams: list[BatchStream]) -> list[Batch]:
+    """The next batch of each stream; a stream that comes several times moves once."""
     taken: dict[int, Batch] = {}
-    for feed in feeds:
-        if id(feed) not in taken:
-            taken[id(feed)] = feed.next()
-    return [taken[id(feed)] for feed in feeds]
+    for stream in streams:
+        if id(stream) not in taken:
+            taken[id(stream)] = stream.next()
+    return [taken[id(stream)] for stream in streams]
 
 
-def reseated(seats: Sequence[T], leaving: Sequence[int], joining: Sequence[T]) -> list[T]:
+def with_replacements(present: Sequence[T], leaving: Sequence[int], joining: Sequence[T]) -> list[T]:
     """What belongs to each trial after a change; newcomers take the leavers' places, then new ones."""
-    kept = dict(enumerate(seats))
+    kept = dict(enumerate(present))
     for place in leaving:
         del kept[place]
     kept |= dict(zip(leaving, joining))

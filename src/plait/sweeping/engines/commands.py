@@ -1,4 +1,4 @@
-"""What the leader of a team tells its followers, as plain values."""
+"""The commands of a worker group's leader to its followers, as plain values."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class EvaluateCommand:
 
 @dataclass(frozen=True)
 class CollectCommand:
-    """Let me have the state of the trial at this place."""
+    """Send the leader the state of the trial at this place."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class DissolveCommand:
-    """Let go of the array."""
+    """Release the array."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class EndCommand:
     """There is nothing left to do."""
 
 
-Order = (
+Command = (
     BeginCommand
     | ChangeCommand
     | StepCommand
@@ -81,26 +81,26 @@ Order = (
 )
 
 
-def to_message(order: Order) -> tuple[dict[str, Any], Tensors]:
-    """The order as plain values and named tensors."""
+def to_message(command: Command) -> tuple[dict[str, Any], Tensors]:
+    """The command as plain values and named tensors."""
     tensors: Tensors = {}
-    fields = {name: value for name, value in vars(order).items() if name != "entering"}
+    fields = {name: value for name, value in vars(command).items() if name != "entering"}
     entering = []
-    for number, one in enumerate(getattr(order, "entering", ())):
+    for number, one in enumerate(getattr(command, "entering", ())):
         state = one.state
         if state is not None:
             tensors |= {f"{number}/model/{name}": value for name, value in state.model.items()}
             tensors |= {f"{number}/optimizer/{name}": value for name, value in state.optimizer.items()}
         rest = None if state is None else [state.step, dict(state.progress)]
         entering.append([encode(one.settings), rest])
-    return {"order": type(order).__name__, "fields": encode(fields), "entering": entering}, tensors
+    return {"command": type(command).__name__, "fields": encode(fields), "entering": entering}, tensors
 
 
-def from_message(value: Mapping[str, Any], tensors: Tensors) -> Order:
-    """The order that `to_message` made these of."""
-    kind = next(each for each in get_args(Order) if each.__name__ == value["order"])
+def from_message(value: Mapping[str, Any], tensors: Tensors) -> Command:
+    """The command that `to_message` made these of."""
+    kind = next(each for each in get_args(Command) if each.__name__ == value["command"])
     if not value["entering"] and kind not in (BeginCommand, ChangeCommand):
-        made: Order = decode(kind, value["fields"])
+        made: Command = decode(kind, value["fields"])
         return made
     entering = tuple(
         Newcomer(decode(TrainSettings, settings, "settings"), _state(number, rest, tensors))

@@ -36,7 +36,7 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.engines.cuda_graph import StepGraph
 from plait.sweeping.engines.microbatches import Piece, Round, most_rounds, rounds_of
 from plait.sweeping.engines.trial_norms import TrialNorms
-from plait.sweeping.worker_group import TeamSum, WorkerGroup, share_of
+from plait.sweeping.worker_group import GroupSum, WorkerGroup, share_of
 from plait.training import checkpoint as checkpoints
 from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, means, sums_of, sums_over_share
@@ -100,9 +100,9 @@ class Array(Protocol):
 class FusedArray:
     """Trials fused into one module and one optimizer.
 
-    With a `team` its workers hold the same trials: each works on its share of the batches, and they sum their
-    gradients. Batch norms take the statistics of a share, as data-parallel training does; the mean of all
-    workers' running statistics is evaluated and saved.
+    The `workers` of a group hold the same trials: each works on its share of the batches, and they sum
+    their gradients. Batch norms take the statistics of a share, as data-parallel training does; the mean of
+    all workers' running statistics is evaluated and saved.
     """
 
     is_fused = True
@@ -110,22 +110,22 @@ class FusedArray:
     def __init__(
         self,
         entries: Sequence[TrialInit],
-        team: WorkerGroup | None = None,
+        workers: WorkerGroup | None = None,
         stream: int | None = None,
         verdict: Verdict | None = None,
     ) -> None:
         first = entries[0]
-        self._team = team
+        self._workers = workers
         self._verdict = verdict or Verdict()
-        # Which of the trials' random streams is drawn from: workers of a team have their own.
-        self._stream = stream or (0 if team is None else team.place)
+        # Which of the trials' random streams is drawn from: workers of a worker group have their own.
+        self._stream = stream or (0 if workers is None else workers.place)
         self._entries = [_without_state(entry) for entry in entries]
         self._device = first.parts.device
         models = [entry.parts.model for entry in entries]
         self.fused = fuse(
             models, self._seeds(entries), [entry.age for entry in entries], unfused=self._verdict.unfused
         )
-        if self._device.type == "cuda" and team is None:  # summed gradients are contiguous
+        if self._device.type == "cuda" and workers is None:  # summed gradients are contiguous
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
         optimizers = [entry.parts.optimizer for entry in entries]
@@ -139,26 +139,28 @@ class FusedArray:
         self._loss = self._build_loss()
         self._graph = self._new_graph()
         self._sum = self._new_sum()
-        # Whether a step may have made the running statistics of a team's workers differ.
+        # Whether a step may have made the running statistics of the workers of a group differ.
         self._differs = False
         monitored = any(wants_norms(entry.settings) for entry in entries)
         self._norms = TrialNorms(len(entries)) if monitored else None
 
     def _new_graph(self) -> StepGraph | None:
         """On a GPU, what replays steps; anew whenever the trials change, whose numbers a graph holds."""
-        if self._device.type != "cuda" or self._team is not None:
+        if self._device.type != "cuda" or self._workers is not None:
             return None
         if self.fused.unfused or self._verdict.has_python_state or self._verdict.loss_alone:
             return None  # a graph would repeat what Python did when it was captured
         return StepGraph(self._whole_step, self.optimizer.zero_grad)
 
-    def _new_sum(self) -> TeamSum | None:
-        if self._team is None:
+    def _new_sum(self) -> GroupSum | None:
+        if self._workers is None:
             return None
-        return TeamSum(self._team, self.optimizer.parameters, self.trials, partial=bool(self.fused.unfused))
+        return GroupSum(
+            self._workers, self.optimizer.parameters, self.trials, partial=bool(self.fused.unfused)
+        )
 
     def close(self) -> None:
-        """End the sums of a team."""
+        """End the sums of a worker group."""
         if self._sum is not None:
             self._sum.close()
         self._sum = None
@@ -198,7 +200,7 @@ class FusedArray:
             self._entries[-1] = entry
         for place, entry in enumerate(self._entries):
             if any(entry is one for one in entering):
-                self._take_up(place, entry)
+                self._load_entry(place, entry)
         self.optimizer.clip_norm = self._clip_vector()
         self._notice_clips()
         self._loss = self._build_loss()
@@ -213,7 +215,7 @@ class FusedArray:
         if self._norms is not None:
             self._norms.reorder(places)
 
-    def _take_up(self, place: int, entry: TrialInit) -> None:
+    def _load_entry(self, place: int, entry: TrialInit) -> None:
         """The state that a newcomer brings beside its weights."""
         load_trial(self.optimizer, entry.parts.optimizer, place)
         self.fused.seeds[place], self.fused.ages[place] = self._seeds([entry])[0], entry.age
@@ -254,10 +256,10 @@ class FusedArray:
         self.set_factors(factors)
         accumulate = self._entries[0].settings.accumulate
         rounds = rounds_of(batches, accumulate)
-        if self._sum is not None and self._team is not None:
+        if self._sum is not None and self._workers is not None:
             # Equal on all workers, whose shares may have been cut into fewer pieces.
-            ages = self.fused.ages + self._vector(most_rounds(batches, accumulate, self._team.size)).long()
-            losses = self._team_step(self._sum, rounds, batches)
+            ages = self.fused.ages + self._vector(most_rounds(batches, accumulate, self._workers.size)).long()
+            losses = self._group_step(self._sum, rounds, batches)
             self.fused.ages.copy_(ages)
             return losses
         if len(rounds) == 1 and len({batch.count for batch in batches}) == 1:
@@ -286,7 +288,7 @@ class FusedArray:
         """What is known of the noise of a trial's gradients, where the job asks for it."""
         return None if self._norms is None else self._norms.averages[place]
 
-    def _team_step(self, sum_: TeamSum, rounds: Sequence[Round], batches: Sequence[Batch]) -> Tensor:
+    def _group_step(self, sum_: GroupSum, rounds: Sequence[Round], batches: Sequence[Batch]) -> Tensor:
         """A step on this worker's share, by the gradients of all shares."""
         sum_.begin()
         total = self._vector([0.0] * self.trials)
@@ -367,8 +369,8 @@ class FusedArray:
             sums = torch.stack([self._sums_alone(place) for place in places])
         else:
             sums = self._sums_together(places, sizes.pop())
-        if self._team is not None:
-            sums = self._team.total(sums, self._device)
+        if self._workers is not None:
+            sums = self._workers.total(sums, self._device)
         return [means(self._entries[place].parts, row) for place, row in zip(places, sums)]
 
     def _sums_together(self, places: Sequence[int], size: int) -> Tensor:
@@ -377,7 +379,7 @@ class FusedArray:
         first = self._entries[places[0]]
         parts, settings = first.parts, first.settings
         with torch.no_grad(), evaluation_mode(self.fused):
-            for batch in evaluation_batches(parts, settings, size, *share_of(self._team)):
+            for batch in evaluation_batches(parts, settings, size, *share_of(self._workers)):
                 if not batch.count:
                     continue
                 inputs, target = to_device(batch.content, parts.device, parts.dtype)
@@ -390,7 +392,7 @@ class FusedArray:
     def _sums_alone(self, place: int) -> Tensor:
         entry = self._entries[place]
         parts = replace(entry.parts, model=self.fused.trial(place))
-        return sums_over_share(parts, entry.settings, *share_of(self._team))
+        return sums_over_share(parts, entry.settings, *share_of(self._workers))
 
     def parts_of(self, place: int) -> Components:
         """What the trial at `place` is evaluated with."""
@@ -400,13 +402,13 @@ class FusedArray:
         return self._entries[place].settings
 
     def average(self) -> None:
-        """Give all workers of the team the mean of their running statistics, where they may differ."""
-        if self._team is not None and self._differs:
-            self._team.average(self.fused.module)
+        """Give all workers of the group the mean of their running statistics, where they may differ."""
+        if self._workers is not None and self._differs:
+            self._workers.average(self.fused.module)
             self._differs = False
 
     def collect(self, place: int) -> None:
-        """Let the team's leader have the state of the trial at `place`."""
+        """Let the group's leader have the state of the trial at `place`."""
         self.average()
 
     def tensors(self, place: int) -> TrialTensors:

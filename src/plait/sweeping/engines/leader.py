@@ -1,4 +1,4 @@
-"""An array that a team trains: the leader's side, which passes every call on to those who follow."""
+"""An array that a worker group trains: the leader's side, which passes every call on to its followers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines import commands
-from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams, next_batches, reseated
+from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams, next_batches, with_replacements
 from plait.sweeping.engines.fused import FusedArray, TrialInit, TrialTensors
 from plait.sweeping.engines.unfused import UnfusedArray
 from plait.sweeping.worker_group import WorkerGroup
@@ -37,25 +37,25 @@ SharedArray: TypeAlias = "FusedArray | UnfusedArray | PipelinedArray"
 def make_array(
     entries: Sequence[TrialInit],
     fused: bool,
-    team: WorkerGroup | None,
+    workers: WorkerGroup | None,
     verdict: Verdict | None = None,
     stages: StagesOfTrials | None = None,
 ) -> SharedArray:
-    """An array of the entries, held by this worker, by each of a team, or by all of them in stages.
+    """An array of the entries, held by this worker, by each of a worker group, or by all of them in stages.
 
     `verdict` says how trials can be fused rightly, `stages` how they are cut where that is known.
     """
-    if team is not None and team.pipeline is not None:
+    if workers is not None and workers.pipeline is not None:
         # Slow to import, with all that tracing needs.
         from plait.sweeping.engines.pipelined import PipelinedArray
 
-        return PipelinedArray(entries, team, team.pipeline, stages, verdict)
-    if team is not None and streams_of(entries[0].parts.train_set.dataset) is not None:
+        return PipelinedArray(entries, workers, workers.pipeline, stages, verdict)
+    if workers is not None and streams_of(entries[0].parts.train_set.dataset) is not None:
         raise JobError(
             f"--replicas: the samples of {entries[0].settings.data.kind} continue those of the batch before, "
             f"whose state replicas of an array do not share; sweep without --replicas"
         )
-    return FusedArray(entries, team, verdict=verdict) if fused else UnfusedArray(entries, team)
+    return FusedArray(entries, workers, verdict=verdict) if fused else UnfusedArray(entries, workers)
 
 
 def make_entry(
@@ -77,21 +77,21 @@ def position_of(state: Checkpoint | None) -> Position:
 
 
 class LeaderArray:
-    """A team's array as its leader has it."""
+    """A worker group's array as its leader has it."""
 
     def __init__(
         self,
-        team: WorkerGroup,
+        workers: WorkerGroup,
         entries: Sequence[TrialInit],
         fused: bool,
         verdict: Verdict | None = None,
         stages: StagesOfTrials | None = None,
     ) -> None:
-        self._team = team
+        self._workers = workers
         verdict = verdict or Verdict()
         layers = () if stages is None else stages.checked.fine
-        team.tell(commands.BeginCommand(_newcomers(entries), fused, verdict, layers), 0)
-        self._array = make_array(entries, fused, team, verdict, stages)
+        workers.send_command(commands.BeginCommand(_newcomers(entries), fused, verdict, layers), 0)
+        self._array = make_array(entries, fused, workers, verdict, stages)
 
     @property
     def trials(self) -> int:
@@ -102,39 +102,39 @@ class LeaderArray:
         return self._array.is_fused
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """Refuse, before the followers hear of them, trials that cannot join those that are there."""
+        """Refuse trials that cannot join those that are there, before the followers receive them."""
         self._array.check_entering(entering)
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
-        """Let trials leave and enter, on all workers of the team."""
-        self._tell(commands.ChangeCommand(tuple(leaving), _newcomers(entering)))
+        """Let trials leave and enter, on all workers of the group."""
+        self._send_command(commands.ChangeCommand(tuple(leaving), _newcomers(entering)))
         self._array.change(leaving, entering)
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial, `batches` being this worker's shares; the losses of whole batches."""
-        self._tell(commands.StepCommand(tuple(factors)))
+        self._send_command(commands.StepCommand(tuple(factors)))
         return self._array.step(batches, factors)
 
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
-        """Mean loss and metric over the test split, of which each worker of the team takes its share."""
-        self._tell(commands.EvaluateCommand(tuple(places)))
+        """Mean loss and metric over the test split, of which each worker of the group takes its share."""
+        self._send_command(commands.EvaluateCommand(tuple(places)))
         return self._array.evaluate(places)
 
     def noise(self, place: int) -> GradientAverages | None:
-        """What this worker's share tells of the noise of a trial's gradients."""
+        """The noise of a trial's gradients, estimated from this worker's share."""
         return self._array.noise(place)
 
     def tensors(self, place: int) -> TrialTensors:
-        self._tell(commands.CollectCommand(place))
+        self._send_command(commands.CollectCommand(place))
         return self._array.tensors(place)
 
     def close(self) -> None:
-        """Let the team let go of the trials."""
-        self._tell(commands.DissolveCommand())
+        """Release the trials on all workers of the group."""
+        self._send_command(commands.DissolveCommand())
         self._array.close()
 
-    def _tell(self, order: commands.Order) -> None:
-        self._team.tell(order, self.trials)
+    def _send_command(self, command: commands.Command) -> None:
+        self._workers.send_command(command, self.trials)
 
 
 def _newcomers(entries: Sequence[TrialInit]) -> tuple[commands.Newcomer, ...]:
@@ -142,60 +142,60 @@ def _newcomers(entries: Sequence[TrialInit]) -> tuple[commands.Newcomer, ...]:
 
 
 class ArrayFollower:
-    """A worker that holds what its leader holds, and does what that says."""
+    """A worker that holds what its leader holds and carries out its commands."""
 
-    def __init__(self, team: WorkerGroup, sets: DataSets, device: torch.device) -> None:
-        self._team = team
+    def __init__(self, workers: WorkerGroup, sets: DataSets, device: torch.device) -> None:
+        self._workers = workers
         self._sets = sets
         self._device = device
         self._array: SharedArray | None = None
-        self._feeds: BatchStreams | None = None
+        self._streams: BatchStreams | None = None
         self._used: list[BatchStream] = []
 
     def run(self) -> None:
-        """Follow until the leader says that there is nothing left."""
-        while not isinstance(order := self._hear(), commands.EndCommand):
-            if isinstance(order, commands.BeginCommand):
-                self._begin(order)
+        """Carry out commands until the leader ends the group."""
+        while not isinstance(command := self._receive_command(), commands.EndCommand):
+            if isinstance(command, commands.BeginCommand):
+                self._begin(command)
             else:
                 assert self._array is not None
-                self._carry_out(order, self._array)
+                self._carry_out(command, self._array)
 
-    def _hear(self) -> commands.Order:
-        return self._team.hear(0 if self._array is None else self._array.trials)
+    def _receive_command(self) -> commands.Command:
+        return self._workers.receive_command(0 if self._array is None else self._array.trials)
 
-    def _begin(self, order: commands.BeginCommand) -> None:
-        train_set, _ = self._sets.of(order.entering[0].settings)
+    def _begin(self, command: commands.BeginCommand) -> None:
+        train_set, _ = self._sets.of(command.entering[0].settings)
         pin = self._device.type == "cuda"
-        self._feeds = BatchStreams(train_set, pin, *self._team.share, loads=self._team.loads)
-        entries = self._enter([], order.entering)
+        self._streams = BatchStreams(train_set, pin, *self._workers.share, loads=self._workers.loads)
+        entries = self._enter([], command.entering)
         stages = None
-        if order.stages and self._team.pipeline is not None:
-            planned = replace(self._team.pipeline.arrangement, stages=order.stages)
+        if command.stages and self._workers.pipeline is not None:
+            planned = replace(self._workers.pipeline.layout, stages=command.stages)
             from plait.sweeping.engines.verified_stages import prepare_trials
 
             stages = prepare_trials(entries, planned, verify=False)
-        self._array = make_array(entries, order.fused, self._team, order.verdict, stages)
+        self._array = make_array(entries, command.fused, self._workers, command.verdict, stages)
 
-    def _carry_out(self, order: commands.Order, array: SharedArray) -> None:
-        match order:
+    def _carry_out(self, command: commands.Command, array: SharedArray) -> None:
+        match command:
             case commands.StepCommand():
-                array.step(next_batches(self._used), order.factors)
+                array.step(next_batches(self._used), command.factors)
             case commands.ChangeCommand():
-                array.change(order.leaving, self._enter(order.leaving, order.entering))
+                array.change(command.leaving, self._enter(command.leaving, command.entering))
             case commands.EvaluateCommand():
-                array.evaluate(order.places)
+                array.evaluate(command.places)
             case commands.CollectCommand():
-                array.collect(order.place)
+                array.collect(command.place)
             case commands.DissolveCommand():
                 array.close()
                 self._array, self._used = None, []
 
     def _enter(self, leaving: Sequence[int], entering: Sequence[commands.Newcomer]) -> list[TrialInit]:
-        assert self._feeds is not None
+        assert self._streams is not None
         known, joining = list(self._used), []
         for one in entering:
-            joining.append(self._feeds.find(one.settings, position_of(one.state), known))
+            joining.append(self._streams.find(one.settings, position_of(one.state), known))
             known.append(joining[-1])
-        self._used = reseated(self._used, leaving, joining)
+        self._used = with_replacements(self._used, leaving, joining)
         return [make_entry(one.settings, one.state, self._device, self._sets) for one in entering]

@@ -1,4 +1,4 @@
-"""An array in stages: each worker of a team holds one stage of all its trials, fused.
+"""An array in stages: each worker of a worker group holds one stage of all its trials, fused.
 
 Batches go through in microbatches under a schedule that drains before the update, so a trial comes to what
 one worker makes of it with as many microbatches. Trials join and leave between two steps.
@@ -27,10 +27,10 @@ from plait.pipeline.cutting.cut import StageModule, cut
 from plait.pipeline.layout import one_batch
 from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
-from plait.sweeping.engines.batch_streams import reseated
+from plait.sweeping.engines.batch_streams import with_replacements
 from plait.sweeping.engines.fused import FusedArray, TrialInit, TrialTensors, at
 from plait.sweeping.engines.microbatches import Round, rounds_of
-from plait.sweeping.engines.stages import TeamPipeline
+from plait.sweeping.engines.stages import GroupPipeline
 from plait.sweeping.engines.traced_constants import check_values, plain_values
 from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stage, prepare_trials
 from plait.sweeping.worker_group import WorkerGroup
@@ -40,22 +40,22 @@ from plait.training.optimizers.build import build_optimizer
 
 
 class PipelinedArray:
-    """The stage of an array that this worker holds; all workers of its team make one together."""
+    """The stage of an array that this worker holds; all workers of its group make one together."""
 
     is_fused = True
 
     def __init__(
         self,
         entries: Sequence[TrialInit],
-        team: WorkerGroup,
-        pipeline: TeamPipeline,
+        workers: WorkerGroup,
+        pipeline: GroupPipeline,
         stages: StagesOfTrials | None = None,
         verdict: Verdict | None = None,
     ) -> None:
-        self._team = team
+        self._workers = workers
         first = entries[0]
-        stages = stages or prepare_trials(entries, pipeline.arrangement, verify=False)
-        self._arrangement, self._values, traced = stages.arrangement, stages.values, stages.traced
+        stages = stages or prepare_trials(entries, pipeline.layout, verify=False)
+        self._layout, self._values, traced = stages.layout, stages.values, stages.traced
         self._verdict = verdict or Verdict()
         self._first_names = cut(traced, self._layers).first_names
         self._further = further_names(first.parts.model)
@@ -63,8 +63,8 @@ class PipelinedArray:
         self._traced = replace(traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
         own = [self._stage_of(entry) for entry in entries]
-        self._own = FusedArray(own, stream=team.place, verdict=of_stage(self._verdict, own[0].parts.model))
-        self._own.optimizer.sum_squares = lambda squares: team.total(squares, squares.device)
+        self._own = FusedArray(own, stream=workers.place, verdict=of_stage(self._verdict, own[0].parts.model))
+        self._own.optimizer.sum_squares = lambda squares: workers.total(squares, squares.device)
         self._stage = FusedStage(self._own.fused)
         self._losses = torch.zeros(len(entries), dtype=torch.float64)
         parts = pipelines.PipelineParts(
@@ -75,13 +75,11 @@ class PipelinedArray:
             pipeline.rendezvous,
             make_stage=self._make_stage,
         )
-        self._pipeline = pipelines.Pipeline(
-            pipeline.rank, self._arrangement, traced, pipeline.channels, parts
-        )
+        self._pipeline = pipelines.Pipeline(pipeline.rank, self._layout, traced, pipeline.channels, parts)
 
     @property
     def _layers(self) -> tuple[str, ...]:
-        return self._arrangement.stages[self._team.place]
+        return self._layout.stages[self._workers.place]
 
     def _stage_of(self, entry: TrialInit) -> TrialInit:
         """What of a trial belongs to this worker's stage."""
@@ -90,8 +88,8 @@ class PipelinedArray:
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise JobError(
-                f"parallel.plan: stage {self._team.place} ({self._layers[0]} to {self._layers[-1]}) has no "
-                f"parameter to train; use a plan with fewer stages"
+                f"parallel.plan: stage {self._workers.place} ({self._layers[0]} to {self._layers[-1]}) has "
+                f"no parameter to train; use a plan with fewer stages"
             )
         optimizer = build_optimizer(entry.settings.optimizer, parameters)
         known = entry.parts.optimizer.state
@@ -101,7 +99,7 @@ class PipelinedArray:
     def _held_by_none(self, entry: TrialInit) -> named_state.Tensors:
         """What of a trial's state no stage uses."""
         used = {name for layer in self._traced.layers for name in (*layer.parameters, *layer.buffers)}
-        state = named_state.model_state(entry.parts.model) if self._team.leads else {}
+        state = named_state.model_state(entry.parts.model) if self._workers.leads else {}
         return {name: value.clone() for name, value in state.items() if name not in used}
 
     def _make_stage(self, traced: TracedModel, layers: Any) -> StageModule:
@@ -122,21 +120,21 @@ class PipelinedArray:
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
         """Let trials leave and enter."""
-        self._rest = reseated(self._rest, leaving, [self._held_by_none(entry) for entry in entering])
+        self._rest = with_replacements(self._rest, leaving, [self._held_by_none(entry) for entry in entering])
         self._own.change(leaving, [self._stage_of(entry) for entry in entering])
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial; only the first stage has more than the sizes of the batches."""
         self._own.set_factors(factors)
-        rounds = rounds_of(batches, self._arrangement.microbatches)
+        rounds = rounds_of(batches, self._layout.microbatches)
         self._stage.begin(rounds)
         self._losses = torch.zeros(self.trials, dtype=torch.float64, device=self._own.fused.seeds.device)
-        contents = self._contents(rounds) if self._team.loads else iter(())
+        contents = self._contents(rounds) if self._workers.loads else iter(())
         rank = self._pipeline.rank
-        self._pipeline.run(one_batch(self._arrangement, rank, len(rounds)), _Work(contents))
+        self._pipeline.run(one_batch(self._layout, rank, len(rounds)), _Work(contents))
         self._pipeline.losses.clear()
         self._pipeline.spans.clear()
-        return self._team.total(self._losses, self._losses.device)
+        return self._workers.total(self._losses, self._losses.device)
 
     def _contents(self, rounds: Sequence[Round]) -> Iterator[Any]:
         for pieces, _ in rounds:
@@ -157,7 +155,7 @@ class PipelinedArray:
         parts, settings = self._own.parts_of(places[0]), self._own.settings_of(places[0])
         assert parts.test_set is not None
         size = settings.evaluate.batch_size or settings.data.batch_size
-        batches = list(in_order(len(parts.test_set), max(1, size // self._arrangement.microbatches)))
+        batches = list(in_order(len(parts.test_set), max(1, size // self._layout.microbatches)))
         found = loader.load(
             parts.test_set, iter(batches), seed=settings.seed, rank=0, world_size=1, loaders=0
         )
@@ -171,7 +169,7 @@ class PipelinedArray:
                 sums[row] += sums_of(own, at(output, place), at(target, place), count)
 
         self._pipeline.evaluate(len(batches), _Work(contents), measure)
-        sums = self._team.total(sums, parts.device)
+        sums = self._workers.total(sums, parts.device)
         return [means(self._own.parts_of(place), row) for place, row in zip(places, sums)]
 
     def _evaluated(self, batch: Batch) -> Any:
@@ -199,7 +197,7 @@ class PipelinedArray:
 
     def _gather(self, place: int) -> tuple[named_state.Tensors, named_state.Tensors]:
         own = self._own.tensors(place)
-        return self._team.gather(own.model), self._team.gather(self._by_first_names(own.optimizer))
+        return self._workers.gather(own.model), self._workers.gather(self._by_first_names(own.optimizer))
 
     def _by_first_names(self, state: named_state.Tensors) -> named_state.Tensors:
         found = {}

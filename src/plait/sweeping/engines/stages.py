@@ -1,4 +1,4 @@
-"""The stages of an array: which plans a sweep can run, and how a team's workers are linked for one."""
+"""The stages of an array: which plans a sweep can run, and how the workers of a group are linked for one."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ SCHEDULES = (Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE)
 
 
 @dataclass(frozen=True)
-class TeamPipeline:
-    """How a team's workers hold the stages of an array: one each, in order."""
+class GroupPipeline:
+    """How the workers of a group hold the stages of an array: one each, in order."""
 
     rank: int
-    arrangement: PipelineLayout
+    layout: PipelineLayout
     channels: Channels
     rendezvous: Rendezvous
 
 
-def link_stages(worker: Worker, settings: TrainSettings, first: int, device: torch.device) -> TeamPipeline:
-    """This worker's links to its team, whose first has rank `first`; all workers call it together."""
+def link_stages(worker: Worker, settings: TrainSettings, first: int, device: torch.device) -> GroupPipeline:
+    """This worker's links to its group, whose first has rank `first`; all workers call it together."""
     from plait.training.engines.pipeline_setup import link  # slow to import, with all that tracing needs
 
     assert settings.pipeline is not None
-    arrangement = _from_rank(first, _arranged(settings.pipeline))
-    channels = link(worker, arrangement, device)
-    return TeamPipeline(worker.rank, arrangement, channels, worker.rendezvous)
+    layout = _from_rank(first, _arranged(settings.pipeline))
+    channels = link(worker, layout, device)
+    return GroupPipeline(worker.rank, layout, channels, worker.rendezvous)
 
 
 def _arranged(pipeline: PipelineSettings) -> PipelineLayout:
     return with_choices(arrange(decode(Plan, pipeline.plan, "plan")), pipeline)
 
 
-def _from_rank(first: int, arrangement: PipelineLayout) -> PipelineLayout:
-    stages = tuple((first + stage,) for stage in range(len(arrangement.stages)))
-    return replace(arrangement, layouts=(Layout(stages),))
+def _from_rank(first: int, layout: PipelineLayout) -> PipelineLayout:
+    stages = tuple((first + stage,) for stage in range(len(layout.stages)))
+    return replace(layout, layouts=(Layout(stages),))
 
 
 def check_stages_of(settings: SweepSettings) -> None:

@@ -13,7 +13,7 @@ from plait.data.loader import Batch, seed_all
 from plait.data.sampler import mix
 from plait.pipeline import named_state
 from plait.sweeping.engines.fused import TrialInit, TrialTensors
-from plait.sweeping.worker_group import TeamSum, WorkerGroup, share_of
+from plait.sweeping.worker_group import GroupSum, WorkerGroup, share_of
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import means, sums_over_share
 
@@ -31,13 +31,13 @@ class _Alone:
 
 
 class UnfusedArray:
-    """One trial with its own model and torch's optimizer, on this worker or on all of a `team`."""
+    """One trial with its own model and torch's optimizer, on this worker or on all of a worker group."""
 
     is_fused = False
 
-    def __init__(self, entries: Sequence[TrialInit], team: WorkerGroup | None = None) -> None:
-        self._team = team
-        self._sum: TeamSum | None = None
+    def __init__(self, entries: Sequence[TrialInit], workers: WorkerGroup | None = None) -> None:
+        self._workers = workers
+        self._sum: GroupSum | None = None
         self._take(entries)
 
     def _take(self, entries: Sequence[TrialInit]) -> None:
@@ -45,11 +45,11 @@ class UnfusedArray:
         (self._entry,) = entries
         self._age = self._entry.age
         self._engine = TrainStep(_Alone(), self._entry.settings, self._entry.parts)  # type: ignore[arg-type]
-        # Whether a step may have made the running statistics of a team's workers differ.
+        # Whether a step may have made the running statistics of the workers of a group differ.
         self._differs = False
-        if self._team is not None:
+        if self._workers is not None:
             parameters = [p for p in self._entry.parts.model.parameters() if p.requires_grad]
-            self._sum = TeamSum(self._team, parameters, 1)
+            self._sum = GroupSum(self._workers, parameters, 1)
             self._engine.before_update = self._add_up
 
     @property
@@ -66,17 +66,17 @@ class UnfusedArray:
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step on its batch, with a factor on the learning rate; its loss."""
-        place, _ = share_of(self._team)
+        place, _ = share_of(self._workers)
         seed_all(mix(self._entry.settings.seed, self._age, place))
         self._age += 1
         if self._sum is not None:
             self._sum.begin()
         loss, _ = self._engine.step(batches[0], factors[0])
         self._differs = True
-        return (loss if self._team is None else self._team.total(loss, loss.device)).unsqueeze(0)
+        return (loss if self._workers is None else self._workers.total(loss, loss.device)).unsqueeze(0)
 
     def _add_up(self) -> None:
-        """Make this worker's gradients those of the whole team."""
+        """Make this worker's gradients those of the whole group."""
         assert self._sum is not None
         self._sum.agree(torch.zeros(1, dtype=torch.float64, device=self._entry.parts.device))
 
@@ -86,13 +86,13 @@ class UnfusedArray:
             return []
         self.average()
         parts = self._entry.parts
-        sums = sums_over_share(parts, self._entry.settings, *share_of(self._team))
-        return [means(parts, sums if self._team is None else self._team.total(sums, parts.device))]
+        sums = sums_over_share(parts, self._entry.settings, *share_of(self._workers))
+        return [means(parts, sums if self._workers is None else self._workers.total(sums, parts.device))]
 
     def average(self) -> None:
-        """Give all workers of the team the mean of their running statistics, where they may differ."""
-        if self._team is not None and self._differs:
-            self._team.average(self._entry.parts.model)
+        """Give all workers of the group the mean of their running statistics, where they may differ."""
+        if self._workers is not None and self._differs:
+            self._workers.average(self._entry.parts.model)
             self._differs = False
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class UnfusedArray:
             self._sum.close()
 
     def collect(self, place: int) -> None:
-        """Let the team's leader have the state of the trial."""
+        """Let the group's leader have the state of the trial."""
         self.average()
 
     def noise(self, place: int) -> GradientAverages | None:

@@ -40,16 +40,16 @@ def verify_rehearsed(rehearsal: ArrayRehearsal, known: Verdict | None) -> Verdic
 
 def first_batches(entries: Sequence[TrialInit], share: tuple[int, int]) -> list[list[Batch]]:
     """Two batches of each trial; trials that read the same data in one order have the same."""
-    feeds: dict[tuple[int, int], list[Batch]] = {}
+    streams: dict[tuple[int, int], list[Batch]] = {}
     with same_random_numbers(0):
         for entry in entries:
             settings = replace(entry.settings, data=replace(entry.settings.data, loaders=0))
             key = (settings.seed, settings.data.batch_size)
-            if key not in feeds:
-                feed = BatchStream(entry.parts.train_set, settings, Position(), False, *share)
-                feeds[key] = [feed.next(), feed.next()]
+            if key not in streams:
+                stream = BatchStream(entry.parts.train_set, settings, Position(), False, *share)
+                streams[key] = [stream.next(), stream.next()]
     keys = [(entry.settings.seed, entry.settings.data.batch_size) for entry in entries]
-    return [[feeds[key][number] for key in keys] for number in range(2)]
+    return [[streams[key][number] for key in keys] for number in range(2)]
 
 
 class ArrayRehearsal:

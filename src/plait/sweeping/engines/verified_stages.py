@@ -39,7 +39,7 @@ class StagesOfTrials:
     """
 
     checked: Checked
-    arrangement: PipelineLayout
+    layout: PipelineLayout
     values: Values
 
     @property
@@ -47,24 +47,24 @@ class StagesOfTrials:
         return self.checked.traced
 
 
-def prepare_trials(entries: Sequence[TrialInit], arrangement: PipelineLayout, verify: bool) -> StagesOfTrials:
+def prepare_trials(entries: Sequence[TrialInit], layout: PipelineLayout, verify: bool) -> StagesOfTrials:
     """The stages of these trials in whole modules; with `verify` those of the first are compared with it."""
     first = entries[0]
     # Before its code runs, which may count or remember.
     values = plain_values(first.parts.model)
     try:
-        checked, arrangement = prepare_pipeline(first.settings, first.parts, arrangement, verify)
+        checked, layout = prepare_pipeline(first.settings, first.parts, layout, verify)
     except JobError:
         raise
     except InputError as failure:
         raise JobError(f"parallel.plan: {failure}") from None
-    check_ties(checked.traced, arrangement)
-    return StagesOfTrials(checked, arrangement, values)
+    check_ties(checked.traced, layout)
+    return StagesOfTrials(checked, layout, values)
 
 
-def check_ties(traced: TracedModel, arrangement: PipelineLayout) -> None:
+def check_ties(traced: TracedModel, layout: PipelineLayout) -> None:
     """Refuse weights that several stages use."""
-    for name, stages in find_stages(traced, arrangement).items():
+    for name, stages in find_stages(traced, layout).items():
         if len(stages) > 1:
             raise JobError(
                 f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, which arrays in "
@@ -97,11 +97,11 @@ class StagedRehearsal(ArrayRehearsal):
     def __init__(
         self, entries: Sequence[TrialInit], stages: StagesOfTrials, batches: Sequence[Sequence[Batch]]
     ) -> None:
-        super().__init__(entries, batches, stages.arrangement.microbatches)
+        super().__init__(entries, batches, stages.layout.microbatches)
         self._stages = stages
         self._traced = stages.traced
-        self._evaluated, evaluated = evaluation_stages(self._traced, stages.arrangement.stages)
-        self._routes = find_routes(self._traced, stages.arrangement.stages)
+        self._evaluated, evaluated = evaluation_stages(self._traced, stages.layout.stages)
+        self._routes = find_routes(self._traced, stages.layout.stages)
         self._evaluated_routes = find_routes(self._evaluated, evaluated)
         self._cut: list[StageModule] = []
 
@@ -110,7 +110,7 @@ class StagedRehearsal(ArrayRehearsal):
         for entry in self._entries:
             check_values(self._traced, self._stages.values, plain_values(entry.parts.model))
         fused, self._cut = [], []
-        for layers in self._stages.arrangement.stages:
+        for layers in self._stages.layout.stages:
             own = [cut(replace(self._traced, model=model), layers) for model in models]
             kept = of_stage(Verdict(unfused), own[0].module).unfused
             fused.append(fuse([stage.module for stage in own], self.seeds, self.ages, unfused=kept))

@@ -79,7 +79,10 @@ def check(settings: SweepSettings) -> None:
     check_keys(over)
     if settings.train.adapt:
         kinds = ", ".join(policy.kind for policy in settings.train.adapt)
-        raise InputError(f"adapt: found {kinds}, but the trials of a sweep keep their settings; leave it out")
+        raise InputError(
+            f"adapt: found {kinds}, but the trials of a sweep keep their settings; leave it out (with "
+            f"parallel.elastic, plait resize changes the workers of a sweep)"
+        )
     if search.trials is not None and search.trials < 1:
         raise InputError(f"--trials: found {search.trials}, expected 1 or more")
     if settings.width is not None and settings.width < 1:

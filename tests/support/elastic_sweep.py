@@ -1,0 +1,185 @@
+"""Elastic sweeps inside test worlds: real workers and a real store; a script says when the members change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.comm.store import StoreServer
+from plait.core.codec import encode
+from plait.launch.membership import Membership, Memberships
+from plait.launch.worker import LaunchedWorker
+from plait.sweeping import worker as sweep_worker
+from plait.sweeping.settings import SweepSettings
+from support.averaging import open_store
+from support.meeting import SECRET
+from support.world import run_ranks
+
+DEADLINE = timedelta(seconds=50)
+
+
+@dataclass(frozen=True)
+class Change:
+    """After `steps` steps of `worker`, the sweep goes on with `members`.
+
+    Where `worker` is `lost`, it kills itself then. With `stop` the rest is asked to stop.
+    """
+
+    worker: int
+    steps: int
+    members: tuple[int, ...]
+    lost: bool = False
+    stop: bool = False
+
+
+class ScriptedSweepAgent:
+    """In the place of the link to an agent: it changes the members as its script says.
+
+    A worker asks whether to stop after each step, which is how its steps are counted here.
+    """
+
+    def __init__(
+        self, worker: int, store: dist.Store, first: tuple[int, ...], script: Sequence[Change]
+    ) -> None:
+        self.memberships = Memberships(worker)
+        # Nobody is lost here between a change and the end of those that leave.
+        self.memberships.dismiss()
+        self.store = store
+        self._worker = worker
+        self._script = list(script)
+        self._is_stopped = False
+        self._calls = 0
+        self._versions = self._list_versions(first)
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _list_versions(self, first: tuple[int, ...]) -> dict[int, Membership]:
+        lost: tuple[int, ...] = ()
+        found = {1: _membership(1, first, lost)}
+        for version, change in enumerate(self._script, 2):
+            lost += (change.worker,) if change.lost else ()
+            found[version] = _membership(version, change.members, lost)
+        return found
+
+    @property
+    def first(self) -> Membership:
+        """The first version that this worker is a member of."""
+        return next(each for each in self._versions.values() if self._worker in each.members)
+
+    def send(self, **message: Any) -> None:
+        if "joined" in message:
+            self.store.set(f"test/joined/{message['joined']['version']}/{self._worker}", "")
+
+    @property
+    def stop_requested(self) -> bool:
+        self._calls += 1
+        for version, change in enumerate(self._script, 2):
+            if change.worker == self._worker and self._calls == change.steps:
+                self._begin(version, change)
+        return self._is_stopped
+
+    def _begin(self, version: int, change: Change) -> None:
+        """Let all workers know of a version, and wait until they have entered it, or die."""
+        self.store.wait([f"test/version/{version - 1}"], DEADLINE)
+        self.store.set(f"test/version/{version}", str(os.getpid()))
+        if change.lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        joiners = set(change.members) - set(self._versions[version - 1].members)
+        if joiners:
+            self.store.wait([f"test/joined/{version}/{each}" for each in joiners], DEADLINE)
+        while self.memberships.latest().version < version:
+            time.sleep(0.001)
+
+    def _follow(self) -> None:
+        for version, change in enumerate(self._script, 2):
+            self.store.wait([f"test/version/{version}"], DEADLINE)
+            if change.lost:
+                _wait_until_dead(int(self.store.get(f"test/version/{version}")))
+            if version >= self.first.version:
+                self.memberships.put(self._versions[version])
+            self._is_stopped = change.stop
+
+
+def _membership(version: int, members: tuple[int, ...], lost: tuple[int, ...]) -> Membership:
+    return Membership(version, members, ("here",) * len(members), lost, "test", "a script")
+
+
+def _wait_until_dead(pid: int) -> None:
+    end = time.monotonic() + DEADLINE.total_seconds()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end, f"process {pid} did not die"
+            time.sleep(0.001)
+
+
+def sweep_elastic(
+    rank: int,
+    settings: SweepSettings,
+    folder: Path,
+    address: str,
+    first: tuple[int, ...],
+    script: Sequence[Change],
+) -> dict[str, Any]:
+    """Take part in the sweep as the worker of that number; what it returned."""
+    torch.set_num_threads(1)
+    agent = ScriptedSweepAgent(rank, open_store(address, rank), first, script)
+    is_first = rank in first
+    if is_first:
+        agent.memberships.put(agent.first)
+        agent.store.set("test/version/1", "")
+    place = {
+        "rank": rank,
+        "host": "here",
+        "local_rank": rank,
+        "timeout_s": DEADLINE.total_seconds(),
+        "secret": SECRET.hex(),
+        "address": "127.0.0.1",
+        "store": address,
+        "membership": vars(agent.first) if is_first else None,
+    }
+    worker = LaunchedWorker(place, agent)  # type: ignore[arg-type]
+    order = {"settings": encode(settings), "folder": str(folder), "resume": False}
+    return sweep_worker.sweep(worker, order)
+
+
+def run_elastic_sweep(
+    settings: SweepSettings, folder: Path, first: tuple[int, ...], *script: Change
+) -> list[dict[str, Any] | None]:
+    """What each worker of an elastic sweep returned: the result, {} where it left, None where it was lost."""
+    store = StoreServer(SECRET)
+    workers = 1 + max(max(members) for members in [first, *(change.members for change in script)])
+    lost = tuple(change.worker for change in script if change.lost)
+    try:
+        arguments = (settings, folder, store.address.text, first, script)
+        return run_ranks(workers, sweep_elastic, *arguments, may_die=lost)
+    finally:
+        store.close()
+
+
+class GatedNet(nn.Module):
+    """A linear model that is slow, and after a hundred forwards almost stands still, until `gate` exists."""
+
+    forwards = 0
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self._gate = gate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not os.path.exists(self._gate):
+            GatedNet.forwards += 1
+            time.sleep(0.01 if GatedNet.forwards < 100 else 0.5)
+        return self.layer(x.flatten(1))

@@ -1,0 +1,104 @@
+"""Elastic sweeps with their launcher: resized, killed and stopped workers, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait
+from plait.core.errors import InputError
+from plait.jobs.sweep import make_sweep
+from plait.launch.control import ask_job
+from plait.launch.display import Silent, WorkerState
+from plait.launch.run_dir import find_run
+from plait.schema.job import make_job
+from plait.schema.results import SweepResult
+from support.sweeping import same_table, sweep_here
+
+OVER = {"optimizer.lr": [0.3, 0.1, 0.03, 0.01], "optimizer.momentum": [0.0, 0.9]}
+Act = Callable[["ActsInTurn", tuple[WorkerState, ...]], None]
+
+
+def job(folder: Path, **parallel: Any) -> dict[str, Any]:
+    return {
+        "name": "t",
+        "model": "support.elastic_sweep:GatedNet",
+        "model_args": {"gate": str(folder / "gate")},
+        "data": {"kind": "digits", "batch_size": 60},
+        "optimizer": {"kind": "sgd", "lr": 0.05},
+        "steps": 150,
+        "precision": "float64",
+        "device": "cpu",
+        "evaluate": {"every_steps": 25},
+        "parallel": {"elastic": True, "threads": 1, **parallel},
+        "run_dir": str(folder / "runs"),
+    }
+
+
+class ActsInTurn(Silent):
+    """Does one thing after the other, each once the members are those that it is for and all have trials."""
+
+    def __init__(self, folder: Path, acts: Mapping[tuple[int, ...], Act]) -> None:
+        self._folder = folder
+        self._acts = dict(acts)
+        self._workers: tuple[WorkerState, ...] = ()
+        self.seen: list[tuple[int, ...]] = []
+        self.lines: list[str] = []
+
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        self._workers = workers
+        self.seen.append(tuple(worker.rank for worker in workers))
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        training = {array["worker"] for array in progress["arrays"]}
+        if training >= set(self.seen[-1]) and (act := self._acts.pop(self.seen[-1], None)) is not None:
+            act(self, self._workers)
+
+    def printed(self, line: str) -> None:
+        self.lines.append(line)
+
+    def resize(self, workers: int) -> None:
+        folder = find_run("t", self._folder / "runs")
+        # The supervisor, which calls this, answers.
+        threading.Thread(target=ask_job, args=(folder, {"workers": workers})).start()
+
+    def open_gate(self) -> None:
+        (self._folder / "gate").touch()
+
+
+def check_equal(found: SweepResult, asked: dict[str, Any], folder: Path) -> None:
+    (folder / "gate").touch()
+    one = sweep_here(make_sweep(make_job(asked), OVER, width=8), folder / "one")
+    assert found.reason == "finished"
+    assert same_table(one, found.to_dict())
+
+
+def test_resized_killed_and_stopped_workers_change_no_trial_of_a_sweep(tmp_path: Path):
+    acts: dict[tuple[int, ...], Act] = {
+        (0,): lambda display, workers: display.resize(3),
+        (0, 1, 2): lambda display, workers: os.kill(workers[0].pid, signal.SIGKILL),
+        # The next one that coordinates hangs.
+        (1, 2, 3): lambda display, workers: os.kill(workers[0].pid, signal.SIGSTOP),
+        (2, 3, 4): lambda display, workers: display.resize(1),
+        (2,): lambda display, workers: display.open_gate(),
+    }
+    display = ActsInTurn(tmp_path, acts)
+    asked = job(tmp_path, workers=1, max_workers=3, heartbeat_s=4.0)
+    # All trials begin in one array, of which those that join get parts.
+    found = plait.sweep(asked, OVER, width=8, display=display)
+    assert display.seen == [(0,), (0, 1, 2), (1, 2), (1, 2, 3), (2, 3), (2, 3, 4), (2,)], display.lines
+    check_equal(found, asked, tmp_path)
+
+
+def test_an_elastic_sweep_refuses_groups_of_workers():
+    asked = make_job(job(Path("here"), workers=2, max_workers=4))
+    with pytest.raises(
+        InputError, match="parallel.elastic: found true with --replicas 2; a worker that leaves"
+    ):
+        make_sweep(asked, OVER, replicas=2)
