@@ -1,4 +1,4 @@
-"""Translation end to end: in stages, on several workers, fused and resumed as in one process; its BLEU."""
+"""Translation end to end: in stages, on several workers and resumed as in one process; its BLEU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import plait
 from plait.cli import app
 from plait.core.codec import encode
 from plait.core.errors import DataError, InputError, JobError
-from plait.core.events import read
-from plait.core.run_events import ArrayVerified
 from plait.launch.run_dir import RunDir
-from plait.planner.partition.front import Settings
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
     CheckpointSettings,
@@ -27,7 +23,6 @@ from plait.schema.settings import (
     EvaluateSettings,
     ModelSettings,
     OptimizerSettings,
-    PipelineSettings,
     TrainSettings,
 )
 from plait.training import components
@@ -35,7 +30,6 @@ from plait.training.evaluate_run import measure_bleu, measure_run
 from plait.workloads.translation.beam_search import BeamOptions
 from plait.workloads.translation.bleu import score
 from support.plans import cut_in_two
-from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job, largest_difference, saved_weights, train_each, train_here
 from support.world import run_ranks
 
@@ -66,50 +60,20 @@ def write_settings(folder: Path, settings: TrainSettings) -> RunDir:
     return found
 
 
-def planned(job: TrainSettings) -> TrainSettings:
-    """`job` in the two stages that a plan of its profile gives it, wherever they are cut."""
-    parts = components.build(job, torch.device("cpu"))
-    inputs, target = parts.train_set.first_batch(8, 0)
-    profile = plait.profile(parts.model, inputs, lambda output: parts.loss(output, target))
-    wanted = Settings(Schedule.FLUSH, microbatches=3, straight=True)
-    plan = plait.plan(profile, plait.machines(2, 1e12), wanted)
-    assert len(plan.stages) == 2
-    return replace(job, pipeline=PipelineSettings(encode(plan)))
-
-
 def test_stages_and_data_parallel_workers_equal_one_process_and_their_checkpoints_score_alike(
     tmp_path: Path,
 ) -> None:
-    """Profiled, planned and trained; a sample is a pair, or a group of pairs; evaluation is in stages too."""
-    jobs = {"pairs": translation_job(), "groups": translation_job(batch_size=4, tokens=50)}
-    runs = {
-        "pairs": planned(jobs["pairs"]),
-        "groups": cut_in_two(jobs["groups"], Schedule.FLUSH, 2),
-        "workers": jobs["pairs"],
-    }
+    """Groups of pairs are in test_examples; here a sample is a pair."""
+    job = translation_job()
+    runs = {"stages": cut_in_two(job, Schedule.FLUSH, 3), "workers": job}
+    plain, weights = train_here(job, tmp_path / "plain")
+    expected = measure_bleu(write_settings(tmp_path / "plain", job), GREEDY)
     results = run_ranks(2, train_each, runs, tmp_path)[0]
     for name, settings in runs.items():
-        plain, weights = train_here(jobs.get(name, jobs["pairs"]), tmp_path / "plain" / name)
         assert largest_difference(saved_weights(tmp_path / name), weights) < 1e-10
         assert results[name].test["token_accuracy"] == plain.test["token_accuracy"]
         assert results[name].test["loss"] == pytest.approx(plain.test["loss"], abs=1e-10)
-        both = [
-            measure_bleu(write_settings(folder, settings), GREEDY)
-            for folder in (tmp_path / name, tmp_path / "plain" / name)
-        ]
-        assert both[0] == both[1]
-
-
-def test_three_fused_trials_equal_the_same_trials_alone(tmp_path: Path) -> None:
-    sweep = sweep_of("optimizer.lr=0.01,0.003,0.001", job=replace(translation_job(), verify="first"), width=3)
-    found = sweep_here(sweep, tmp_path / "sweep")
-    events = [entry.event for entry in read(RunDir(tmp_path / "sweep").events(0))]
-    (verified,) = [event for event in events if isinstance(event, ArrayVerified)]
-    assert (verified.trials, verified.unfused, verified.refused) == (3, {}, None)
-    for row in found["trials"]:
-        alone, _ = trial_alone(sweep, row["values"], tmp_path / f"alone-{row['trial']}")
-        assert row["train_loss"] == pytest.approx(alone.train_loss, abs=1e-9)
-        assert row["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=1e-9)
+        assert measure_bleu(write_settings(tmp_path / name, settings), GREEDY) == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"sentences": 3}])

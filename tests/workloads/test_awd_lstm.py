@@ -38,7 +38,6 @@ from plait.workloads.language.awd_lstm import (
 )
 from plait.workloads.language.continued_text import synthetic_text
 from support.plans import cut_in_two, planned
-from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job, largest_difference, saved_weights, train_each, train_here
 from support.world import run_ranks
 
@@ -121,8 +120,6 @@ def test_workers_and_stages_carry_the_state_as_one_process_does(tmp_path: Path) 
     jobs = {
         "workers": job(accumulate=2, checkpoint=CheckpointSettings(every_steps=5)),
         "flush": cut_in_two(job(), Schedule.FLUSH, 2, recompute=(1,)),
-        # With one microbatch in flight no weights are old: stash is the plain loop.
-        "stash": cut_in_two(job(verify="off"), Schedule.STASH, 1, depths={0: 1, 1: 1}),
     }
     weights, loss = plain_loop()
     _, alone = train_here(job(), tmp_path / "alone")
@@ -141,17 +138,6 @@ def test_a_resumed_run_continues_the_text_from_the_state_it_was_in(tmp_path: Pat
     resumed, found = train_here(job(model=dropped), tmp_path / "parts", resume=True)
     assert largest_difference(found, weights) == 0.0
     assert resumed.test == whole.test
-
-
-def test_fused_trials_carry_their_states_as_each_alone(tmp_path: Path) -> None:
-    sweep = sweep_of("optimizer.lr=2.0,0.5,0.1", job=job(), width=3)
-    result = sweep_here(sweep, tmp_path / "sweep")
-    assert len(result["trials"]) == 3
-    for trial in result["trials"]:
-        alone, _ = trial_alone(sweep, trial["values"], tmp_path / f"{trial['trial']}")
-        assert trial["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=1e-9)
-    best = min(result["trials"], key=lambda trial: trial["metrics"]["perplexity"])
-    assert result["best"]["trial"] == best["trial"]
 
 
 @pytest.mark.parametrize(

@@ -1,62 +1,136 @@
-"""Every workload has an example, which without its files is profiled, planned, cut in two and fused."""
+"""Every workload has an example, which without its files trains in two stages and fused as in one process."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import plait
-from plait.data.calling import as_arguments
-from plait.data.loader import to_device
-from plait.planner.plans import Settings
-from plait.profiler.profile import profile_model
+from plait.core.codec import encode
+from plait.core.events import read
+from plait.core.run_events import ArrayVerified
+from plait.launch.run_dir import RunDir
+from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import TrainSettings
-from plait.training import components
-from support.stages import stages_part
+from plait.training.evaluate_run import measure_run
+from support.sweeping import sweep_here, sweep_of, trial_alone
+from support.training import largest_difference, saved_weights, train_here
+from support.workloads import (
+    EXAMPLES,
+    MICROBATCHES,
+    TINY,
+    TRANSFORMERS,
+    Stashed,
+    job_of,
+    planned,
+    profiled,
+    train_in_stages,
+)
+from support.world import run_ranks
 
-ROOT = Path(__file__).parents[2]
 WORKLOADS = Path(plait.__file__).parent / "workloads"
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+FLUSH, STASH = Schedule.FLUSH, Schedule.STASH
+# Trained together in one world each, which saves its start.
+WORLDS = (
+    ("mlp", "alexnet", "vgg", "digits"),
+    ("mobilenet", "pointnet", "dcgan"),
+    ("lstm", "transformer", "bert"),
+    ("awd-lstm", "gnmt", "gnmt-catalogues", "s2vt"),
+    ("bert-pretraining", "squad"),
+    ("gpt2", *TRANSFORMERS),
+)
+Trained = Callable[[str], "InStages"]
 
 
-# Cut in two and fused by other tests: tests/pipeline and tests/fusion for the image models and our own
-# language models, test_transformers_jobs and test_model_loss for those of transformers, test_awd_lstm.
-# SQuAD's model is that of bert-pretraining but for one layer, and that of gnmt-catalogues a larger gnmt.
-ELSEWHERE = {
-    "gnmt-catalogues",
-    *("alexnet", "digits", "mlp", "mobilenet", "vgg"),
-    *("awd-lstm", "bert", "gpt2", "lstm", "pointnet", "squad", "transformer"),
-}
+@dataclass(frozen=True)
+class InStages:
+    """A workload's job on two workers under both schedules: what the ranks came to, and in which folders."""
+
+    job: TrainSettings
+    results: dict[Schedule, Any]
+    folders: dict[Schedule, Path]
+    # The parameters of each stage, as the stashed run had them.
+    held: tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def settings_of(example: Path) -> TrainSettings:
-    settings: TrainSettings = plait.read_job(example, ["data.kind=synthetic", "precision=float64"]).settings()
-    if settings.loss == "model":
-        pytest.importorskip("transformers")
-    return settings
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Profiles, plans and trains the world that a workload is in, once."""
+
+    @cache
+    def world(names: tuple[str, ...]) -> dict[str, InStages]:
+        folder = tmp_path_factory.mktemp("world")
+        jobs = {name: job_of(name) for name in names}
+        runs: dict[str, dict[str, TrainSettings]] = {}
+        for name, job in jobs.items():
+            profile = profiled(job)
+            runs[name] = {f"{name} {kind.value}": planned(job, profile, kind) for kind in (FLUSH, STASH)}
+        ranks = run_ranks(2, train_in_stages, runs, folder, deadline_s=100)
+        for name, settings in (run for group in runs.values() for run in group.items()):
+            # What a launcher leaves in a run's folder, for its evaluation.
+            RunDir(folder / name).settings.write_text(json.dumps(encode(settings)))
+        return {name: gathered(name, jobs[name], ranks, folder) for name in names}
+
+    def gathered(name: str, job: TrainSettings, ranks: list[Any], folder: Path) -> InStages:
+        runs = {kind: f"{name} {kind.value}" for kind in (FLUSH, STASH)}
+        results = {kind: ranks[0][run][0] for kind, run in runs.items()}
+        held = tuple(rank[runs[STASH]][1] for rank in ranks)
+        return InStages(job, results, {kind: folder / run for kind, run in runs.items()}, held)
+
+    return lambda workload: next(world(names)[workload] for names in WORLDS if workload in names)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_a_workload_is_profiled_planned_cut_in_two_and_fused(example: Path) -> None:
-    torch.set_num_threads(1)
-    settings, cpu = settings_of(example), torch.device("cpu")
-    parts = components.build(settings, cpu)
-    contents = parts.train_set.example_batches((4, 3), settings.seed)
-    batches: list[Any] = [to_device(content, cpu, parts.dtype) for content in contents]
-    inputs, target = batches[0]
-    profile = profile_model(parts.model, as_arguments(inputs), lambda out: parts.loss(out, target), repeats=1)
-    plan = plait.plan(profile, plait.machines(2, 1e9), Settings(straight=True))
-    assert sum(len(stage.layers) for stage in plan.stages) == len(profile.graph.nodes) > 1
-    if example.stem in ELSEWHERE:
-        return
-    assert stages_part(parts.model, batches, parts.loss) is None
-    models = [components.build_model(settings.model, seed).double() for seed in range(3)]
-    assert plait.fuse(models, verify=[as_arguments(inputs) for inputs, _ in batches]).trials == 3
+def skip_without_library(workload: str) -> float:
+    """How close to one process a workload comes: models of transformers compute their losses in float32."""
+    if job_of(workload).loss != "model":
+        return 1e-9
+    pytest.importorskip("transformers")
+    return 1e-6
+
+
+def in_pieces(job: TrainSettings) -> TrainSettings:
+    """The job in one process with the microbatches of a pipeline; padding makes the means of these unlike."""
+    size = job.data.batch_size // MICROBATCHES if job.loss == "model" else job.evaluate.batch_size
+    return replace(job, accumulate=MICROBATCHES, evaluate=replace(job.evaluate, batch_size=size))
+
+
+@pytest.mark.parametrize("workload", [name for names in WORLDS for name in names])
+def test_a_workload_is_planned_and_trains_in_two_stages_and_fused_as_in_one_process(
+    workload: str, trained: Trained, tmp_path: Path
+) -> None:
+    close = skip_without_library(workload)
+    run = trained(workload)
+    job = in_pieces(run.job)
+    plain, weights = train_here(job, tmp_path / "plain")
+    assert largest_difference(saved_weights(run.folders[FLUSH]), weights) < close
+    assert run.results[FLUSH].test == pytest.approx(plain.test, abs=close)
+
+    stashed = Stashed(run.job, run.held)
+    assert largest_difference(saved_weights(run.folders[STASH]), stashed.train()) < close
+    assert stashed.loss_of_first_batch() < stashed.losses[0]
+    measured = measure_run(RunDir(run.folders[STASH]))["metrics"]
+    found = run.results[STASH].test
+    assert found == pytest.approx({name: measured[name] for name in found}, abs=close)
+
+    rate = job.optimizer.options["lr"]
+    sweep = sweep_of(f"optimizer.lr={rate},{rate / 2}", job=replace(job, verify="first"), width=2)
+    rows = sweep_here(sweep, tmp_path / "sweep")["trials"]
+    events = [entry.event for entry in read(RunDir(tmp_path / "sweep").events(0))]
+    (verified,) = [event for event in events if isinstance(event, ArrayVerified)]
+    assert (verified.trials, verified.unfused, verified.refused) == (2, {}, None)
+    for row in rows:
+        is_plain = row["values"] == {"optimizer.lr": rate}
+        alone = plain if is_plain else trial_alone(sweep, row["values"], tmp_path / "alone")[0]
+        assert row["metrics"] == pytest.approx(alone.test, abs=close)
+        assert row["train_loss"] == pytest.approx(alone.train_loss, abs=close)
 
 
 def makes_models(path: Path) -> bool:
@@ -68,11 +142,15 @@ def makes_models(path: Path) -> bool:
     return not {"nn.Sequential", "nn.Module", *own}.isdisjoint(made)
 
 
-def test_every_module_that_makes_models_has_an_example_and_a_row_in_the_docs() -> None:
-    named = {re.search(r"^model: ([\w.]+):(\w+)", path.read_text(), re.M): path for path in EXAMPLES}
+def test_every_module_that_makes_models_has_an_example_a_test_and_a_row_in_the_docs() -> None:
+    examples = sorted(EXAMPLES.glob("*.yaml"))
+    tested = {name for names in WORLDS for name in names}
+    assert tested == {path.stem for path in examples} | TRANSFORMERS.keys()
+    assert TINY.keys() == {path.stem for path in examples}
+    named = {re.search(r"^model: ([\w.]+):(\w+)", path.read_text(), re.M): path for path in examples}
     factories = {match.group(1): match.group(2) for match in named if match is not None}
-    docs = (ROOT / "docs" / "workloads.md").read_text()
-    for path in EXAMPLES:
+    docs = (EXAMPLES.parent / "docs" / "workloads.md").read_text()
+    for path in examples:
         assert f"examples/{path.name}" in docs, path.name
     for path in WORKLOADS.rglob("*.py"):
         if not makes_models(path):

@@ -23,9 +23,8 @@ from plait.schema.settings import (
 from plait.training import components
 from plait.workloads.data import build
 from plait.workloads.from_transformers import from_config
-from plait.workloads.losses import model_loss
-from support.stages import stages_part
 from support.training import digits_job, largest_difference, train_here
+from support.workloads import Arguments
 
 SAMPLES, BATCH, STEPS = 12, 6, 3
 WIDE = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -43,38 +42,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Arguments:
-    """Samples as dicts of a model's arguments: padded texts with their masks, or images."""
-
-    def __init__(self, split: str, model: str) -> None:
-        self.model = model
-        self.seed = len(split)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(100 * self.seed + index)
-        if self.model == "vit":
-            return {
-                "pixel_values": torch.randn(1, 8, 8, generator=generator),
-                "labels": torch.tensor(index % 3),
-            }
-        tokens = torch.randint(1, 40, (8,), generator=generator)
-        mask = (torch.arange(8) < 5 + index % 4).long()
-        return {
-            "input_ids": tokens * mask,
-            "attention_mask": mask,
-            "labels": torch.where(mask == 1, tokens, -100),
-        }
-
-
 def job(model: str, **changes: Any) -> TrainSettings:
     architecture, config = MODELS[model]
     args = {"architecture": architecture, "config": config}
     return digits_job(
         model=ModelSettings("plait.workloads.from_transformers:from_config", args),
-        data=DataSettings("test_transformers_jobs:Arguments", BATCH, {"model": model}),
+        data=DataSettings("support.workloads:Arguments", BATCH, {"images": model == "vit"}),
         loss="model",
         optimizer=OptimizerSettings("adam", {"lr": 0.01}),
         steps=STEPS,
@@ -87,7 +60,7 @@ def plain_loop(model: str) -> tuple[dict[str, torch.Tensor], float]:
     settings = job(model)
     module = components.build_model(settings.model, settings.seed).double()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    train, test = Arguments("train", model), Arguments("test", model)
+    train, test = (Arguments(split, images=model == "vit") for split in ("train", "test"))
     for batch in islice(batches(Position(), SAMPLES, BATCH, seed=0, shuffle=True, keep_last=True), STEPS):
         optimizer.zero_grad()
         for half in (batch.samples[: BATCH // 2], batch.samples[BATCH // 2 :]):
@@ -105,18 +78,13 @@ def stacked(dataset: Arguments, numbers: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_trains_alike_in_a_plain_loop_in_a_run_and_in_two_stages(model: str, tmp_path: Path) -> None:
+def test_a_model_trains_alike_in_a_plain_loop_and_in_a_run(model: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     weights, loss = plain_loop(model)
     evaluate = EvaluateSettings(batch_size=BATCH // 2)
     result, found = train_here(job(model, accumulate=2, evaluate=evaluate), tmp_path)
     assert largest_difference(found, weights) < 1e-6
     assert result.test["loss"] == pytest.approx(loss, abs=1e-6)
-    if model == "bert":  # in two stages: test_examples has it with both of its heads
-        return
-    module = components.build_model(job(model).model, seed=0).double()
-    batches_of = [(stacked(Arguments("train", model), range(size)), None) for size in (4, 3)]
-    assert stages_part(module, batches_of, model_loss) is None
 
 
 @pytest.mark.parametrize(

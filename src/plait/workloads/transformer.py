@@ -27,10 +27,6 @@ def transformer(
     weight, as GPT-2 does; apart, the head adds vocabulary x width. Weights begin as GPT-2's: N(0, 0.02),
     smaller by sqrt(2 x layers) where a layer writes to the residual stream.
     """
-    if width % heads:
-        raise InputError(
-            f"transformer: width {width} cannot be shared by {heads} heads; use a width that {heads} divides"
-        )
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     embeddings = Embeddings(vocabulary, context, width, dropout)
     head = nn.Linear(width, vocabulary, bias=False)
@@ -74,11 +70,17 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with several heads."""
+    """Self-attention with several heads; if causal, each place sees those before it alone."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, is_causal: bool = True) -> None:
         super().__init__()
+        if width % heads:
+            raise InputError(
+                f"model_args: width {width} cannot be shared by {heads} heads; use a width that {heads} "
+                f"divides"
+            )
         self.heads = heads
+        self.is_causal = is_causal
         self.attention_dropout = dropout
         self.query_key_value = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
@@ -87,7 +89,9 @@ class Attention(nn.Module):
         joined = self.query_key_value(x_btc).unflatten(-1, (3, self.heads, -1))
         query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.attention_dropout if self.training else 0.0
-        mixed_bhtc = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed_bhtc = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=self.is_causal
+        )
         y_btc: Tensor = self.project(mixed_bhtc.transpose(1, 2).flatten(2))
         return y_btc
 

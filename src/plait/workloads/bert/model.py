@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.core.errors import InputError
+from plait.workloads.transformer import Attention
 
 
 def bert(
@@ -23,10 +24,6 @@ def bert(
 
     The defaults are BERT-base. The head shares the token embedding's weight.
     """
-    if width % heads:
-        raise InputError(
-            f"bert: width {width} cannot be shared by {heads} heads; use a width that {heads} divides"
-        )
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     embeddings = BertEmbeddings(vocabulary, context, width, dropout)
     parts["embeddings"] = embeddings
@@ -67,7 +64,10 @@ class BertEmbeddings(nn.Module):
     def forward(self, tokens_bt: Tensor) -> Tensor:
         time = tokens_bt.shape[1]
         if time > self.context:
-            raise InputError(f"bert: found {time} tokens in a sequence, expected at most {self.context}")
+            raise InputError(
+                f"bert: found {time} tokens in a sequence, expected at most {self.context}; shorten "
+                f"data.length or raise model_args.context"
+            )
         places_t = torch.arange(time, device=tokens_bt.device)
         total = self.tokens(tokens_bt) + self.places(places_t) + self.segments(torch.zeros_like(places_t))
         x_btc: Tensor = self.dropout(self.norm(total))
@@ -79,10 +79,7 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
-        self.attention_dropout = dropout
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
+        self.attention = Attention(width, heads, dropout, is_causal=False)
         self.attention_norm = nn.LayerNorm(width, eps=1e-12)
         self.expand = nn.Linear(width, 4 * width)
         self.shrink = nn.Linear(4 * width, width)
@@ -90,12 +87,7 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_btc: Tensor) -> Tensor:
-        joined = self.query_key_value(x_btc).unflatten(-1, (3, self.heads, -1))
-        query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout = self.attention_dropout if self.training else 0.0
-        mixed_bhtc = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
-        attended = self.project(mixed_bhtc.transpose(1, 2).flatten(2))
-        x_btc = self.attention_norm(x_btc + self.dropout(attended))
+        x_btc = self.attention_norm(x_btc + self.dropout(self.attention(x_btc)))
         y_btc: Tensor = self.norm(x_btc + self.dropout(self.shrink(F.gelu(self.expand(x_btc)))))
         return y_btc
 
