@@ -38,7 +38,7 @@ def in_stages(
     settings: TrainSettings, layout: Layout, schedule: Schedule, microbatches: int, **options: Any
 ) -> TrainSettings:
     """`settings` with a plan that cuts its layers evenly over the stages of `layout`."""
-    ids = [layer.id for layer in trace_job(settings).layers]
+    ids = _layers(settings)
     places = [len(ids) * i // len(layout.stages) for i in range(len(layout.stages) + 1)]
     stages = []
     for a, b, devices in zip(places, places[1:], layout.stages, strict=False):
@@ -49,3 +49,14 @@ def in_stages(
         Speedups(1.0, 1.0, 1.0), 1.0, False, "",
     )  # fmt: skip
     return replace(settings, pipeline=PipelineSettings(encode(plan), **options))
+
+
+# The layers of each model that was traced: tracing takes a while, and most jobs here have the same model.
+_LAYERS: dict[str, list[str]] = {}
+
+
+def _layers(settings: TrainSettings) -> list[str]:
+    key = repr((settings.model, settings.data, settings.precision, settings.seed))
+    if key not in _LAYERS:
+        _LAYERS[key] = [layer.id for layer in trace_job(settings).layers]
+    return _LAYERS[key]
