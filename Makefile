@@ -1,6 +1,8 @@
 # The few commands: `make demo` to see it work, `make test` to check all of it.
 PYTHON ?= python3
 BIN := .venv/bin
+# Where it is set, every process would compile torch's sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test lint types unit quick format bench clean
 
@@ -11,6 +13,11 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+# The tests and what they import are compiled once, before three workers would each do it.
+.venv/compiled: .venv/ready
+	@$(BIN)/pytest --collect-only -qq > $@ || true  # `unit` shows what is wrong
+	@PYTHONPATH=tests $(BIN)/python -c 'import support.warm'
 
 demo: setup
 	$(BIN)/plait demo
@@ -27,11 +34,11 @@ types: setup
 	$(BIN)/mypy
 
 # Three at a time on two cores: many tests wait for processes.
-unit: setup
+unit: .venv/compiled
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 
 # What starts no workers and no commands: for a look between two edits.
-quick: setup
+quick: .venv/compiled
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not processes'
 
 format: setup

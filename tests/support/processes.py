@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,11 +32,17 @@ def _starts(function: Callable[..., Any], seen: set[int]) -> bool:
     if not isinstance(function, FunctionType) or id(function) in seen:
         return False
     seen.add(id(function))
+    at_once, others = _look(function)
+    return at_once or any(_starts(own, seen) for own in others)
+
+
+@functools.cache
+def _look(function: FunctionType) -> tuple[bool, list[FunctionType]]:
+    """Whether the function itself starts a process, and the tests' own functions that it refers to."""
     names = set(_names(function.__code__))
-    if names & STARTERS or ("plait" in names and names & CALLS):
-        return True
     found = [function.__globals__.get(name) for name in names]
-    return any(_starts(own, seen) for value in found for own in _functions(value))
+    at_once = bool(names & STARTERS or ("plait" in names and names & CALLS))
+    return at_once, [own for value in found for own in _functions(value)]
 
 
 def _names(code: CodeType) -> Iterator[str]:

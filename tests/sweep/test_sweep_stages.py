@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,23 +164,30 @@ def test_two_pipelines_take_their_arrays_from_one_queue(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("make", "message"),
     [
-        (in_stages("seed=0,1", schedule=Schedule.STASH), "parallel.schedule: found stash, expected flush"),
-        (replace(in_stages("seed=0,1"), replicas=2), "--replicas: found 2 beside a plan"),
-        (in_stages("seed=0,1", width=None), "--width: found none"),
-        (in_stages("seed=0,1", precision="fp16"), "precision: found 'fp16'"),
-        (in_stages("seed=0,1", accumulate=2), "accumulate: a pipeline accumulates by itself"),
-        (in_stages("precision=bf16,fp16"), "precision: found 'fp16'"),
-        (in_stages("accumulate=1,2"), "accumulate: a pipeline accumulates by itself"),
-        (in_stages("optimizer.kind=sgd,adamax"), "optimizer.kind: found 'adamax'"),
         (
-            sweep_of("seed=0,1", job=planned((2, 1), Schedule.FLUSH)),
+            lambda: in_stages("seed=0,1", schedule=Schedule.STASH),
+            "parallel.schedule: found stash, expected flush",
+        ),
+        (lambda: replace(in_stages("seed=0,1"), replicas=2), "--replicas: found 2 beside a plan"),
+        (lambda: in_stages("seed=0,1", width=None), "--width: found none"),
+        (lambda: in_stages("seed=0,1", precision="fp16"), "precision: found 'fp16'"),
+        (
+            lambda: in_stages("seed=0,1", accumulate=2),
+            "accumulate: a pipeline accumulates by itself",
+        ),
+        (lambda: in_stages("precision=bf16,fp16"), "precision: found 'fp16'"),
+        (lambda: in_stages("accumulate=1,2"), "accumulate: a pipeline accumulates by itself"),
+        (lambda: in_stages("optimizer.kind=sgd,adamax"), "optimizer.kind: found 'adamax'"),
+        (
+            lambda: sweep_of("seed=0,1", job=planned((2, 1), Schedule.FLUSH)),
             r"found stages with \[2, 1\] workers on 3 in all, expected one stage for each",
         ),
     ],
 )
-def test_what_arrays_in_stages_cannot_do_is_refused(settings: SweepSettings, message: str):
+def test_what_arrays_in_stages_cannot_do_is_refused(make: Callable[[], SweepSettings], message: str):
+    settings = make()
     with pytest.raises(InputError, match=message):
         check(settings)
 
@@ -262,27 +270,33 @@ def keeps(kind: str) -> SweepSettings:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("make", "message"),
     [
         (
-            in_stages("model_args.scale=0.5,2.0", model=HALVES),
+            lambda: in_stages("model_args.scale=0.5,2.0", model=HALVES),
             r"the model.scale is 2.0 in one trial, 0.5 in another",
         ),
         (
-            in_stages("seed=0,1", model=replace(HALVES, args={"tied": True})),
+            lambda: in_stages("seed=0,1", model=replace(HALVES, args={"tied": True})),
             r"parameter 'first.weight' is tied between stages \[0, 1\]",
         ),
-        (keeps("tensor"), r"the model.kept is tensor\(\[1.\].*, tensor\(\[0.\].*register it as a buffer"),
-        (keeps("tuple"), r"the model.kept is \(1, 1, 2\) in one trial, \(1, 0, 2\) in another"),
-        (keeps("list"), r"the model.kept is \(tensor\(1.\), tensor\(1\)\) in one trial"),
-        (keeps("bool"), "the model.kept is True in one trial, False in another"),
-        (keeps("int"), "the model.kept is 1 in one trial, 0 in another"),
-        (keeps("str"), "the model.kept is number 1 in one trial, number 0 in another"),
-        (keeps("dtype"), r"the model.kept is torch.float64 in one trial, torch.float32 in another"),
-        (keeps("float or none"), "the model.kept is None in one trial, 0.5 in another"),
+        (
+            lambda: keeps("tensor"),
+            r"the model.kept is tensor\(\[1.\].*, tensor\(\[0.\].*register it as a buffer",
+        ),
+        (lambda: keeps("tuple"), r"the model.kept is \(1, 1, 2\) in one trial, \(1, 0, 2\) in another"),
+        (lambda: keeps("list"), r"the model.kept is \(tensor\(1.\), tensor\(1\)\) in one trial"),
+        (lambda: keeps("bool"), "the model.kept is True in one trial, False in another"),
+        (lambda: keeps("int"), "the model.kept is 1 in one trial, 0 in another"),
+        (lambda: keeps("str"), "the model.kept is number 1 in one trial, number 0 in another"),
+        (lambda: keeps("dtype"), r"the model.kept is torch.float64 in one trial, torch.float32 in another"),
+        (lambda: keeps("float or none"), "the model.kept is None in one trial, 0.5 in another"),
     ],
 )
-def test_models_that_stages_cannot_share_are_refused_with_the_reason(settings: SweepSettings, message: str):
+def test_models_that_stages_cannot_share_are_refused_with_the_reason(
+    make: Callable[[], SweepSettings], message: str
+):
+    settings = make()
     with pytest.raises(PlaitError, match=message):
         make_stage(settings)
 
