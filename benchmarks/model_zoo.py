@@ -52,10 +52,10 @@ from plait.verification import same_random_numbers
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support import zoo_runs
-from support.everyday_models import EVERYDAY
 from support.hard_models import HARD
-from support.transformers_models import ARCHITECTURES, Batch, inputs_of, maker
-from support.vision_models import VISION
+from zoo_models.everyday_models import EVERYDAY
+from zoo_models.transformers_models import ARCHITECTURES, Batch, inputs_of, maker
+from zoo_models.vision_models import VISION
 
 TOLERANCE = 1e-9
 STEPS = 3
@@ -93,6 +93,11 @@ def cases() -> list[Case]:
     found += [Case("everyday", name, make, batches) for name, (make, batches) in EVERYDAY.items()]
     found += [Case("hard", name, make, batches, place) for name, (make, batches, place) in HARD.items()]
     return found
+
+
+def cases_by_name() -> dict[str, Case]:
+    """The cases by family and name, such as `image googlenet`."""
+    return {f"{case.family} {case.name}": case for case in cases()}
 
 
 def loss_of(output: Any, target: Any = None) -> Tensor:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.core.codec import encode
-from plait.core.errors import JobError
+from plait.core.errors import InputError, JobError
 from plait.jobs.train import train
 from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
@@ -105,6 +105,29 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
     (first, there), (second, again) = launched
     assert there.hosts == again.hosts == (Host(LOCAL, 2),)
     assert first.pipeline == second.pipeline
+
+
+def test_a_job_that_cannot_be_planned_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Plan:
+        raise JobError("model: it cannot be traced")
+
+    monkeypatch.setattr(auto_plan, "measure_and_plan", refuse)
+    job = {**JOB, "run_dir": str(tmp_path / "runs"), "parallel": {"plan": "auto"}}
+    with pytest.raises(JobError, match="it cannot be traced"):
+        train(job)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused_before_the_job_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_plan, "measure_and_plan", lambda *_: pytest.fail("measured"))
+    (tmp_path / "runs").write_text("a file")
+    job = {**JOB, "run_dir": str(tmp_path / "runs"), "parallel": {"plan": "auto"}}
+    with pytest.raises(InputError, match="no folder can be made there"):
+        train(job)
 
 
 class RecordingDisplay(Silent):

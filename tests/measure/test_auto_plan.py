@@ -16,6 +16,7 @@ from plait.core.codec import decode, encode
 from plait.measure import auto_plan as module
 from plait.measure.auto_plan import planned
 from plait.measure.job import profile_job
+from plait.measure.plan_notes import describe_updates, other_microbatch
 from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import Profile
@@ -134,17 +135,17 @@ def test_under_stash_an_update_takes_no_less_than_the_batch_of_the_job(
 ) -> None:
     made = fastest_plan(chain(layers, output_bytes=1e3, parameter_bytes=1e3), machines(workers, 1e9))
     settings = digits_job(data=DataSettings("digits", 64))
-    assert words in module.describe_updates(made, settings)
+    assert words in describe_updates(made, settings)
 
 
 def test_smaller_updates_than_the_batch_are_reported(measured: list[list[int]]) -> None:
     settings = digits_job(data=DataSettings("digits", 64))
     plan = plan_of(64, 2, PlanRequest("auto", microbatches=8))
-    assert "a batch makes 8 microbatches" in module.describe_updates(plan, settings)
-    assert "all stages 8 samples" in module.describe_updates(plan, settings)
-    assert module.describe_updates(plan_of(64, 2, PlanRequest("auto", "flush")), settings) == ""
+    assert "a batch makes 8 microbatches" in describe_updates(plan, settings)
+    assert "all stages 8 samples" in describe_updates(plan, settings)
+    assert describe_updates(plan_of(64, 2, PlanRequest("auto", "flush")), settings) == ""
     double = plan_of(64, 2, PlanRequest("auto", "2bw", microbatches=1))
-    assert "an update takes 2 microbatches, and a batch makes 1: all stages 128" in module.describe_updates(
+    assert "an update takes 2 microbatches, and a batch makes 1: all stages 128" in describe_updates(
         double, settings
     )
 
@@ -154,7 +155,7 @@ def read_plan(folder: Path, plan: Plan, asked: dict[str, Any], batch: int = 64) 
     save_plan(plan, path)
     settings = digits_job(data=DataSettings("digits", batch))
     _, found = planned(settings, Placement(), PlanRequest(str(path), **asked))
-    return found, module.other_microbatch(found, settings)
+    return found, other_microbatch(found, settings)
 
 
 def test_a_plan_file_keeps_its_microbatches_unless_stash_is_put_over_another_schedule(tmp_path: Path) -> None:

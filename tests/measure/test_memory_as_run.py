@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait.core.codec import decode
-from plait.measure.auto_plan import describe_memory
+from plait.measure.plan_notes import describe_memory
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, oldest_needed, stream
 from plait.pipeline.weight_stash import WeightVersions

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import model_zoo as zoo
 from plait.fusion import FusedOptimizer, fuse
-from support.zoo import CASES, zoo
+
+CASES = zoo.cases_by_name()
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import model_zoo as zoo
 from support import zoo_runs
-from support.zoo import CASES, zoo
+
+CASES = zoo.cases_by_name()
 
 
 @pytest.mark.parametrize("name", ["image googlenet", "image shufflenet", "hard auxiliary head"])

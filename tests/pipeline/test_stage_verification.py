@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checked import make_hard, plain_step, prepare, square_loss, staged
 
 import plait
 from plait.core.errors import InputError, JobError
@@ -28,7 +29,6 @@ from plait.schema.settings import ModelSettings, TrainSettings
 from plait.training import checkpoint
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
-from support.checked import make_hard, plain_step, prepare, square_loss, staged
 from support.plans import cut_in_two, planned
 from support.traced_models import tensors_of
 from support.training import digits_job, train_rank
@@ -268,7 +268,7 @@ def trace_without_evaluation(*args: Any, **options: Any) -> traced.TracedModel:
 
 
 def without_the_evaluation_trace(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("support.checked.trace", trace_without_evaluation)
+    patch.setattr("checked.trace", trace_without_evaluation)
 
 
 def without_the_check_of_buffers(patch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Batches = tuple[tuple[Any, ...], tuple[Any, ...]]
-
 
 class StraightThrough(torch.autograd.Function):
     """Rounds; its gradient passes as if it did not."""

@@ -21,8 +21,8 @@ from support.hard_models import CountsCalls, Divided
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import largest_difference, saved_weights, train_each, train_here
-from support.transformers_models import maker
 from support.world import run_ranks
+from zoo_models.transformers_models import maker
 
 SAMPLES, STEPS, BATCH, MICROBATCHES = 24, 4, 8, 2
 RATES = (0.02, 0.05, 0.1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mo_writer import write_mo
 
 from plait.core.errors import DataError
 from plait.workloads.data import build
@@ -21,7 +22,6 @@ from plait.workloads.data.sentences.number_words import in_english, in_german
 from plait.workloads.data.sentences.pairs import SentencePairs, group_by_length
 from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD, SPECIAL, UNKNOWN, read_vocabulary
 from plait.workloads.data.sentences.words import join_words, split_words
-from support.catalogues import write_mo
 
 WORDS = ["low"] * 5 + ["lower"] * 2 + ["newest"] * 6 + ["widest"] * 3
 

@@ -74,6 +74,15 @@ class RunDir:
         is_old = host == socket.gethostname() and _born(pid) != since
         return host, 0 if is_old else pid
 
+    @contextlib.contextmanager
+    def removed_on_failure(self) -> Iterator[None]:
+        """Remove the folders that were made for this run, if they are empty, when the block raises."""
+        try:
+            yield
+        except BaseException:
+            self._remove_made()
+            raise
+
     def is_trained(self) -> bool:
         """Whether anything here took training to make: a checkpoint, whole or not, or the event of a step."""
         kept = [*self.path.glob("checkpoints/*"), *self.path.glob("trials/*/checkpoints/*")]
@@ -93,6 +102,9 @@ class RunDir:
             path.unlink(missing_ok=True)
         for name in ("logs", "events", "tensorboard", "checkpoints", "trials"):
             _remove_empty(self.path / name)
+        self._remove_made()
+
+    def _remove_made(self) -> None:
         for made in self.made:
             _remove_empty(made)
 

@@ -7,16 +7,14 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, JobError
-from plait.core.units import show_bytes
 from plait.graph.graph import Graph
 from plait.measure.job import profile_together
-from plait.pipeline.layout import arrange, microbatches_per_update
+from plait.measure.plan_notes import describe_clipping, describe_memory, describe_updates, other_microbatch
 from plait.planner import (
     Cluster,
     MemorySettings,
@@ -25,6 +23,7 @@ from plait.planner import (
     Schedule,
     Settings,
     data_parallel_plan,
+    describe_plan,
     faster_plan,
     fastest_plan,
     load_plan,
@@ -33,9 +32,11 @@ from plait.planner import (
     model_parallel_plan,
     with_memory_as_run,
 )
-from plait.planner.partition.fits import misfit
 from plait.planner.replan import plan_for
 from plait.profiler.profile import Profile
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.job_checks import check_slow
+from plait.schema.job_settings import Job
 from plait.schema.placement import ElasticRules, Placement
 from plait.schema.settings import (
     OptimizerSettings,
@@ -46,6 +47,7 @@ from plait.schema.settings import (
     values_of,
 )
 from plait.training import components
+from plait.training.engines.pipeline import check_pipeline
 
 # Microbatches a worker has of each step where nothing else is asked for.
 _PER_WORKER = 4
@@ -55,6 +57,33 @@ _WHOLE_BATCHES = (Schedule.STASH, Schedule.NONE)
 log = logging.getLogger(__name__)
 # How long layers are measured at least: a machine's speed changes from one second to the next.
 MEASURE_S = 3.0
+
+
+def plan_job(
+    job: Job, settings: TrainSettings, placement: Placement, before: TrainSettings | None = None
+) -> tuple[TrainSettings, Placement, list[str]]:
+    """The job's settings with its plan, the workers that run it, and notes on the plan for the user.
+
+    Without hosts and a number of workers in the job, the plan says how many there are. `before` are the
+    settings of the run that is resumed, if any.
+    """
+    parallel = job.parallel
+    settings, plan = planned(settings, placement, parallel, before)
+    if parallel.workers is None and not job.cluster.hosts:
+        placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
+    notes = [describe_plan(plan)] if parallel.plan == "auto" else []
+    if parallel.needs_planning and plan.devices_used < placement.workers:
+        used, workers = plan.devices_used, placement.workers
+        notes.append(f"{used} of {workers} workers run it: the plan has no use for the others")
+        plan, placement = on_fewer_workers(plan, placement)
+        assert settings.pipeline is not None
+        settings = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
+    check_slow(settings.slow.factors, placement.workers)
+    check_pipeline(settings, placement.workers)
+    notes += [describe_updates(plan, settings), describe_clipping(plan, settings), describe_memory(plan)]
+    if not parallel.needs_planning:
+        notes.append(other_microbatch(plan, settings))
+    return settings, placement, list(filter(None, notes))
 
 
 def planned(
@@ -154,68 +183,6 @@ def on_fewer_workers(plan: Plan, placement: Placement) -> tuple[Plan, Placement]
             hosts.append(replace(host, slots=kept))
     stages = tuple(replace(s, devices=tuple(number[device] for device in s.devices)) for s in plan.stages)
     return replace(plan, stages=stages), replace(placement, hosts=tuple(hosts))
-
-
-def describe_clipping(plan: Plan, settings: TrainSettings) -> str:
-    """What clip_norm means under an asynchronous schedule, in words; nothing where it is as elsewhere."""
-    if plan.schedule.synchronous or settings.clip_norm is None or len(plan.stages) == 1:
-        return ""
-    return (
-        f"clip_norm: under {plan.schedule.value} each of the {len(plan.stages)} stages clips the norm of its "
-        f"own gradient to {settings.clip_norm:g}, as the whole model's is never there at once"
-    )
-
-
-def describe_updates(plan: Plan, settings: TrainSettings) -> str:
-    """What an update is under an asynchronous schedule, in words; nothing where it is just a batch."""
-    if plan.schedule.synchronous:
-        return ""
-    batch, pieces = settings.data.batch_size, plan.microbatches
-    pipeline_layout = arrange(plan)
-    counts = [microbatches_per_update(pipeline_layout, s) * plan.pipelines for s in range(len(plan.stages))]
-    if set(counts) == {pieces}:
-        return f"schedule {plan.schedule.value}: an update takes the batch of {batch} samples"
-    if plan.schedule is Schedule.STASH:
-        each = "a batch enters the pipeline whole" if pieces == 1 else f"a batch makes {pieces} microbatches"
-        rule = f"{each}, and an update takes one for each replica of its stage"
-    else:
-        rule = f"an update takes {counts[0]} microbatches, and a batch makes {pieces}"
-    return (
-        f"schedule {plan.schedule.value}: {rule}: {_shares([batch * n / pieces for n in counts])} samples, "
-        f"with the learning rate of the job, where data.batch_size is {batch}"
-    )
-
-
-def _shares(samples: Sequence[float]) -> str:
-    """How many samples an update of each stage takes, in words."""
-    if len(set(samples)) == 1:
-        return f"all stages {samples[0]:.0f}"
-    return ", ".join(f"stage {stage} about {count:.0f}" for stage, count in enumerate(samples))
-
-
-def other_microbatch(plan: Plan, settings: TrainSettings) -> str:
-    """What to say where the plan was made for other microbatches than will run; nothing where it was not."""
-    size = math.ceil(settings.data.batch_size / plan.microbatches)
-    if plan.microbatch_samples is None or abs(plan.microbatch_samples - size) <= 1:
-        return ""
-    return (
-        f"parallel.plan: the plan was made for microbatches of {plan.microbatch_samples} samples, but here "
-        f"they have {size} (a batch of {settings.data.batch_size} in {plan.microbatches}), so its times and "
-        f"memory do not hold; profile with --batch {size}, or set parallel.microbatches"
-    )
-
-
-def describe_memory(plan: Plan) -> str:
-    """What to say where a device that the plan knows the memory of would need more; nothing where it fits."""
-    found = misfit(plan.stages, plan.machines)
-    if found is None:
-        return ""
-    device, needed, limit = found
-    return (
-        f"parallel.plan: with what the job sets over the plan, device {device} would need "
-        f"{show_bytes(needed)}, but was planned to have {show_bytes(limit)}; plan for the job's own "
-        f"schedule, leave vertical_sync and deeper depths out, or set parallel.recompute"
-    )
 
 
 def with_whole_batches(plan: Plan) -> Plan:

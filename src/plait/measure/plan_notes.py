@@ -1,0 +1,74 @@
+"""What the user should know of a plan before it runs, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from plait.core.units import show_bytes
+from plait.pipeline.layout import arrange, microbatches_per_update
+from plait.planner import Plan, Schedule
+from plait.planner.partition.fits import misfit
+from plait.schema.settings import TrainSettings
+
+
+def describe_clipping(plan: Plan, settings: TrainSettings) -> str:
+    """What clip_norm means under an asynchronous schedule, in words; nothing where it is as elsewhere."""
+    if plan.schedule.synchronous or settings.clip_norm is None or len(plan.stages) == 1:
+        return ""
+    return (
+        f"clip_norm: under {plan.schedule.value} each of the {len(plan.stages)} stages clips the norm of its "
+        f"own gradient to {settings.clip_norm:g}, as the whole model's is never there at once"
+    )
+
+
+def describe_updates(plan: Plan, settings: TrainSettings) -> str:
+    """What an update is under an asynchronous schedule, in words; nothing where it is just a batch."""
+    if plan.schedule.synchronous:
+        return ""
+    batch, pieces = settings.data.batch_size, plan.microbatches
+    pipeline_layout = arrange(plan)
+    counts = [microbatches_per_update(pipeline_layout, s) * plan.pipelines for s in range(len(plan.stages))]
+    if set(counts) == {pieces}:
+        return f"schedule {plan.schedule.value}: an update takes the batch of {batch} samples"
+    if plan.schedule is Schedule.STASH:
+        each = "a batch enters the pipeline whole" if pieces == 1 else f"a batch makes {pieces} microbatches"
+        rule = f"{each}, and an update takes one for each replica of its stage"
+    else:
+        rule = f"an update takes {counts[0]} microbatches, and a batch makes {pieces}"
+    return (
+        f"schedule {plan.schedule.value}: {rule}: {_shares([batch * n / pieces for n in counts])} samples, "
+        f"with the learning rate of the job, where data.batch_size is {batch}"
+    )
+
+
+def _shares(samples: Sequence[float]) -> str:
+    """How many samples an update of each stage takes, in words."""
+    if len(set(samples)) == 1:
+        return f"all stages {samples[0]:.0f}"
+    return ", ".join(f"stage {stage} about {count:.0f}" for stage, count in enumerate(samples))
+
+
+def other_microbatch(plan: Plan, settings: TrainSettings) -> str:
+    """What to say where the plan was made for other microbatches than will run; nothing where it was not."""
+    size = math.ceil(settings.data.batch_size / plan.microbatches)
+    if plan.microbatch_samples is None or abs(plan.microbatch_samples - size) <= 1:
+        return ""
+    return (
+        f"parallel.plan: the plan was made for microbatches of {plan.microbatch_samples} samples, but here "
+        f"they have {size} (a batch of {settings.data.batch_size} in {plan.microbatches}), so its times and "
+        f"memory do not hold; profile with --batch {size}, or set parallel.microbatches"
+    )
+
+
+def describe_memory(plan: Plan) -> str:
+    """What to say where a device that the plan knows the memory of would need more; nothing where it fits."""
+    found = misfit(plan.stages, plan.machines)
+    if found is None:
+        return ""
+    device, needed, limit = found
+    return (
+        f"parallel.plan: with what the job sets over the plan, device {device} would need "
+        f"{show_bytes(needed)}, but was planned to have {show_bytes(limit)}; plan for the job's own "
+        f"schedule, leave vertical_sync and deeper depths out, or set parallel.recompute"
+    )
