@@ -37,9 +37,9 @@ types: setup
 unit: .venv/compiled
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 
-# What starts no workers and no commands: for a look between two edits.
+# What starts no workers and no commands and takes no second: for a look between two edits.
 quick: .venv/compiled
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not processes'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not processes and not slow'
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from support.hosts import Hosts, missing_for_hosts
 from support.processes import starts_processes
-from support.schedule import in_order
+from support.schedule import in_order, is_slow
 
 # The same examples on every machine; PLAIT_EXPLORE=1 looks for new ones.
 explores = bool(os.environ.get("PLAIT_EXPLORE"))
@@ -42,8 +42,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes, which `make quick` leaves out; put the slow modules first."""
+    """Mark the tests that `make quick` leaves out: slow ones, and those that start processes.
+
+    The slowest modules come first.
+    """
     for item in items:
+        if is_slow(item):
+            item.add_marker("slow")
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
     items[:] = in_order(items)

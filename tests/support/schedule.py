@@ -31,6 +31,26 @@ SLOW = (
     "adapt/test_signals.py",
 )
 
+# Modules whose tests start no process, but train, trace or plan whole workloads: a second and more each.
+WORKLOADS = (
+    "experiments/test_fusion_experiment.py",
+    "experiments/test_planner_bench.py",
+    "faults/test_elastic.py",
+    "fusion/test_fused_training.py",
+    "pipeline/test_model_zoo.py",
+    "pipeline/test_to_code.py",
+    "profiler/test_trace_transformers.py",
+    "sweep/test_sweep.py",
+    "sweep/test_sweep_resume.py",
+    "workloads/test_examples.py",
+    "workloads/test_transformers_jobs.py",
+)
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether the test belongs to a module that `make quick` leaves out, whatever it starts."""
+    return item.path.as_posix().endswith(tuple(f"/{end}" for end in WORKLOADS))
+
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
     """`items` by module: each worker begins with a share of them at the front of which are slow modules.

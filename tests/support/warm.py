@@ -18,6 +18,9 @@ import_all(
             "plait.training.engines.pipeline",
         ),
         "plait.sweeping.engines.pipelined",
+        # The modules of the tests, which ranks import for their functions, import these.
+        *("pytest", "hypothesis.strategies", "plait.schema.job", "support.elastic", "support.plans"),
+        *("support.sweeping", "support.syncs"),
         # Torch's optimizers load the first; tracing with free sizes loads the others.
         *("torch._dynamo", "torch.export._trace", "sympy.tensor.tensor"),
         *traced,
