@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from plait.cli import app
+from plait.cli.show import bleu_table
 from plait.core.codec import encode
 from plait.core.errors import DataError, InputError, JobError
 from plait.launch.run_dir import RunDir
@@ -135,6 +136,13 @@ def test_wrong_options_of_the_search_are_refused(tmp_path: Path, flag: str, valu
     done = CliRunner().invoke(app, ["evaluate", str(folder.path), "--bleu", flag, value])
     assert isinstance(done.exception, InputError)
     assert message in str(done.exception)
+
+
+def test_of_equally_good_checkpoints_the_first_is_marked_as_the_best() -> None:
+    rows = [
+        {"step": step, "bleu": bleu, "length_ratio": 1.0} for step, bleu in ((1, 3.0), (2, 7.0), (3, 7.0))
+    ]
+    assert list(bleu_table(rows).columns[-1].cells) == ["", "best", ""]
 
 
 def test_right_translations_score_a_hundred() -> None:

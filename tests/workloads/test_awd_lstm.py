@@ -215,7 +215,9 @@ def test_a_checkpoint_is_refused_where_words_have_other_numbers_now(tmp_path: Pa
     text.write_text("abcdef" * 60)
     train_here(settings, tmp_path / "run")
     text.write_text("uvwxyz" * 60)
-    with pytest.raises(DataError, match="is not the one that the checkpoint was trained with"):
+    with pytest.raises(
+        DataError, match="text: the vocabulary of continued-text is not the one that the checkpoint"
+    ):
         train_here(replace(settings, steps=3), tmp_path / "run", resume=True)
 
 

@@ -187,6 +187,8 @@ BAD_SHARDS: dict[str, tuple[dict[str, Any], str]] = {
     "labels": ({"next_sentence_labels": np.zeros(2)}, r"next_sentence_labels has shape \(2,\)"),
     "tokens": ({"input_ids": np.full((6, 8), 31)}, r"input_ids, row 0: found 31, expected 0 to 29"),
     "places": ({"masked_lm_positions": np.full((6, 3), 8)}, "masked_lm_positions, row 0: found 8"),
+    "fractions": ({"input_mask": np.full((6, 8), 0.5)}, "input_mask holds float64 values, expected whole"),
+    "text": ({"input_ids": np.full((6, 8), b"a")}, r"input_ids holds \|S1 values, expected whole numbers"),
     "empty": (dict.fromkeys(KEYS, np.zeros((0, 1))), "next_sentence_labels has shape|found no samples"),
 }
 
@@ -197,6 +199,14 @@ def test_a_damaged_shard_is_refused_with_its_name_and_what_is_wrong(case: str, t
     write_shard(tmp_path / "training" / "wiki.hdf5", **changes)
     with pytest.raises(DataError, match=rf"wiki\.hdf5: .*{message}.* write the shard again"):
         build("bert-shards", "train", path=str(tmp_path), vocabulary=30)[0]
+
+
+def test_shards_without_a_vocabulary_are_held_to_the_tokens_that_the_model_knows(tmp_path: Path) -> None:
+    write_shard(tmp_path / "training" / "wiki.hdf5")
+    train = build("bert-shards", "train", path=str(tmp_path))
+    train.limit_tokens(9)
+    with pytest.raises(DataError, match=r"masked_lm_ids, row 0: found 9, expected 0 to 8.*model_args"):
+        train[0]
 
 
 def test_a_file_that_is_cut_off_or_no_hdf5_is_refused(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no list": ({"videos": {}}, r"captions\.json: found no list 'videos'"),
     "no id": ({"videos": [{"split": "train"}]}, r"videos\[0\]\.video_id: found None, expected text"),
     "stranger": ({"videos": [{"video_id": "x", "split": "train"}]}, r"sentences\[0\]: 'video0' is not among"),
+    "other split": ({"videos": [{"video_id": "x", "split": "dev"}]}, r"videos\[0\]\.split: found 'dev'"),
+    "twice": (
+        {"videos": 2 * [{"video_id": "x", "split": "test"}]},
+        r"videos\[1\]\.video_id: found 'x' again",
+    ),
     "no captions": ({"sentences": []}, "found no captions of videos with split 'train'"),
 }
 
@@ -75,6 +80,16 @@ def test_files_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
     changes, message = BAD[case]
     with pytest.raises(DataError, match=message):
         build("captions", "train", path=write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("value", [np.float32("nan"), b"text"])
+def test_features_that_are_no_finite_numbers_are_refused(value: Any, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with h5py.File(tmp_path / "features.hdf5", "a") as file:
+        del file["video1"]
+        file["video1"] = np.full((2, 3), value)
+    with pytest.raises(DataError, match=r"features\.hdf5: video 'video1' holds .* expected finite numbers"):
+        build("captions", "train", path=path)
 
 
 def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:

@@ -72,6 +72,10 @@ def test_codes_that_are_none_are_refused_with_their_line(tmp_path):
     (tmp_path / "codes").write_text("#version: 0.2\nl o\nlow 17 x\n")
     with pytest.raises(DataError, match=r"codes, line 3: found 'low 17 x', expected two pieces"):
         read_codes(tmp_path / "codes")
+    for content in ("the 12\nof 9\n", "#version: 0.2\n"):
+        (tmp_path / "codes").write_text(content)
+        with pytest.raises(DataError, match=r"expected two pieces to join; .* belongs to data.vocabulary"):
+            read_codes(tmp_path / "codes")
     (tmp_path / "codes").write_text("#version: 9.1\nl o\n")
     with pytest.raises(DataError, match=r"line 1: found version '9.1'"):
         read_codes(tmp_path / "codes")
@@ -339,8 +343,9 @@ def test_a_reference_and_long_pairs(tmp_path):
         (
             "train.de",
             "das\nschön\n".encode("latin-1"),
-            r"train\.de, line 2: byte 7 \(0xf6\) is not UTF-8.*iconv",
+            r"train\.de, line 2: byte 7 is not UTF-8 \(0xf6\).*iconv -f ISO-8859-1 .* set data\.path",
         ),
+        ("train.de", "das\n".encode("utf-16"), r"train\.de, line 1: .*iconv -f UTF-16 -t UTF-8"),
         ("train.de", None, r"train\.de: no such file; expected sentences"),
         ("vocab", b"x\ny\n", r"target tokens are not in the vocabulary of 6; is data\.vocabulary of another"),
         ("raw.de", b"eins\nzwei\n", r"raw\.de, line 2: found 2 lines, but the test set has 1 sentences"),
@@ -370,6 +375,7 @@ def test_bad_files_are_refused_with_file_line_and_remedy(tmp_path, name, content
         ("number-words", {"sentences": 3, "tokens": 9}, "found both sentences and tokens"),
         ("number-words", {"tokens": 0}, r"data\.tokens: found 0, expected at least 1"),
         ("number-words", {"merges": 0}, r"data\.merges: found 0"),
+        ("number-words", {"vocabulary_size": 4}, r"data\.vocabulary_size: found 4, expected at least 5"),
         ("catalogues", {"test_fraction": 1.5}, r"data\.test_fraction: found 1.5"),
         ("catalogues", {"path": "nowhere"}, "nowhere: no such folder, expected message catalogues"),
         ("translation", {"path": ".", "codes": "x", "merges": 3}, "found both codes and merges"),

@@ -111,6 +111,15 @@ def test_data_with_more_tokens_than_the_configuration_has_is_refused() -> None:
         components.build(replace(job("gpt2"), data=lines), torch.device("cpu"))
 
 
+def test_lines_that_are_longer_than_the_models_places_are_refused() -> None:
+    pytest.importorskip("transformers")
+    lines = DataSettings(
+        "plait.workloads.language.text_lines:synthetic_lines", 4, {"length": 17, "vocabulary": 9}
+    )
+    with pytest.raises(JobError, match=r"data\.length: found samples of 17 tokens .* has 16 places; shorten"):
+        components.build(replace(job("gpt2"), data=lines), torch.device("cpu"))
+
+
 def test_where_transformers_is_missing_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

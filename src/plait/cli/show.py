@@ -121,9 +121,9 @@ def bleu_table(checkpoints: Sequence[Mapping[str, Any]]) -> Table:
     for title in ("step", "BLEU", "length"):
         table.add_column(title, justify="right")
     table.add_column("")
-    best = max(row["bleu"] for row in checkpoints)
+    best = max(checkpoints, key=lambda row: float(row["bleu"]))
     for row in checkpoints:
-        mark = "best" if row["bleu"] == best and len(checkpoints) > 1 else ""
+        mark = "best" if row is best and len(checkpoints) > 1 else ""
         table.add_row(str(row["step"]), f"{row['bleu']:.2f}", f"{row['length_ratio']:.3f}", mark)
     return table
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from plait.core.errors import DataError, JobError
-from plait.schema.settings import TrainSettings
+from plait.schema.settings import DataSettings, TrainSettings
 from plait.workloads.language.carried_state import CarriedState
 
 
@@ -89,9 +89,15 @@ def _check_workers(settings: TrainSettings) -> None:
 def check_vocabulary(
     settings: TrainSettings, factory: Callable[..., Any], model: nn.Module, dataset: Any
 ) -> None:
-    """Refuse data with more tokens than the model knows, if both say how many."""
+    """Refuse data with more tokens than the model knows, if both say how many.
+
+    A set that reads its tokens later (`limit_tokens`) gets the number that the model knows.
+    """
     tokens = getattr(dataset, "vocabulary", None)
     key, known = _known_tokens(settings, factory, model)
+    limit = getattr(dataset, "limit_tokens", None)
+    if limit is not None and isinstance(known, int):
+        limit(known)
     if isinstance(tokens, int) and isinstance(known, int) and known < tokens:
         raise JobError(
             f"{key}: found {known:,}, but the data of {settings.data.kind} has {tokens:,} tokens; set {key} "
@@ -99,12 +105,36 @@ def check_vocabulary(
         )
 
 
+def check_length(
+    settings: TrainSettings, factory: Callable[..., Any], model: nn.Module, dataset: Any
+) -> None:
+    """Refuse samples of more tokens than a model of transformers has embeddings of places for."""
+    config = getattr(model, "config", None)
+    places = getattr(config, "max_position_embeddings", None)
+    shape: tuple[int, ...] = getattr(dataset, "input_shape", ())
+    if not hasattr(dataset, "vocabulary") or len(shape) != 1 or not isinstance(places, int):
+        return
+    # Rotary and relative places have no weights, and take any length.
+    tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    if shape[0] > places and places in tables - {getattr(config, "vocab_size", None)}:
+        names = _arguments_of(factory)
+        key = "model_args.context" if "context" in names else "model_args.config.max_position_embeddings"
+        raise JobError(
+            f"data.length: found samples of {shape[0]:,} tokens in {settings.data.kind}, but the model has "
+            f"{places:,} places; shorten data.length, or raise {key}"
+        )
+
+
+def _arguments_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # no function of Python's
+        return {}
+
+
 def _known_tokens(settings: TrainSettings, factory: Callable[..., Any], model: nn.Module) -> tuple[str, Any]:
     """Where the model says how many tokens it knows, and how many: its arguments, or its configuration."""
-    try:
-        parameter = inspect.signature(factory).parameters.get("vocabulary")
-    except (TypeError, ValueError):  # no function of Python's
-        parameter = None
+    parameter = _arguments_of(factory).get("vocabulary")
     if parameter is not None:
         return "model_args.vocabulary", settings.model.args.get("vocabulary", parameter.default)
     own = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -135,12 +165,13 @@ def vocabulary_id(dataset: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def check_same_vocabulary(progress: Mapping[str, Any], dataset: Any, kind: str) -> None:
+def check_same_vocabulary(progress: Mapping[str, Any], dataset: Any, data: DataSettings) -> None:
     """Refuse a checkpoint whose model learnt other meanings of the numbers that tokens have."""
     before, now = progress.get("vocabulary"), vocabulary_id(dataset)
     if before is not None and now is not None and before != now:
+        where, kind = data.options.get("path", "data.kind"), data.kind
         raise DataError(
-            f"data.kind: the vocabulary of {kind} is not the one that the checkpoint was trained with (its "
+            f"{where}: the vocabulary of {kind} is not the one that the checkpoint was trained with (its "
             f"fingerprint is {now}, expected {before}): every token would mean another; put the text or "
             f"vocabulary file of that run back, or start a new run"
         )

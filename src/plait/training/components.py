@@ -22,7 +22,7 @@ from plait.adapt.policies.registry import make_policy
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource
-from plait.data.requirements import check_continued, check_vocabulary
+from plait.data.requirements import check_continued, check_length, check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
@@ -264,7 +264,11 @@ def build(
     else:
         model = build_model(settings.model, settings.seed)
         model.to(device, torch.float64 if settings.precision == "float64" else None)
-    check_vocabulary(settings, find_model(settings.model), model, train_set.dataset)
+    factory = find_model(settings.model)
+    for source in (train_set, test_set):
+        if source is not None:
+            check_vocabulary(settings, factory, model, source.dataset)
+            check_length(settings, factory, model, source.dataset)
     check_continued(settings, train_set.dataset, model)
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")

@@ -28,7 +28,7 @@ def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     state = _best(folder) if best else _newest(folder)
     parts = _build(folder, settings)
     assert parts.test_set is not None
-    check_same_vocabulary(state.progress, parts.test_set.dataset, settings.data.kind)
+    check_same_vocabulary(state.progress, parts.test_set.dataset, settings.data)
     checkpoints.load_model_state(parts.model, state.model)
     metrics = evaluate_parts(parts, settings, rank=0, world_size=1)
     # What needs the whole split at once, such as answers of several windows.
@@ -58,7 +58,7 @@ def measure_bleu(folder: RunDir, options: BeamOptions, best: bool = False) -> di
     rows: list[dict[str, Any]] = []
     signature = ""
     for state in states:
-        check_same_vocabulary(state.progress, pairs, settings.data.kind)
+        check_same_vocabulary(state.progress, pairs, settings.data)
         checkpoints.load_model_state(parts.model, state.model)
         with evaluation_mode(parts.model), parts.autocast():
             found_texts = translate(cast("Any", parts.model), pairs, options, parts.device)

@@ -97,7 +97,7 @@ class RunStart:
         """Continue from a checkpoint; CheckpointError changes nothing."""
         run, progress = self.run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
-        check_same_vocabulary(progress, run.parts.train_set.dataset, run.settings.data.kind)
+        check_same_vocabulary(progress, run.parts.train_set.dataset, run.settings.data)
         try:
             position = decode(Position, progress["position"])
             best, early_best = progress["best"], progress["early_best"]

@@ -145,6 +145,10 @@ class PretrainingShards:
             "next_sentence_label": torch.tensor(int(arrays["next_sentence_labels"][row])),
         }
 
+    def limit_tokens(self, count: int) -> None:
+        """Refuse shards with tokens from `count` on, where no vocabulary tells how many there are."""
+        self.vocabulary = self.vocabulary or count
+
     def shard_of(self, index: int) -> int:
         """The number of the shard that holds a sample."""
         return int(np.searchsorted(self._ends, index, side="right"))
@@ -168,6 +172,12 @@ class PretrainingShards:
 
     def _check_values(self, path: Path, arrays: dict[str, Array]) -> None:
         length = self.input_shape[0]
+        for key, values in arrays.items():
+            kind = values.dtype.kind
+            if kind not in "iuf" or (kind == "f" and (values != np.floor(values)).any()):
+                raise DataError(
+                    f"{path}: {key} holds {values.dtype} values, expected whole numbers; {REMEDY}"
+                )
         limits = {"masked_lm_positions": length, "segment_ids": 2, "next_sentence_labels": 2}
         if self.vocabulary is not None:
             limits |= {"input_ids": self.vocabulary, "masked_lm_ids": self.vocabulary}
@@ -179,7 +189,7 @@ class PretrainingShards:
                 found = int(values[row].max()) if int(values[row].min()) >= 0 else int(values[row].min())
                 raise DataError(
                     f"{path}: {key}, row {row:,}: found {found}, expected 0 to {limit - 1}; was it made with "
-                    f"another vocabulary or length? {REMEDY}"
+                    f"another vocabulary (model_args.vocabulary) or length? {REMEDY}"
                 )
 
 

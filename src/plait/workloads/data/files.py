@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,13 +11,18 @@ from plait.core.errors import DataError
 
 
 def decode_text(path: Path, data: bytes, remedy: str) -> str:
-    """`data`, all of `path`, as text; what is not UTF-8 is refused with its line."""
+    """`data`, all of `path`, as text; what is not UTF-8 is refused with its line and a way to convert it."""
+    mark = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
     try:
-        return data.decode()
+        return data[len(mark) :].decode()
     except UnicodeDecodeError as failure:
-        line = data.count(b"\n", 0, failure.start) + 1
+        place = failure.start + len(mark)
+        line = data.count(b"\n", 0, place) + 1
+        is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        likely = "UTF-16" if is_wide else "ISO-8859-1"
         raise DataError(
-            f"{path}, line {line:,}: byte {failure.start:,} is not UTF-8, expected text; {remedy}"
+            f"{path}, line {line:,}: byte {place:,} is not UTF-8 (0x{data[place]:02x}), expected text in "
+            f"UTF-8; convert it: iconv -f {likely} -t UTF-8 {path.name}; {remedy}"
         ) from None
 
 

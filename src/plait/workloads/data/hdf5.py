@@ -25,7 +25,8 @@ def open_hdf5(path: Path, expected: str, remedy: str) -> Iterator[h5py.File]:
     except ImportError:
         raise DataError(f"{path}: hdf5 files need h5py, which is missing; pip install h5py") from None
     if not path.is_file():
-        raise DataError(f"{path}: no such file; expected {expected}; {remedy}")
+        found = "a folder" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {found}; expected {expected}; {remedy}")
     try:
         with h5py.File(path, "r") as file:
             yield file

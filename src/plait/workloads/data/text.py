@@ -83,7 +83,7 @@ def check_options(length: int, test_fraction: float, vocabulary: int | None) -> 
 
 
 def _tokens(path: Path, data: bytes, level: Literal["word", "character"]) -> Sequence[str]:
-    content = decode_text(path, data, "convert the file to UTF-8, or set data.level to byte")
+    content = decode_text(path, data, "or set data.level to byte")
     if level == "character":
         return content
     return [token for line in content.splitlines() for token in (*line.split(), END_OF_LINE)]

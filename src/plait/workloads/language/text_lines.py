@@ -35,7 +35,7 @@ def text_lines(
     if level == "byte":
         lines = [list(line) for line in data.splitlines() if line.strip()]
         return PaddedLines(_part(split, path, lines, test_fraction), length, 256)
-    content = decode_text(path, data, "convert the file to UTF-8, or set data.level to byte")
+    content = decode_text(path, data, "or set data.level to byte")
     texts = [line for line in content.splitlines() if line.strip()]
     words = [list(line) if level == "character" else line.split() for line in texts]
     cut = len(words) - round(len(words) * test_fraction)

@@ -25,6 +25,7 @@ from plait.workloads.metrics import IGNORED
 
 FEATURES_FILE, CAPTIONS_FILE = "features.hdf5", "captions.json"
 BEGIN, END = "<begin>", "<end>"
+_SPLITS = ("train", "validate", "test")
 _EXPECTED = "an array (frames, features) for each video, under its id"
 _REMEDY = "write the features again, one array for each video_id of captions.json"
 _JSON_REMEDY = (
@@ -68,10 +69,16 @@ def _read_captions(path: Path) -> tuple[dict[str, str], list[tuple[str, list[str
         raise DataError(
             f"{path}, line {failure.lineno}: not JSON ({failure.msg}, column {failure.colno}); {_JSON_REMEDY}"
         ) from None
-    splits = {
-        _text(path, video, "video_id", f"videos[{i}]"): _text(path, video, "split", f"videos[{i}]")
-        for i, video in enumerate(_list(path, content, "videos"))
-    }
+    splits: dict[str, str] = {}
+    for i, entry in enumerate(_list(path, content, "videos")):
+        video, split = (_text(path, entry, key, f"videos[{i}]") for key in ("video_id", "split"))
+        if split not in _SPLITS or video in splits:
+            found = f"split: found {split!r}" if video not in splits else f"video_id: found {video!r} again"
+            raise DataError(
+                f"{path}: videos[{i}].{found}, expected each video once, in {', '.join(_SPLITS[:-1])} or "
+                f"{_SPLITS[-1]}; {_JSON_REMEDY}"
+            )
+        splits[video] = split
     sentences = []
     for i, sentence in enumerate(_list(path, content, "sentences")):
         video = _text(path, sentence, "video_id", f"sentences[{i}]")
@@ -110,8 +117,13 @@ def _read_features(path: Path, videos: Sequence[str], frames: int) -> dict[str, 
                     f"{path}: video {video!r} has shape {shape}, expected (frames, "
                     f"{width or 'features'}), as others have; {_REMEDY}"
                 )
+            values = file[video][...]
+            if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
+                raise DataError(
+                    f"{path}: video {video!r} holds {values.dtype} values, expected finite numbers; {_REMEDY}"
+                )
             rows = np.linspace(0, shape[0] - 1, min(frames, shape[0])).round().astype(int)
-            chosen = torch.from_numpy(np.asarray(file[video][...], dtype=np.float32)[rows])
+            chosen = torch.from_numpy(values[rows].astype(np.float32))
             found[video] = torch.cat([chosen, chosen.new_zeros(frames - len(chosen), shape[1])])
     return found
 

@@ -144,6 +144,12 @@ def read_codes(path: Path) -> Codes:
     if lines[0].startswith(_HEADER):
         version, begin = _version(path, lines[0]), 1
     merges = [_merge(path, number, line) for number, line in enumerate(lines[begin:], begin + 1)]
+    if all(second.isdecimal() for _, second in merges):
+        found = f"found {lines[begin][:60]!r}, a token and its count" if merges else "found no merges"
+        raise DataError(
+            f"{path}, line {begin + 1}: {found}, expected two pieces to join; codes are what subword-nmt "
+            f"learn-bpe writes, and a vocabulary belongs to data.vocabulary"
+        )
     return Codes(merges, separate_end=version == (0, 1))
 
 

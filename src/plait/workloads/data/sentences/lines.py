@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from plait.core.errors import DataError
-from plait.workloads.data.files import read_bytes
+from plait.workloads.data.files import decode_text, read_bytes
 
 
 def read_lines(path: Path, what: str, remedy: str) -> list[str]:
@@ -16,13 +16,5 @@ def read_lines(path: Path, what: str, remedy: str) -> list[str]:
     data = read_bytes(path, what, remedy)
     if not data.strip():
         raise DataError(f"{path}: found an empty file, expected {what}; {remedy}")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as failure:
-        line = data.count(b"\n", 0, failure.start) + 1
-        byte = data[failure.start]
-        raise DataError(
-            f"{path}, line {line}: byte {failure.start:,} (0x{byte:02x}) is not UTF-8, expected text in "
-            f"UTF-8; convert the file: iconv -f ISO-8859-1 -t UTF-8 {path.name}"
-        ) from None
+    text = decode_text(path, data, remedy)
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]

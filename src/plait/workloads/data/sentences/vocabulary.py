@@ -45,6 +45,11 @@ class Vocabulary:
 
 def count_vocabulary(sentences: Iterable[Sequence[str]], at_most: int | None = None) -> Vocabulary:
     """The tokens of `sentences`, the most frequent first, `at_most` with the special ones."""
+    if at_most is not None and at_most <= len(SPECIAL):
+        raise DataError(
+            f"data.vocabulary_size: found {at_most}, expected at least {len(SPECIAL) + 1}: "
+            f"{', '.join(SPECIAL)} are among them"
+        )
     counts = Counter(token for sentence in sentences for token in sentence)
     by_frequency = sorted(counts.keys() - set(SPECIAL), key=lambda token: (-counts[token], token))
     return Vocabulary(by_frequency if at_most is None else by_frequency[: at_most - len(SPECIAL)])
