@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fuzz_values import LONG, ODD, TOKENS, changed_text, changed_tree, words
 from plait.cli import app
 from plait.cli.runs import status
-from plait.cli.train import _slowed, placed
+from plait.cli.train import placed, slow_overrides
 from plait.core import events as event_files
 from plait.core import run_events
 from plait.core.codec import encode
@@ -254,7 +254,7 @@ def slow_flags(source: random.Random, folder: Path, number: int) -> tuple[str, U
 
     slow = [pair() for _ in range(source.choice((0, 1, 1, 2)))]
     jitter = source.choice((None, pair()))
-    return repr((slow, jitter))[:300], lambda: use_job(make_job(PLAIN, _slowed(slow, jitter)))
+    return repr((slow, jitter))[:300], lambda: use_job(make_job(PLAIN, slow_overrides(slow, jitter)))
 
 
 # Topologies

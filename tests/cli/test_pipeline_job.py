@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.core.codec import encode
 from plait.core.errors import InputError, JobError
+from plait.graph.graph import Graph
 from plait.jobs.train import train
 from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
@@ -71,8 +72,9 @@ def test_a_wrong_request_for_a_plan_is_answered_with_the_right_one(parallel: Any
 
 
 def test_a_run_shows_the_plan_that_was_made_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(*_: Any) -> Plan:
-        return data_parallel_plan(chain([0.25]), machines(1, 1e9), Settings(microbatches=3))
+    def make(*_: Any) -> tuple[Plan, Graph]:
+        graph = chain([0.25])
+        return data_parallel_plan(graph, machines(1, 1e9), Settings(microbatches=3)), graph
 
     monkeypatch.setattr(auto_plan, "measure_and_plan", make)
     monkeypatch.setattr("plait.jobs.train.launch", lambda *_, **__: {"reason": "stopped"})
@@ -94,7 +96,7 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
         launched.append((settings, placement))
         folder.settings.write_text(json.dumps(encode(settings)))
 
-    monkeypatch.setattr(auto_plan, "measure_and_plan", lambda *_: made.pop())
+    monkeypatch.setattr(auto_plan, "measure_and_plan", lambda *_: (made.pop(), chain([0.25])))
     monkeypatch.setattr("plait.jobs.train.launch", launch)
     job = {**JOB, "run_dir": str(tmp_path), "parallel": {"workers": 4, "plan": "auto"}}
     recorded = RecordingDisplay()
@@ -110,7 +112,7 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
 def test_a_job_that_cannot_be_planned_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> Plan:
+    def refuse(*_: Any) -> tuple[Plan, Graph]:
         raise JobError("model: it cannot be traced")
 
     monkeypatch.setattr(auto_plan, "measure_and_plan", refuse)

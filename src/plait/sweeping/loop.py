@@ -317,7 +317,8 @@ class SweepTraining:
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
         # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
         may_move = self._waits or self._members is not None
-        if self._is_wanted(trial, result) if trial.step >= trial.steps else may_move:
+        is_saved = self._is_wanted(trial, result) if trial.step >= trial.steps else may_move
+        if is_saved:
             self._save(place)
         answer = self._coordinator.ask(
             ask="report", worker=self._worker.id, trial=trial.trial, step=trial.step, **result
@@ -325,6 +326,8 @@ class SweepTraining:
         trial.until = answer["until"]
         if trial.until == 0:
             self._let_leave(place)
+        elif trial.is_checkpoint_due and not is_saved:
+            self._save(place)
 
     def _end(self, place: int, state: str, metrics: dict[str, float]) -> None:
         """Report a trial that ended by itself."""
