@@ -1,7 +1,8 @@
 """What monitoring costs: steps of one run with and without it, in turn.
 
-Every step of a kind is followed by one of the next kind, so that whatever else the machine does meets all of
-them alike. Processor seconds are those of the whole worker, its threads included.
+Every step of a kind is followed by one of the next kind, and the order turns from round to round, so that
+whatever else the machine does meets all of them alike. Processor seconds are those of all workers, with their
+threads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from plait.comm.collectives import all_gather_values
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.experiments.bench import Bench, BenchClaim, Row
@@ -57,7 +59,7 @@ def run(quick: bool = False, command: str = "plait bench monitoring") -> Bench:
     rows: list[Row] = []
     for workers in (2,) if quick else (2, 4):
         for model in MODELS:
-            asked = {"model": model, "rounds": 3 if quick else 20, "share": SHARE}
+            asked = {"model": model, "rounds": 4 if quick else 32, "share": SHARE}
             rows += in_world(workers, f"{__name__}:monitoring_worker", asked)["rows"]
     return Bench("monitoring", command, tuple(rows), tuple(_claims(rows)))
 
@@ -84,7 +86,7 @@ def monitoring_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run_ = Run(worker, settings, parts, RunDir(Path(folder)))
         step, monitor = TrainStep(worker, settings, parts), StepMonitor(run_, shared=True)
-        taken = _take_steps(step, monitor, _batch(run_, asked["share"]), asked["rounds"])
+        taken = _of_all(_take_steps(step, monitor, _batch(run_, asked["share"]), asked["rounds"]))
         run_.metrics.end(0, "finished", {}, None)
     step.close()
     return {"rows": _rows(asked["model"], worker.world_size, taken)}
@@ -113,6 +115,15 @@ def _take_steps(
     return taken
 
 
+def _of_all(own: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
+    """Each step by the wall seconds of this worker and the processor seconds of all of them."""
+    everyone = all_gather_values({kind: [busy for _, busy in steps] for kind, steps in own.items()})
+    return {
+        kind: [(wall, sum(each[kind][i] for each in everyone)) for i, (wall, _) in enumerate(steps)]
+        for kind, steps in own.items()
+    }
+
+
 def _rows(model: str, workers: int, taken: dict[str, list[tuple[float, float]]]) -> list[Row]:
     rows: list[Row] = []
     for kind in KINDS:
@@ -135,9 +146,14 @@ def _rows(model: str, workers: int, taken: dict[str, list[tuple[float, float]]])
 
 
 def overhead_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: int) -> float:
-    """The median of what a step took more than the plain one of its round, over the plain median."""
+    """The median of what a step took more than the plain one of its round, over the plain median.
+
+    Two rounds count as one: whichever kind came first in the one comes last in the other.
+    """
     plain, own = ([each[which] for each in taken[name]] for name in ("none", kind))
-    return statistics.median(a - b for a, b in zip(own, plain)) / statistics.median(plain)
+    more = [a - b for a, b in zip(own, plain)]
+    pairs = [(first + second) / 2 for first, second in zip(more[::2], more[1::2])]
+    return statistics.median(pairs or more) / statistics.median(plain)
 
 
 def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
