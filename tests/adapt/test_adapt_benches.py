@@ -43,8 +43,9 @@ def test_the_claims_of_adaptive_batch_compare_with_small_batches():
 
 def test_overhead_is_the_median_difference_of_steps_in_turn():
     taken = {
-        "none": [(1.0, 1.0), (2.0, 1.0), (1.0, 1.0)],
-        "noise-scale": [(1.1, 1.005), (2.1, 1.02), (9.0, 1.01)],
+        # Whichever comes first in a round takes 0.5 s less; another program came in between at the end.
+        "none": [(1.0, 1.0), (2.5, 1.0), (1.0, 1.0), (1.5, 1.0), (1.0, 1.0), (1.5, 1.0)],
+        "noise-scale": [(1.6, 1.005), (2.1, 1.015), (1.6, 1.0), (1.1, 1.02), (9.0, 1.01), (1.1, 1.01)],
     }
-    assert round(monitoring.overhead_of(taken, "noise-scale", 0), 6) == 0.1
+    assert round(monitoring.overhead_of(taken, "noise-scale", 0), 6) == 0.08
     assert round(monitoring.overhead_of(taken, "noise-scale", 1), 6) == 0.01
