@@ -33,7 +33,7 @@ DEADLINE = timedelta(seconds=50)
 
 @dataclass(frozen=True)
 class Change:
-    """After `steps` steps of `worker`, the sweep goes on with `members`.
+    """After `steps` steps of `worker`, and the change before, the sweep goes on with `members`.
 
     Where `worker` is `lost`, it kills itself then. With `stop` the rest is asked to stop.
     """
@@ -86,13 +86,18 @@ class ScriptedSweepAgent:
     def stop_requested(self) -> bool:
         self._calls += 1
         for version, change in enumerate(self._script, 2):
-            if change.worker == self._worker and self._calls == change.steps:
+            if change.worker == self._worker and self._calls >= change.steps and self._is_next(version):
                 self._begin(version, change)
         return self._is_stopped
 
+    def _is_next(self, version: int) -> bool:
+        """Whether that version may follow: all members have entered the one before."""
+        before = self._versions[version - 1]
+        entered = [f"test/joined/{before.version}/{member}" for member in before.members]
+        return self.memberships.latest().version == before.version and self.store.check(entered)
+
     def _begin(self, version: int, change: Change) -> None:
         """Let all workers know of a version, and wait until they have entered it, or die."""
-        self.store.wait([f"test/version/{version - 1}"], DEADLINE)
         self.store.set(f"test/version/{version}", str(os.getpid()))
         if change.lost:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -138,7 +143,6 @@ def sweep_elastic(
     is_first = rank in first
     if is_first:
         agent.memberships.put(agent.first)
-        agent.store.set("test/version/1", "")
     place = {
         "rank": rank,
         "host": "here",

@@ -34,6 +34,7 @@ def job(folder: Path, **parallel: Any) -> dict[str, Any]:
         "optimizer": {"kind": "sgd", "lr": 0.05},
         "steps": 150,
         "precision": "float64",
+        "verify": "off",
         "device": "cpu",
         "evaluate": {"every_steps": 25},
         "parallel": {"elastic": True, "threads": 1, **parallel},

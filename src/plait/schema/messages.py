@@ -16,6 +16,7 @@ from plait.schema.spellings import VALUES, names_in
 FORMS = {
     "name": "letters, digits, '.', '_' and '-', as in a folder's name",
     "cluster.shell": "a command with {host} in it, such as 'ssh {host}'",
+    "parallel.control": "host:port, such as 127.0.0.1:0 for any free port",
 }
 # How much a key must be like one that is missing to be taken for it. Where further keys are options of a
 # kind, it must be clear.
