@@ -215,9 +215,8 @@ class SweepTraining:
     def _separate(self, why: str) -> None:
         """Train the trials of this group one by one from now on, from their last checkpoints."""
         self._builder.train_one_by_one(self._engine.group, why)
-        for place, trial in enumerate(self._engine.trials):
-            if place not in self._leaving:
-                self._hand_back(trial.trial)
+        for trial in sorted(self._held):
+            self._hand_back(trial)
         self._leaving = []
         self._engine.close()
         self._report_array()
