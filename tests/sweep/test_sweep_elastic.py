@@ -82,16 +82,16 @@ def test_workers_that_join_and_leave_change_no_trial_and_repeat_no_step(
 
 
 @pytest.mark.parametrize(
-    ("name", "victim"),
-    [("grid", 1), ("halving", 0)],
+    ("name", "victim", "after"),
+    [("grid", 1, 14), ("halving", 0, 8)],
     ids=["grid, another", "halving, the coordinator"],
 )
 def test_the_trials_of_a_killed_worker_go_on_from_their_last_evaluation(
-    name: str, victim: int, alone: dict[str, Any], tmp_path: Path
+    name: str, victim: int, after: int, alone: dict[str, Any], tmp_path: Path
 ):
     folder = tmp_path / "elastic"
     rest = tuple(rank for rank in (0, 1, 2) if rank != victim)
-    found = run_elastic_sweep(SWEEPS[name], folder, (0, 1, 2), Change(victim, 8, rest, lost=True))
+    found = run_elastic_sweep(SWEEPS[name], folder, (0, 1, 2), Change(victim, after, rest, lost=True))
     assert found[victim] is None
     result = found[rest[0]]
     assert result is not None
