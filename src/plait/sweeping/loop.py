@@ -315,8 +315,8 @@ class SweepTraining:
         trial = self._engine.trials[place]
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
         # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
-        may_move = self._waits or self._members is not None
-        if self._is_wanted(trial, result) if trial.step >= trial.steps else may_move:
+        is_due = self._waits or self._members is not None or trial.is_checkpoint_due
+        if self._is_wanted(trial, result) if trial.step >= trial.steps else is_due:
             self._save(place)
         answer = self._coordinator.ask(
             ask="report", worker=self._worker.id, trial=trial.trial, step=trial.step, **result
