@@ -42,6 +42,11 @@ def test_it_asks_for_workers_and_prints_what_the_job_answers(run: RunDir):
     assert "2 workers, 3 wanted (version 3)" in output
 
 
+def test_it_waits_until_a_worker_that_is_to_leave_has_left(run: RunDir):
+    found = json.loads(resize(str(run.path), "2", "--without", "0", "--wait", "0", "--json"))
+    assert (found["members"], found["is_settled"]) == ([0, 1], False)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -81,6 +81,7 @@ MISTAKES = [
     ("parallel.sync=allreduce", "did you mean 'all-reduce'?"),
     ("name=a b", "name: found 'a b', expected letters, digits, '.', '_' and '-'"),
     ("cluster.shell=ssh {hots}", "cluster.shell: found 'ssh {hots}', expected a command with {host} in it"),
+    ("parallel.control=here", "parallel.control: found 'here', expected host:port, such as 127.0.0.1:0"),
     ("clip_norm=-1", "clip_norm: found -1, expected greater than 0"),
     ("epochs=null", "epochs: found neither, expected one of epochs and steps"),
     ("steps=5", "epochs: found epochs: 1 and steps: 5, expected one of epochs and steps"),

@@ -33,13 +33,15 @@ DEADLINE = timedelta(seconds=50)
 
 @dataclass(frozen=True)
 class Change:
-    """After `steps` steps of `worker`, the sweep goes on with `members`.
+    """After the change before, and once `worker` has asked `calls` times whether to stop, others are members.
 
-    Where `worker` is `lost`, it kills itself then. With `stop` the rest is asked to stop.
+    It asks before each interval of steps and after each step.
+
+    Where it is `lost`, it kills itself then. With `stop` the rest is asked to stop.
     """
 
     worker: int
-    steps: int
+    calls: int
     members: tuple[int, ...]
     lost: bool = False
     stop: bool = False
@@ -48,7 +50,7 @@ class Change:
 class ScriptedSweepAgent:
     """In the place of the link to an agent: it changes the members as its script says.
 
-    A worker asks whether to stop after each step, which is how its steps are counted here.
+    A worker asks now and then whether to stop, which is when the members may change here.
     """
 
     def __init__(
@@ -86,13 +88,18 @@ class ScriptedSweepAgent:
     def stop_requested(self) -> bool:
         self._calls += 1
         for version, change in enumerate(self._script, 2):
-            if change.worker == self._worker and self._calls == change.steps:
+            if change.worker == self._worker and self._calls >= change.calls and self._is_next(version):
                 self._begin(version, change)
         return self._is_stopped
 
+    def _is_next(self, version: int) -> bool:
+        """Whether that version may follow: all members have entered the one before."""
+        before = self._versions[version - 1]
+        entered = [f"test/joined/{before.version}/{member}" for member in before.members]
+        return self.memberships.latest().version == before.version and self.store.check(entered)
+
     def _begin(self, version: int, change: Change) -> None:
         """Let all workers know of a version, and wait until they have entered it, or die."""
-        self.store.wait([f"test/version/{version - 1}"], DEADLINE)
         self.store.set(f"test/version/{version}", str(os.getpid()))
         if change.lost:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -138,7 +145,6 @@ def sweep_elastic(
     is_first = rank in first
     if is_first:
         agent.memberships.put(agent.first)
-        agent.store.set("test/version/1", "")
     place = {
         "rank": rank,
         "host": "here",

@@ -13,7 +13,6 @@ from plait.core import events
 from plait.core.run_events import ArrayChanged, TrialStep, WorkersChanged
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import CheckpointSettings, EvaluateSettings, ModelSettings
-from plait.sweeping.settings import SweepSettings
 from plait.training.checkpoint import list_checkpoints, load
 from support.elastic_sweep import Change, run_elastic_sweep
 from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
@@ -25,9 +24,12 @@ JOB = digits_job(
     evaluate=EvaluateSettings(every_steps=4),
     checkpoint=CheckpointSettings(every_steps=1000),
     log_every_steps=1,
+    verify="off",
 )
-GRID = sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=JOB)
-HALVING = sweep_of("optimizer.lr=log:1e-3:0.3", width=2, job=JOB, kind="halving", trials=6, eta=2)
+SWEEPS = {
+    "grid": sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=JOB),
+    "halving": sweep_of("optimizer.lr=log:1e-3:0.3", width=2, job=JOB, kind="halving", trials=6, eta=2),
+}
 TPE = sweep_of("optimizer.lr=log:1e-3:0.3", width=2, job=JOB, kind="asha", trials=5, eta=2)
 
 
@@ -45,28 +47,33 @@ def redone(folder: Path) -> dict[int, int]:
     return dict(found)
 
 
-def check_equal(settings: SweepSettings, found: dict[str, Any], folder: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], Path]]:
+    """The result and the folder of each sweep in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: (sweep_here(sweep, folder / name), folder / name) for name, sweep in SWEEPS.items()}
+
+
+def check_equal(expected: tuple[dict[str, Any], Path], found: dict[str, Any], folder: Path) -> None:
     """Every trial, their ranking and the best one's weights are those of the same sweep in one process."""
-    expected = sweep_here(settings, folder.parent / "one")
-    assert same_table(expected, found)
-    ours, theirs = (
-        load(list_checkpoints(each / "checkpoints")[0]) for each in (folder, folder.parent / "one")
-    )
+    table, other = expected
+    assert same_table(table, found)
+    ours, theirs = (load(list_checkpoints(each / "checkpoints")[0]) for each in (folder, other))
     assert largest_difference(ours.model, theirs.model) < 1e-9
 
 
-@pytest.mark.parametrize("settings", [GRID, HALVING], ids=["grid", "halving"])
+@pytest.mark.parametrize("name", SWEEPS)
 def test_workers_that_join_and_leave_change_no_trial_and_repeat_no_step(
-    settings: SweepSettings, tmp_path: Path
+    name: str, alone: dict[str, Any], tmp_path: Path
 ):
     folder = tmp_path / "elastic"
     # The first worker, which coordinates, leaves; then the next one that does.
     script = [Change(0, 5, (0, 1, 2)), Change(0, 12, (1, 2)), Change(2, 9, (2,))]
-    found = run_elastic_sweep(settings, folder, (0,), *script)
+    found = run_elastic_sweep(SWEEPS[name], folder, (0,), *script)
     assert found[0] == found[1] == {}
     assert found[2] is not None
     assert found[2]["reason"] == "finished"
-    check_equal(settings, found[2], folder)
+    check_equal(alone[name], found[2], folder)
     assert set(redone(folder).values()) == {0}
     changes = recorded(folder, WorkersChanged)
     assert [each.members for each in changes] == [(0, 1, 2), (1, 2), (2,)]
@@ -74,19 +81,23 @@ def test_workers_that_join_and_leave_change_no_trial_and_repeat_no_step(
     assert {event.worker for event in recorded(folder, ArrayChanged) if event.trials} == {0, 1, 2}
 
 
-@pytest.mark.parametrize(("settings", "victim"), [(GRID, 1), (GRID, 0), (HALVING, 0)])
+@pytest.mark.parametrize(
+    ("name", "victim", "after"),
+    [("grid", 1, 14), ("halving", 0, 8)],
+    ids=["grid, another", "halving, the coordinator"],
+)
 def test_the_trials_of_a_killed_worker_go_on_from_their_last_evaluation(
-    settings: SweepSettings, victim: int, tmp_path: Path
+    name: str, victim: int, after: int, alone: dict[str, Any], tmp_path: Path
 ):
     folder = tmp_path / "elastic"
     rest = tuple(rank for rank in (0, 1, 2) if rank != victim)
-    found = run_elastic_sweep(settings, folder, (0, 1, 2), Change(victim, 8, rest, lost=True))
+    found = run_elastic_sweep(SWEEPS[name], folder, (0, 1, 2), Change(victim, after, rest, lost=True))
     assert found[victim] is None
     result = found[rest[0]]
     assert result is not None
     # Whoever coordinates may be lost after the end.
     assert result == found[rest[1]]
-    check_equal(settings, result, folder)
+    check_equal(alone[name], result, folder)
     again = redone(folder)
     assert max(again.values()) <= 4
     assert sum(count > 0 for count in again.values()) <= 2
@@ -101,14 +112,16 @@ def test_drawn_trials_come_to_what_each_does_alone(tmp_path: Path):
     assert [row["state"] for row in found["trials"]].count("finished") >= 1
     for row in found["trials"]:
         own = replace(TPE, train=replace(TPE.train, steps=row["step"]))
-        alone, _ = trial_alone(own, row["values"], tmp_path / str(row["trial"]))
-        assert row["metrics"] == pytest.approx(alone.test, abs=1e-9)
+        by_itself, _ = trial_alone(own, row["values"], tmp_path / str(row["trial"]))
+        assert row["metrics"] == pytest.approx(by_itself.test, abs=1e-9)
 
 
-def test_a_sweep_that_has_too_few_workers_stops_with_its_trials_saved_and_goes_on(tmp_path: Path):
+def test_a_sweep_that_has_too_few_workers_stops_with_its_trials_saved_and_goes_on(
+    alone: dict[str, Any], tmp_path: Path
+):
     folder = tmp_path / "elastic"
-    found = run_elastic_sweep(GRID, folder, (0, 1), Change(0, 8, (1,), lost=True, stop=True))[1]
+    found = run_elastic_sweep(SWEEPS["grid"], folder, (0, 1), Change(0, 8, (1,), lost=True, stop=True))[1]
     assert found is not None
     assert found["reason"] == "stopped"
-    went_on = sweep_here(GRID, folder, resume=True)
-    check_equal(GRID, went_on, folder)
+    went_on = sweep_here(SWEEPS["grid"], folder, resume=True)
+    check_equal(alone["grid"], went_on, folder)

@@ -19,6 +19,7 @@ from plait.launch.display import Silent, WorkerState
 from plait.launch.run_dir import find_run
 from plait.schema.job import make_job
 from plait.schema.results import SweepResult
+from support.hosts import Hosts
 from support.sweeping import same_table, sweep_here
 
 OVER = {"optimizer.lr": [0.3, 0.1, 0.03, 0.01], "optimizer.momentum": [0.0, 0.9]}
@@ -34,6 +35,7 @@ def job(folder: Path, **parallel: Any) -> dict[str, Any]:
         "optimizer": {"kind": "sgd", "lr": 0.05},
         "steps": 150,
         "precision": "float64",
+        "verify": "off",
         "device": "cpu",
         "evaluate": {"every_steps": 25},
         "parallel": {"elastic": True, "threads": 1, **parallel},
@@ -94,6 +96,22 @@ def test_resized_killed_and_stopped_workers_change_no_trial_of_a_sweep(tmp_path:
     found = plait.sweep(asked, OVER, width=8, display=display)
     assert display.seen == [(0,), (0, 1, 2), (1, 2), (1, 2, 3), (2, 3), (2, 3, 4), (2,)], display.lines
     check_equal(found, asked, tmp_path)
+
+
+def test_the_trials_behind_a_cut_link_go_on_on_another_host(tmp_path: Path, hosts: Hosts):
+    hosts.make("w0", "w1")
+    acts: dict[tuple[int, ...], Act] = {
+        (0, 1): lambda display, workers: threading.Thread(target=hosts.cut, args=("w1",)).start(),
+        (0,): lambda display, workers: display.open_gate(),
+    }
+    display = ActsInTurn(tmp_path, acts)
+    asked = job(tmp_path, workers=2)
+    cluster = {"hosts": ["w0:1", "w1:1"], "shell": hosts.shell, "nic": "eth0", "link_timeout_s": 2.0}
+    found = plait.sweep({**asked, "cluster": cluster}, OVER, width=4, display=display)
+    assert display.seen == [(0, 1), (0,)], display.lines
+    assert {array.worker for array in found.arrays} == {0, 1}
+    check_equal(found, asked, tmp_path)
+    assert hosts.processes() == []
 
 
 def test_an_elastic_sweep_refuses_groups_of_workers():

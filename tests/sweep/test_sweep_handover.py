@@ -165,7 +165,7 @@ class Workers:
 
 @pytest.mark.parametrize("name", SWEEPS)
 @given(script=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 3)), min_size=20, max_size=40))
-@settings(max_examples=20, deadline=None, phases=[Phase.generate])
+@settings(max_examples=12, deadline=None, phases=[Phase.generate])
 def test_whoever_comes_goes_or_dies_each_step_of_a_trial_counts_once(
     name: str, script: list[tuple[str, int]]
 ):

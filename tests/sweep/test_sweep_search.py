@@ -65,7 +65,7 @@ def test_asha_decides_as_trials_come_and_never_waits():
 
 
 @pytest.mark.parametrize("kind", ["grid", "halving", "asha", "pbt"])
-def test_a_book_closed_after_any_event_comes_to_the_same_end(kind: str):
+def test_a_scheduler_restarted_after_any_event_comes_to_the_same_end(kind: str):
     over = "optimizer.lr=" + ",".join(str(0.01 * n) for n in range(1, 8))
     settings = sweep_of(over, kind=kind, least_steps=4, eta=2)
     losses = {0: 3.0, 1: 1.0, 2: 2.0, 3: 0.1, 4: math.inf, 5: 0.5, 6: 0.7}

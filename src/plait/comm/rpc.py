@@ -211,7 +211,7 @@ def _connection(prefix: str, number: int) -> str:
 def wait_checked(store: dist.Store, key: str, check: Callable[[], None]) -> None:
     """Return once `key` has a value; `check` is called now and then, and may raise."""
     while True:
-        check()
         with contextlib.suppress(StoreTimeout):
             store.wait([key], CHECK_EVERY)
             return
+        check()

@@ -98,13 +98,15 @@ class ElasticWorkers:
 
     def _described(self) -> dict[str, Any]:
         roster = self.roster
+        members = roster.membership.members
+        is_reached = len(members) == roster.wanted.workers and not roster.wanted.without & set(members)
         return {
             "workers": roster.wanted.workers,
             "version": roster.wanted.version,
-            "members": list(roster.membership.members),
-            "pids": {member: self._processes.pid_of(member) for member in roster.membership.members},
-            "places": dict(zip(roster.membership.members, roster.membership.hosts)),
-            "is_settled": roster.all_joined and len(roster.membership.members) == roster.wanted.workers,
+            "members": list(members),
+            "pids": {member: self._processes.pid_of(member) for member in members},
+            "places": dict(zip(members, roster.membership.hosts)),
+            "is_settled": roster.all_joined and is_reached,
             "hosts": {host.name: slots for host, slots in zip(roster.hosts, roster.capacity)},
         }
 

@@ -215,9 +215,8 @@ class SweepTraining:
     def _separate(self, why: str) -> None:
         """Train the trials of this group one by one from now on, from their last checkpoints."""
         self._builder.train_one_by_one(self._engine.group, why)
-        for place, trial in enumerate(self._engine.trials):
-            if place not in self._leaving:
-                self._hand_back(trial.trial)
+        for trial in sorted(self._held):
+            self._hand_back(trial)
         self._leaving = []
         self._engine.close()
         self._report_array()
@@ -316,9 +315,8 @@ class SweepTraining:
         trial = self._engine.trials[place]
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
         # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
-        may_move = self._waits or self._members is not None
-        is_saved = self._is_wanted(trial, result) if trial.step >= trial.steps else may_move
-        if is_saved:
+        is_due = self._waits or self._members is not None or trial.is_checkpoint_due
+        if self._is_wanted(trial, result) if trial.step >= trial.steps else is_due:
             self._save(place)
         answer = self._coordinator.ask(
             ask="report", worker=self._worker.id, trial=trial.trial, step=trial.step, **result
@@ -326,8 +324,6 @@ class SweepTraining:
         trial.until = answer["until"]
         if trial.until == 0:
             self._let_leave(place)
-        elif trial.is_checkpoint_due and not is_saved:
-            self._save(place)
 
     def _end(self, place: int, state: str, metrics: dict[str, float]) -> None:
         """Report a trial that ended by itself."""

@@ -93,8 +93,8 @@ class SweepMembers:
 
         False where this worker is a member again, as others were lost meanwhile.
         """
-        self._resign()
         while self.is_leaving:
+            self._resign()
             version = self._memberships.latest().version
             if self._memberships.dismissal_or_later(version) is None:
                 self._worker.tell_left()
