@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -50,16 +51,6 @@ def test_the_example_runs_as_the_readme_shows(tmp_path: Path):
     assert [line[:14].strip() for line in done.stdout.splitlines()[:-1]] == names
 
 
-def test_the_python_in_the_readme_runs(tmp_path):
-    snippets = re.findall(r"```python\n(.*?)```", text("README.md"), flags=re.DOTALL)
-    assert snippets
-    for snippet in snippets:
-        done = subprocess.run(
-            [sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=100
-        )
-        assert done.returncode == 0, done.stderr
-
-
 TINY = """
 name: tiny
 model: plait.workloads.mlp:mlp_tiny
@@ -68,20 +59,59 @@ epochs: 4
 """
 
 
-@pytest.mark.parametrize("page", ["docs/adapt.md", "docs/jobs.md", "docs/sweep.md"])
-def test_the_python_in_the_pages_runs(page: str, tmp_path: Path):
-    """As it is written, each snippet by itself, with small jobs in the files that it names."""
-    (tmp_path / "examples").mkdir()
+PAGES = ["README.md", "docs/adapt.md", "docs/jobs.md", "docs/sweep.md"]
+# Prints, for each page, what its snippets printed and the traceback of the first that failed.
+RUN_SNIPPETS = """
+import contextlib, io, json, sys, traceback
+found = {}
+for page, snippets in json.load(sys.stdin).items():
+    printed, failure = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(printed):
+            for code in snippets:
+                exec(code, {})
+    except BaseException:
+        failure = traceback.format_exc()
+    found[page] = {"printed": printed.getvalue(), "failure": failure}
+print(json.dumps(found))
+"""
+
+
+def snippets_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text(page), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the snippets of all pages came to, in one process, which imports torch once.
+
+    Each is run by itself, with small jobs in the files that it names.
+    """
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "examples").mkdir()
     for name in ("job.yaml", "examples/digits.yaml"):
-        (tmp_path / name).write_text(TINY)
-    snippets = re.findall(r"```python\n(.*?)```", text(page), flags=re.DOTALL)
-    assert snippets
-    script = f"for code in {snippets!r}:\n    exec(code, {{}})"
+        (folder / name).write_text(TINY)
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", RUN_SNIPPETS],
+        cwd=folder,
+        input=json.dumps({page: snippets_of(page) for page in PAGES}),
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == len(snippets)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_python_in_the_pages_runs(page: str, ran: dict[str, Any]):
+    """As it is written."""
+    assert ran[page]["failure"] is None, ran[page]["failure"]
+    prints = [code for code in snippets_of(page) if "\nprint(" in code]
+    assert prints
+    assert len(ran[page]["printed"].splitlines()) == len(prints)
 
 
 def test_every_verb_in_the_readme_exists():

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [
-        ("stash", "kill-server"),
+        ("plain", "kill-server"),
         ("partial-loaders", "stop-worker"),
         ("sweep", "stop-worker"),
     ],

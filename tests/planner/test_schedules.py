@@ -50,7 +50,7 @@ def shared(draw):
 
 
 @given(st.sampled_from(PLAIN), shared(), st.integers(1, 24))
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_workers_that_hold_several_stages_never_wait_for_ever_and_each_stage_keeps_its_order(
     kind, layout, count
 ):
@@ -97,7 +97,7 @@ def held_over_time(ops, stage):
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_every_microbatch_goes_forward_once_and_backward_once_in_every_stage(case):
     schedule, layout, count = case
     lists = operations(schedule, layout, count)
@@ -114,7 +114,7 @@ def test_every_microbatch_goes_forward_once_and_backward_once_in_every_stage(cas
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_each_worker_gets_its_own_microbatches_in_an_order_that_can_be(case):
     schedule, layout, count = case
     for worker, ops in operations(schedule, layout, count).items():
@@ -131,7 +131,7 @@ def test_each_worker_gets_its_own_microbatches_in_an_order_that_can_be(case):
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_both_ends_of_every_channel_agree_on_what_comes_in_which_order(case):
     schedule, layout, count = case
     lists = operations(schedule, layout, count)
@@ -206,7 +206,7 @@ def runs_on_channels_of(capacity, layout, lists):
 
 
 @given(cases())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_no_schedule_deadlocks_on_channels_with_the_room_it_asks_for(case):
     schedule, layout, count = case
     room = messages_per_channel(schedule, layout)
@@ -220,7 +220,7 @@ def test_no_schedule_deadlocks_on_channels_with_the_room_it_asks_for(case):
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_no_more_activations_and_versions_are_in_flight_than_promised(case):
     schedule, layout, count = case
     lists = operations(schedule, layout, count)
@@ -340,7 +340,7 @@ def runs_through(schedule: Schedule, layout: Layout, microbatches: int, depths: 
     st.integers(1, 60),
     st.data(),
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_depths_are_refused_exactly_where_a_simulated_run_stops(
     schedule: Schedule, stages: list[tuple[int, int]], microbatches: int, data: st.DataObject
 ) -> None:

@@ -11,6 +11,8 @@ SCRIPT = """
 import inspect, json, sys, torch
 import plait.sweeping.worker
 import plait.training.worker
+from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
+from plait.sweeping.trial_settings import array_key
 from plait.training.optimizers.eager import use_eager_optimizers
 
 def train(kind):
@@ -44,6 +46,8 @@ kinds = [
 ]
 use_eager_optimizers()
 eager = {kind.__name__: train(kind) for kind in kinds}, differentiate()
+# Which trials can share an array is told from their models, made without memory.
+array_key(TrainSettings("t", ModelSettings("plait.workloads.mlp:mlp_tiny"), DataSettings("digits", 8)))
 imported = sorted({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules))
 import torch._dynamo
 plain = {kind.__name__: train(kind) for kind in kinds}, differentiate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from plait.schema.topology_spec import TopologySpec
 from plait.training import checkpoint
 from plait.training.engines.pipeline import check_pipeline
 from support.plans import placed, planned
-from support.training import digits_job, largest_difference, train_here, train_rank
+from support.training import digits_job, largest_difference, saved_weights, train_here, train_rank
 from support.world import run_ranks
 
 
@@ -108,6 +109,24 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     stop.unlink()
     resumed = run_ranks(3, train_rank, settings, tmp_path / "run", True)[0][0]
     assert (resumed.reason, resumed.step) == ("finished", 20)
+
+
+def _has_saved(folder: Path) -> Callable[[], bool]:
+    return lambda: bool(checkpoint.list_checkpoints(RunDir(folder).checkpoints))
+
+
+def test_an_asynchronous_run_that_is_killed_resumes_to_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+    settings = planned((1, 1), Schedule.STASH, steps=40, checkpoint=CheckpointSettings(every_steps=8))
+    run_ranks(2, train_rank, settings, tmp_path / "whole")
+    # A busy machine may look too late: then the run begins anew.
+    for attempt in range(5):
+        folder = tmp_path / f"killed-{attempt}"
+        if run_ranks(2, train_rank, settings, folder, kill_when=_has_saved(folder)) == [None, None]:
+            break
+    else:
+        raise AssertionError("five times the run came to its end before it was killed")
+    run_ranks(2, train_rank, settings, folder, True)
+    assert largest_difference(saved_weights(folder), saved_weights(tmp_path / "whole")) == 0.0
 
 
 def test_an_asynchronous_run_whose_workers_hold_several_stages_stops_when_asked_and_goes_on(

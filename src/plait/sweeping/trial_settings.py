@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
@@ -134,8 +135,24 @@ def _model_key(settings: ModelSettings) -> Any:
     """
     others = {name: value for name, value in settings.args.items() if not isinstance(value, float)}
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NoRandomNumbers():
             shapes = repr(shape_key(components.find_model(settings)(**settings.args)))
         return [settings.factory, shapes, encode(others)]
     except Exception:  # a user's model may fail in any way on tensors without memory
         return encode(settings)
+
+
+# In-place functions of tensors and of torch.nn.init, as far as models begin with them.
+_RANDOM = frozenset(
+    f"{prefix}{kind}_" for prefix in ("", "kaiming_", "xavier_", "trunc_") for kind in ("normal", "uniform")
+)
+
+
+class _NoRandomNumbers(TorchFunctionMode):
+    """Tensors without memory are not filled: torch would import its compiler for it, which takes a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensor = args[0] if args else (kwargs or {}).get("tensor")
+        if getattr(func, "__name__", "") in _RANDOM and isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            return tensor
+        return func(*args, **(kwargs or {}))
