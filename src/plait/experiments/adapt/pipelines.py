@@ -173,8 +173,9 @@ def slow_rows(steps: int = 150) -> list[Row]:
             "workers": STAGES,
             "then": STAGES,
             "step": changes[0].step if changes and case == "re-planned" else None,
+            "changes": len(changes) if case == "re-planned" else 0,
             "step_s": round(_pace_s(recorded), 4),
-            "why": changes[0].why if changes and case == "re-planned" else "",
+            "why": "; then ".join(change.why for change in changes) if case == "re-planned" else "",
         }
         for case, recorded in paces.items()
     ]
