@@ -70,6 +70,10 @@ class ArrayBuilder:
         """Why the group's trials train one by one; nothing where they are fused."""
         return self._widths[group][1]
 
+    def has_python_state(self, group: str) -> bool:
+        """Whether the group's models keep what checkpoints do not hold, by the verification of its arrays."""
+        return group in self._verdicts and self._verdicts[group].has_python_state
+
     def train_one_by_one(self, group: str, why: str) -> None:
         self._widths[group] = 1, why
 

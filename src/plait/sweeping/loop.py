@@ -230,6 +230,8 @@ class SweepTraining:
         """Where workers come and go, hand back trials for those that have none."""
         if self._members is None or time.monotonic() - self._offered < OFFER_S:
             return
+        if self._builder.has_python_state(self._engine.group):
+            return
         self._offered = time.monotonic()
         staying = [place for place in range(len(self._engine.trials)) if place not in self._leaving]
         left_s = self._step_s * max((self._steps_left(place) for place in staying), default=0)
