@@ -30,7 +30,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 def forward(model: torch.nn.Module, inputs: Any) -> Any:
     """The model's output; several inputs come as a tuple or list, named ones as a dict."""
     arguments = as_arguments(inputs)
-    with telling_of_types(model, inputs):
+    with explaining_type_errors(model, inputs):
         return model(**arguments) if isinstance(arguments, dict) else model(*arguments)
 
 
@@ -42,7 +42,7 @@ def as_arguments(inputs: Any) -> Arguments:
 
 
 @contextlib.contextmanager
-def telling_of_types(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
+def explaining_type_errors(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
     """Say in words where a forward fails because inputs are float64, as numpy's are, and weights are not."""
     try:
         yield

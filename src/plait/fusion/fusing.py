@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
-from plait.fusion.verify import BatchRehearsal, tell, verify_fused
+from plait.fusion.verify import BatchRehearsal, log_verdict, verify_fused
 
 
 def fuse(
@@ -65,5 +65,5 @@ def _verified(
     verdict = verify_fused(BatchRehearsal(models, seeds, ages, listed), unfused)
     if verdict.refused is not None:
         raise FusionError(f"fuse: these models cannot be fused: {verdict.refused}; train each alone")
-    tell(verdict, unfused)
+    log_verdict(verdict, unfused)
     return dict(verdict.unfused)

@@ -158,7 +158,7 @@ def verify_fused(rehearsal: Rehearsal, unfused: Mapping[str, str] | None = None)
     return Verdict(check.unfused, refused, seconds, check.has_python_state, rehearsal.loss_alone)
 
 
-def tell(verdict: Verdict, known: Mapping[str, str]) -> None:
+def log_verdict(verdict: Verdict, known: Mapping[str, str]) -> None:
     """Log which modules run trial by trial, besides those `known` before."""
     for name, why in verdict.unfused.items():
         if name not in known:

@@ -178,16 +178,16 @@ class ElasticWorker(Worker, Protocol):
     def leave_world(self) -> None:
         """End the process group, also where a member of it is lost."""
 
-    def tell_ready(self) -> None:
+    def report_ready(self) -> None:
         """This worker can take part as soon as it is made a member."""
 
-    def tell_joined(self) -> None:
+    def report_joined(self) -> None:
         """This worker has taken its place in the version that it entered, with the state of the others."""
 
-    def tell_left(self) -> None:
+    def report_left(self) -> None:
         """This worker has left in agreement with the others, and ends."""
 
-    def tell_broken(self, loss: PeerError) -> None:
+    def report_broken(self, loss: PeerError) -> None:
         """The members of the version that this worker entered could not work together; it waits for another.
 
         The worker to blame is named where it is known.
@@ -279,17 +279,17 @@ class LaunchedWorker:
         if self.memberships is not None:
             self.memberships.raise_loss()
 
-    def tell_ready(self) -> None:
+    def report_ready(self) -> None:
         self._agent.send(prepared=self.id)
 
-    def tell_joined(self) -> None:
+    def report_joined(self) -> None:
         assert self.memberships is not None
         self._agent.send(joined={"rank": self.id, "version": self.memberships.current.version})
 
-    def tell_left(self) -> None:
+    def report_left(self) -> None:
         self._agent.send(left=self.id)
 
-    def tell_broken(self, loss: PeerError) -> None:
+    def report_broken(self, loss: PeerError) -> None:
         assert self.memberships is not None
         current = self.memberships.current
         peer = None if loss.peer is None else current.members[loss.peer]

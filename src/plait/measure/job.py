@@ -18,7 +18,7 @@ from torch import nn
 
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
-from plait.data.calling import as_arguments, telling_of_types
+from plait.data.calling import as_arguments, explaining_type_errors
 from plait.data.loader import to_device
 from plait.graph.graph import Graph
 from plait.launch.display import Silent
@@ -87,7 +87,7 @@ def _profile_sizes(
     try:
         for size in batch_sizes:
             model, inputs, target = _example(settings, size, device)
-            with telling_of_types(model, inputs), _autocast(settings, device):
+            with explaining_type_errors(model, inputs), _autocast(settings, device):
                 found = profile_model(
                     model,
                     inputs,
@@ -258,7 +258,7 @@ def verify_layers(settings: TrainSettings, device: torch.device) -> Verification
 def _first_objection(model: nn.Module, example: Example, whole: frozenset[str]) -> tuple[str, str | None]:
     """What the layers do otherwise than the model, and in which module; the modules of `whole` are called."""
     inputs, others = (as_arguments(inputs) for inputs, _ in example.batches)
-    with telling_of_types(model, inputs), example.choices.autocast():
+    with explaining_type_errors(model, inputs), example.choices.autocast():
         traced = trace(model, inputs, others=[others], whole=whole)
     concerns = traced.concerns or (traced.evaluation.concerns if traced.evaluation is not None else ())
     if concerns:

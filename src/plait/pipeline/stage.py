@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm.links.packing import Message
-from plait.data.calling import telling_of_types
+from plait.data.calling import explaining_type_errors
 from plait.data.loader import seed_all
 from plait.pipeline.cutting.cut import StageModule
 from plait.pipeline.loss_scale import LossScale
@@ -168,7 +168,7 @@ class StageRunner:
 
     def _call(self, flight: Flight, taken: Sequence[Value], returned: Sequence[Value]) -> dict[str, Tensor]:
         inputs = tuple(flight.inputs[value.name] for value in taken)
-        with telling_of_types(self.stage.module, inputs):
+        with explaining_type_errors(self.stage.module, inputs):
             given = self.stage.module(*inputs)
         return {value.name: tensor for value, tensor in zip(returned, given)}
 

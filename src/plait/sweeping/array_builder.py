@@ -12,7 +12,7 @@ import torch
 
 from plait.comm.rpc import Client
 from plait.fusion.errors import FusionError
-from plait.fusion.verify import Verdict, tell
+from plait.fusion.verify import Verdict, log_verdict
 from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout
 from plait.schema.settings import TrainSettings
@@ -184,7 +184,7 @@ class ArrayBuilder:
 
     def _keep(self, group: str, verdict: Verdict, known: Verdict | None, trials: int) -> None:
         """Report a verdict, and keep it for arrays to come; raises NotFusedError where it is a refusal."""
-        tell(verdict, known.unfused if known is not None else {})
+        log_verdict(verdict, known.unfused if known is not None else {})
         log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
         self._coordinator.ask(
             ask="verified",

@@ -140,7 +140,7 @@ class Loop(RunStart):
         # Counted from the position: the batch size may have changed since the steps before were taken.
         self.begin(self._total_steps())
         if self._switch is not None:
-            self._switch.members.tell_joined()
+            self._switch.members.report_joined()
 
     def _finish(self, reason: str) -> dict[str, float]:
         # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
@@ -157,7 +157,7 @@ class Loop(RunStart):
         assert self._switch is not None
         self.run.metrics.leave()
         self.run.close()
-        self._switch.members.worker.tell_left()
+        self._switch.members.worker.report_left()
 
     def begin(self, steps: int) -> None:
         """Get ready to go on until `steps` steps are done."""
@@ -247,7 +247,7 @@ class Loop(RunStart):
         rest = broadcast_value(self._position_in_loop() if given else None, source)
         if not is_there:
             self._take_position(rest)
-            self._take_up(state)
+            self._load_checkpoint(state)
             self._checked_step = self.run.step if rest["is_checked"] else None
 
     def back_to_checkpoint(self) -> None:

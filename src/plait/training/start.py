@@ -80,7 +80,7 @@ class RunStart:
         run, refused = self.run, []
         for path in checkpoints.list_checkpoints(run.folder.checkpoints):
             try:
-                self._take_up(self.engine.read(path))
+                self._load_checkpoint(self.engine.read(path))
             except CheckpointError as failure:
                 refused.append(str(failure))
                 run.metrics.refused(path, str(failure))
@@ -93,7 +93,7 @@ class RunStart:
                 f"no checkpoint below {run.folder.checkpoints} can be used; the newest: {refused[0]}"
             )
 
-    def _take_up(self, state: Checkpoint) -> None:
+    def _load_checkpoint(self, state: Checkpoint) -> None:
         """Continue from a checkpoint; CheckpointError changes nothing."""
         run, progress = self.run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
@@ -132,5 +132,5 @@ class RunStart:
             own = self._checkpoint(self.engine.start_state()) if worker.rank == 0 else None
             state = checkpoints.broadcast(own)
             if worker.rank != 0:
-                self._take_up(state)
+                self._load_checkpoint(state)
         self.engine.broadcast_start()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import DataError
-from plait.data.calling import Arguments, telling_of_types
+from plait.data.calling import Arguments, explaining_type_errors
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.workloads.losses import describe
@@ -18,7 +18,7 @@ from plait.workloads.losses import describe
 
 def trace_inputs(model: torch.nn.Module, inputs: Arguments, evaluation: bool = True) -> TracedModel:
     """The model as layers; where inputs of another type than the weights made it fail, it says so."""
-    with telling_of_types(model, inputs):
+    with explaining_type_errors(model, inputs):
         return trace(model, inputs, evaluation=evaluation)
 
 

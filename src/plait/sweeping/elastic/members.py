@@ -67,9 +67,9 @@ class SweepMembers:
     def join(self) -> None:
         """Become a member; one that joins a running sweep waits until it is made one."""
         if self._worker.rank < 0:
-            self._worker.tell_ready()
+            self._worker.report_ready()
             self._worker.enter(self._memberships.after(-1, WAIT_S))
-        self._worker.tell_joined()
+        self._worker.report_joined()
 
     @property
     def is_changed(self) -> bool:
@@ -84,7 +84,7 @@ class SweepMembers:
     def enter(self) -> None:
         """Enter the latest version, which this worker is a member of; it keeps its trials."""
         self._worker.enter(self._memberships.latest())
-        self._worker.tell_joined()
+        self._worker.report_joined()
         if self._first == self._worker.id:
             self.ask(ask="follow")
 
@@ -97,7 +97,7 @@ class SweepMembers:
             self._resign()
             version = self._memberships.latest().version
             if self._memberships.dismissal_or_later(version) is None:
-                self._worker.tell_left()
+                self._worker.report_left()
                 return True
         return False
 

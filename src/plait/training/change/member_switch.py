@@ -67,7 +67,7 @@ class MemberSwitch:
                 members.enter(find())
                 self._agree_on_state()
                 self._loop.reopen(was_lost)
-                members.tell_joined()
+                members.report_joined()
                 return
             except RuntimeError as failure:
                 loss = loss_of(members.worker, failure)

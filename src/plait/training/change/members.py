@@ -78,7 +78,7 @@ class ElasticMembers:
 
     def first(self) -> Membership:
         """The first version with this worker, once there is one; the job goes on without it until then."""
-        self.worker.tell_ready()
+        self.worker.report_ready()
         return self._memberships.after(-1, WAIT_S)
 
     def agree(self) -> Membership:
@@ -94,7 +94,7 @@ class ElasticMembers:
         self._since = self._since or time.perf_counter()
         worker = self.worker
         if not self._memberships.is_asked:
-            worker.tell_broken(loss)
+            worker.report_broken(loss)
         return self._memberships.after(self._memberships.current.version, worker.timeout_s)
 
     def enter(self, membership: Membership) -> None:
@@ -113,9 +113,9 @@ class ElasticMembers:
         worker.enter(membership)
         join_members(worker, self._run.settings)
 
-    def tell_joined(self) -> None:
+    def report_joined(self) -> None:
         """Report to the supervisor that this worker joined the version it entered, and record the change."""
-        self.worker.tell_joined()
+        self.worker.report_joined()
         now, before, since = self._memberships.current, self._before, self._since
         self._before, self._since = now, None
         if before is None or since is None:

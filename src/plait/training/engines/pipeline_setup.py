@@ -17,7 +17,7 @@ from plait.core.errors import InputError, JobError
 from plait.core.files import write_atomic
 from plait.core.run_events import Verified
 from plait.data import loader
-from plait.data.calling import as_arguments, telling_of_types
+from plait.data.calling import as_arguments, explaining_type_errors
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline import executor as pipelines
@@ -55,7 +55,7 @@ def trace_parts(
     with same_random_numbers(settings.seed):
         (inputs, target), (others, _) = _examples(settings, parts, few=4)
     check_target(target)
-    with parts.autocast(), telling_of_types(parts.model, inputs):
+    with parts.autocast(), explaining_type_errors(parts.model, inputs):
         return trace(
             parts.model,
             as_arguments(inputs),
