@@ -82,11 +82,14 @@ class SweepMembers:
         return self._worker.id not in self._memberships.latest().members
 
     def enter(self) -> None:
-        """Enter the latest version, which this worker is a member of; it keeps its trials."""
+        """Enter the latest version, which this worker is a member of; it keeps its trials.
+
+        Whoever coordinates that version has taken over before it says that it has entered it.
+        """
         self._worker.enter(self._memberships.latest())
-        self._worker.report_joined()
         if self._first == self._worker.id:
             self.ask(ask="follow")
+        self._worker.report_joined()
 
     def leave(self) -> bool:
         """End as a member, without trials, once the others have taken their places.
@@ -120,10 +123,10 @@ class SweepMembers:
         while not self._store.check([_RESULT]):
             if self.is_changed and self.is_leaving:
                 return None
-            if self.is_changed:
-                self.enter()
-            if self._first == self._worker.id:
-                with contextlib.suppress(SweepClosedError):  # by the one that coordinated before
+            with contextlib.suppress(SweepClosedError):  # by the one that coordinated before
+                if self.is_changed:
+                    self.enter()
+                if self._first == self._worker.id:
                     self._close_if_quiet()
             time.sleep(POLL_S)
         found: dict[str, Any] = json.loads(self._store.get(_RESULT))
