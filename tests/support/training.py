@@ -94,8 +94,9 @@ def small_net(classes: int = 10, dropout: float = 0.0) -> nn.Module:
     """A convolution without BatchNorm, so that N workers can equal one; of a norm that is quick to trace."""
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1),
-        nn.LayerNorm(8),
         nn.ReLU(),
+        # Behind ReLU: before it, the bias of the convolution would have no gradient but rounding.
+        nn.LayerNorm(8),
         nn.Flatten(),
         nn.Dropout(dropout),
         nn.Linear(256, classes),
