@@ -175,7 +175,7 @@ def run_elastic_sweep(
 
 
 class GatedNet(nn.Module):
-    """A linear model that is slow, and after a hundred forwards almost stands still, until `gate` exists."""
+    """A linear model that, after a few steps, takes two steps a second until `gate` exists."""
 
     forwards = 0
 
@@ -185,7 +185,7 @@ class GatedNet(nn.Module):
         self._gate = gate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not os.path.exists(self._gate):
+        if self.training and not os.path.exists(self._gate):
             GatedNet.forwards += 1
-            time.sleep(0.01 if GatedNet.forwards < 100 else 0.5)
+            time.sleep(0.01 if GatedNet.forwards < 10 else 0.5)
         return self.layer(x.flatten(1))

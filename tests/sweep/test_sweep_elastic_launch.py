@@ -33,11 +33,11 @@ def job(folder: Path, **parallel: Any) -> dict[str, Any]:
         "model_args": {"gate": str(folder / "gate")},
         "data": {"kind": "digits", "batch_size": 60},
         "optimizer": {"kind": "sgd", "lr": 0.05},
-        "steps": 150,
+        "steps": 400,
         "precision": "float64",
         "verify": "off",
         "device": "cpu",
-        "evaluate": {"every_steps": 25},
+        "evaluate": {"every_steps": 50},
         "parallel": {"elastic": True, "threads": 1, **parallel},
         "run_dir": str(folder / "runs"),
     }
