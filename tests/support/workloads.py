@@ -75,7 +75,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "model_args": {"vocabulary": 12, "streams": 4, "dropout": 0.0},
     },
     "gnmt": {
-        "data.synthetic": {**NUMBERS, "sentences": 2},
+        "data.synthetic": NUMBERS,
         "data.batch_size": 4,
         "model_args": {"vocabulary": 100, "width": 8},
     },
@@ -172,7 +172,7 @@ def profiled(settings: TrainSettings) -> Profile:
     contents = parts.train_set.example_batches((4, 3), settings.seed)
     inputs, target = to_device(contents[0], CPU, parts.dtype)
     return profile_model(
-        parts.model, as_arguments(inputs), lambda output: parts.loss(output, target), repeats=1
+        parts.model, as_arguments(inputs), lambda out: parts.loss(out, target), warmup=0, repeats=1
     )
 
 

@@ -1,4 +1,4 @@
-"""Translation end to end: in stages, on several workers and resumed as in one process; its BLEU."""
+"""Translation end to end: on several workers and resumed as in one process; its BLEU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from plait.cli.show import bleu_table
 from plait.core.codec import encode
 from plait.core.errors import DataError, InputError, JobError
 from plait.launch.run_dir import RunDir
-from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -30,7 +29,6 @@ from plait.training import components
 from plait.training.evaluate_run import measure_bleu, measure_run
 from plait.workloads.translation.beam_search import BeamOptions
 from plait.workloads.translation.bleu import score
-from support.plans import cut_in_two
 from support.training import digits_job, largest_difference, saved_weights, train_each, train_here
 from support.world import run_ranks
 
@@ -61,20 +59,16 @@ def write_settings(folder: Path, settings: TrainSettings) -> RunDir:
     return found
 
 
-def test_stages_and_data_parallel_workers_equal_one_process_and_their_checkpoints_score_alike(
-    tmp_path: Path,
-) -> None:
-    """Groups of pairs are in test_examples; here a sample is a pair."""
+def test_data_parallel_workers_equal_one_process_and_their_checkpoints_score_alike(tmp_path: Path) -> None:
+    """Stages are in test_examples."""
     job = translation_job()
-    runs = {"stages": cut_in_two(job, Schedule.FLUSH, 3), "workers": job}
     plain, weights = train_here(job, tmp_path / "plain")
-    expected = measure_bleu(write_settings(tmp_path / "plain", job), GREEDY)
-    results = run_ranks(2, train_each, runs, tmp_path)[0]
-    for name, settings in runs.items():
-        assert largest_difference(saved_weights(tmp_path / name), weights) < 1e-10
-        assert results[name].test["token_accuracy"] == plain.test["token_accuracy"]
-        assert results[name].test["loss"] == pytest.approx(plain.test["loss"], abs=1e-10)
-        assert measure_bleu(write_settings(tmp_path / name, settings), GREEDY) == expected
+    result = run_ranks(2, train_each, {"workers": job}, tmp_path)[0]["workers"]
+    assert largest_difference(saved_weights(tmp_path / "workers"), weights) < 1e-10
+    assert result.test["token_accuracy"] == plain.test["token_accuracy"]
+    assert result.test["loss"] == pytest.approx(plain.test["loss"], abs=1e-10)
+    folders = [write_settings(tmp_path / name, job) for name in ("workers", "plain")]
+    assert measure_bleu(folders[0], GREEDY) == measure_bleu(folders[1], GREEDY)
 
 
 @pytest.mark.parametrize("options", [{}, {"sentences": 3}])
