@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(
     [
         ("plain", "kill-server"),
         ("partial-loaders", "stop-worker"),
-        ("sweep", "stop-worker"),
     ],
 )
 def test_a_fault_is_named_leaves_nothing_and_the_run_goes_on(mode: str, fault: str, tmp_path: Path):

@@ -156,14 +156,26 @@ def test_where_the_writer_is_lost_another_worker_writes_the_last_checkpoint(
     assert any("worker 0 on localhost is lost" in line for line in display.lines)
 
 
-def test_a_sweep_ends_when_one_of_its_workers_is_killed_whatever_the_jobs_sync(tmp_path: Path):
-    class KillOne(Silent):
-        def started(self, workers: tuple[Any, ...]) -> None:
-            os.kill(workers[1].pid, signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("number", "what"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "hangs: ")]
+)
+def test_a_sweep_ends_when_one_of_its_workers_does_whatever_the_jobs_sync_and_goes_on(
+    number: int, what: str, tmp_path: Path
+):
+    class Disturb(Silent):
+        def progressed(self, progress: Mapping[str, Any]) -> None:
+            os.kill(self.workers[1].pid, number)
 
-    content = job(tmp_path, steps=100_000, parallel={"workers": 2, "sync": "partial-reduce"})
-    with pytest.raises(PlaitError, match="worker 1 on localhost failed: ended by SIGKILL"):
-        plait.sweep(content, {"optimizer.lr": [0.1, 0.2, 0.3, 0.4]}, width=1, display=KillOne())
+        def started(self, workers: tuple[Any, ...]) -> None:
+            self.workers = workers
+
+    parallel = {"workers": 2, "sync": "partial-reduce", "jitter": [1.0, 0.05]}
+    over = {"optimizer.lr": [0.001, 0.002, 0.003, 0.004]}
+    impatient = job(tmp_path, parallel={**parallel, "timeout_s": 8.0})
+    with pytest.raises(PlaitError, match=f"worker 1 on localhost failed: {what}"):
+        plait.sweep(impatient, over, width=1, display=Disturb())
+    result = plait.sweep(job(tmp_path, parallel=parallel), resume=str(tmp_path / "runs" / "t-001"))
+    assert [(trial.state, trial.step) for trial in result.trials] == [("finished", 12)] * 4
 
 
 def test_a_folder_that_cannot_be_written_to_ends_in_one_message(tmp_path: Path):

@@ -98,7 +98,7 @@ class Case:
     schedule: Schedule = Schedule.FLUSH
     microbatches: int = 4
     samples: int = 10
-    steps: int = 20
+    steps: int = 8
     optimizer: str = "adam"
     depths: Mapping[int, int] = field(default_factory=dict)
     vertical_sync: bool = False
