@@ -182,9 +182,9 @@ def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
     for row in rows:
         if row["monitor"] != "none":
             words = (
-                f"{row['model']}, {row['workers']} workers: {row['monitor']} at every step, share of a step"
+                f"{row['model']}, {row['workers']} workers: {row['monitor']}, processor time at every step"
             )
-            value = float(row["passes"] or 0)
+            value = float(row["processor_overhead"] or 0)
             claims.append(BenchClaim(words, value, f"at most {GOAL:g}", value <= GOAL))
     return claims
 
