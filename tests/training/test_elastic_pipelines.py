@@ -51,6 +51,9 @@ def test_a_pipeline_whose_workers_come_and_go_trains_as_one_process_does(tmp_pat
     assert largest_difference(ours.optimizer, alone.optimizer) < 1e-9
     changes = recorded(tmp_path / "elastic", WorkersChanged)
     assert [change.members for change in changes] == [members for _, members in versions[1:]]
+    # Nobody goes back: what only a worker holds that leaves goes to one that stays.
+    assert all(change.step >= at for change, (at, _) in zip(changes, versions[1:]))
+    assert [event.step for event in recorded(tmp_path / "elastic", RunStarted)] == [0]
     # Of six layers the first two stay with the first worker of three; the convolution is among them.
     moved = [event.names for event in recorded(tmp_path / "elastic", LayersMoved)]
     assert moved[0] == ("2.bias", "2.weight", "5.bias", "5.weight")

@@ -59,15 +59,18 @@ def test_the_state_to_go_on_from_is_whole_and_no_later_one_is(workers: list[tupl
     marks, held = [(step, done) for step, done, _ in workers], [names for *_, names in workers]
     found = find_complete(marks, held, "abc")
 
-    def is_whole(mark: tuple[int, int]) -> bool:
-        here = [names for each, names in zip(marks, held) if each == mark]
-        return mark[0] >= 0 and set("abc") <= set().union(*here)
+    def is_whole(step: int) -> bool:
+        here = [names for mark, names in zip(marks, held) if mark[0] == step]
+        return step >= 0 and set("abc") <= set().union(*here)
 
+    steps = [step for step, _ in marks]
     if found is None:
-        assert not any(map(is_whole, marks))
+        assert not any(map(is_whole, steps))
     else:
-        assert is_whole(marks[found])
-        assert not any(is_whole(mark) and mark[0] > marks[found][0] for mark in marks)
+        assert is_whole(steps[found])
+        assert not any(is_whole(step) and step > steps[found] for step in steps)
+        # What some have not done after that step is done by all.
+        assert marks[found] == min(mark for mark in marks if mark[0] == steps[found])
 
 
 def train_under(rank: int, settings: TrainSettings, folder: Path, change: PlanChange) -> None:

@@ -15,6 +15,8 @@ class SignalHistory:
 
     def __init__(self, record: Callable[[Signals], None] = lambda _: None, kept: int = KEPT) -> None:
         self._signals: deque[Signals] = deque(maxlen=kept)
+        # The step of the signals that policies were asked about last.
+        self.asked_at = 0
         self._record = record
 
     def add(self, signals: Signals) -> None:
@@ -24,6 +26,7 @@ class SignalHistory:
     def forget(self) -> None:
         """Begin anew: all workers see the same signals, also those that have just joined."""
         self._signals.clear()
+        self.asked_at = 0
 
     def newest(self) -> tuple[Signals, ...]:
         """All that are kept, oldest first."""

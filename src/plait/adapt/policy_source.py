@@ -39,7 +39,6 @@ class PolicySource:
         self._policies = [NamedPolicy(name, policy) for name, policy in policies]
         self._history = history
         self._every_steps = every_steps
-        self._asked_at = 0
 
     def next_due(self, step: int) -> int | None:
         tables = [named.policy for named in self._policies if isinstance(named.policy, StepBased)]
@@ -51,7 +50,7 @@ class PolicySource:
 
     def due(self, step: int) -> list[ChangeRequest]:
         signals = self._history.newest()
-        is_new = bool(signals) and signals[-1].step > self._asked_at
+        is_new = bool(signals) and signals[-1].step > self._history.asked_at
         found: list[ChangeRequest] = []
         for named in self._policies:
             if isinstance(named.policy, StepBased):
@@ -59,7 +58,7 @@ class PolicySource:
             elif is_new:
                 found += self._ask(named, signals)
         if is_new:
-            self._asked_at = signals[-1].step
+            self._history.asked_at = signals[-1].step
         return found
 
     def _ask(self, named: NamedPolicy, signals: Sequence[Signals]) -> list[ChangeRequest]:

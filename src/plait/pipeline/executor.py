@@ -330,9 +330,10 @@ class Pipeline:
         if self.on_backward is not None:
             self.on_backward(op.stage, op.microbatch)
 
-    def _note(self, op: Op, start: float) -> None:
+    def _note(self, op: Op, start: float, waited_s: float = 0.0) -> None:
+        """Record an operation, of which this worker waited so long for others."""
         offset, end = self.clock_offset_s, time.time()
-        self.busy_s += end - start
+        self.busy_s += end - start - waited_s
         self.spans.append(OpTiming(op, start + offset, end + offset))
 
     def _forward(self, op: Forward, work: Work) -> None:
@@ -478,6 +479,7 @@ class Pipeline:
             self._updates.clip(updates, self._parts.clip_norm, self._parts.device)
         if self.before_update is not None:
             self.before_update()
+        began = time.time()
         if is_finite:
             self._updates.write(updates)
         else:
@@ -489,7 +491,9 @@ class Pipeline:
             if held.landing is not None:
                 held.landing.land()
                 held.landing = None
-            self._note(update, start)
+            # Writing is this worker's own work, once for all updates; before it, it waits for others.
+            waited_s = began - start if update is updates[0] else time.time() - start
+            self._note(update, start, waited_s)
 
     def _unscale(self) -> bool:
         """Take the loss scale out of the gradients, if there is one; whether all workers have finite ones."""

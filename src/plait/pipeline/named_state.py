@@ -19,10 +19,14 @@ def model_state(model: torch.nn.Module) -> Tensors:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Tensors:
-    """The optimizer's state as `parameter name/key` -> tensor; numbers become scalars."""
+    """The optimizer's state as `parameter name/key` -> tensor; numbers become scalars.
+
+    Of parameters without a name there is none: an optimizer of a stage without parameters has a dummy.
+    """
     return {
         f"{names[parameter]}/{key}": torch.as_tensor(value).detach()
         for parameter, values in optimizer.state.items()
+        if parameter in names
         for key, value in values.items()
         if value is not None
     }

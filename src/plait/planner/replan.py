@@ -58,7 +58,10 @@ def on_devices(plan: Plan, speeds: Sequence[float]) -> Plan:
 
 
 def seconds_of_devices(plan: Plan) -> tuple[float, ...]:
-    """What each device of a plan computes of one step, in seconds as profiled, whatever its speed is."""
+    """What each device that a plan uses computes of one step, in seconds as profiled, whatever its speed is.
+
+    Where a plan leaves devices out, those that it uses come first.
+    """
     found = [0.0] * plan.machines.count
     for stage in plan.stages:
         share = plan.microbatches / len(stage.devices)
@@ -66,7 +69,7 @@ def seconds_of_devices(plan: Plan) -> tuple[float, ...]:
             found[device] += share * (stage.compute_s + plan.machines.overhead_s)
             if plan.schedule.synchronous:
                 found[device] += stage.update_s
-    return tuple(found)
+    return tuple(found[: plan.devices_used])
 
 
 @dataclass(frozen=True)

@@ -297,10 +297,10 @@ def build(
     )
 
 
-def with_fresh_model(parts: Components, settings: TrainSettings) -> Components:
+def with_fresh_model(parts: Components, settings: TrainSettings, keep_scale: bool = True) -> Components:
     """The parts with the model and the optimizer as the job makes them, whatever was trained meanwhile."""
-    sets = parts.train_set, parts.test_set
-    return replace(build(settings, parts.device, sets), scaler=parts.scaler)
+    fresh = build(settings, parts.device, (parts.train_set, parts.test_set))
+    return replace(fresh, scaler=parts.scaler) if keep_scale else fresh
 
 
 def total_steps(settings: TrainSettings, samples: int | None, step: int, position: Position) -> int:

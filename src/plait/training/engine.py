@@ -122,6 +122,9 @@ class ElasticEngine(Engine, Protocol):
         None where what the workers hold is not a whole state any more: only a checkpoint is.
         """
 
+    def hand_over(self, staying: Sequence[int]) -> None:
+        """Give what only workers hold that are to leave to one of the ranks that stay; all call it."""
+
     def begin_anew(self) -> None:
         """Hold the model as its factory makes it, as before the first step: a checkpoint is read next."""
 

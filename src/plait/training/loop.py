@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, SyncChange, WorkersChange
+from plait.adapt.changes import (
+    BatchSizeChange,
+    ChangeRequest,
+    ChangeSource,
+    SavedSource,
+    SyncChange,
+    WorkersChange,
+)
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
@@ -251,10 +258,15 @@ class Loop(RunStart):
             self._checked_step = self.run.step if rest["is_checked"] else None
 
     def back_to_checkpoint(self) -> None:
+        self.run.metrics.log_rest()
         self.run.begin_anew()
         self._best, self._early_stopping = None, EarlyStopping(self.run.settings.early_stop)
+        for source in self._sources:
+            if isinstance(source, SavedSource):
+                source.load({})
         elastic_engine(self.engine).begin_anew()
-        self._has_begun = False
+        # Until all have it, this worker has no state that others could go on from.
+        self._has_begun, self._checked_step = False, None
         self.start(resume=True)
         self._steps = self._total_steps()
 
@@ -317,6 +329,7 @@ class Loop(RunStart):
         if self._change_asked and self._switch is not None:
             membership = self._switch.members.agree()
             self.engine.synchronize()
+            elastic_engine(self.engine).hand_over(self._switch.members.staying(membership))
             self._switch.to(lambda: membership)
 
     def _apply(self, asked: ChangeRequest) -> None:

@@ -67,6 +67,7 @@ class Run:
     def begin_anew(self) -> None:
         """Go back to where the run began, before a checkpoint is read."""
         self.step, self.position = 0, Position()
+        self.noise = GradientAverages()
         self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
 
     def note(self, event: Event) -> None:

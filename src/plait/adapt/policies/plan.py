@@ -12,6 +12,9 @@ from plait.adapt.policies.policy import Decision, Proposal
 from plait.core.errors import JobError
 from plait.core.run_events import Signals
 
+# After so many windows a plan is looked for again, though workers are as slow as they were.
+RETRY_WINDOWS = 20
+
 
 @dataclass(frozen=True)
 class PlanState:
@@ -50,7 +53,8 @@ class AdaptivePlan:
             return Decision(state=state)
         if not self._differ(slowness, (1.0,) * len(slowness)):
             return Decision(state=PlanState(now.step))
-        if len(state.slowness) == len(slowness) and not self._differ(slowness, state.slowness):
+        known = len(state.slowness) == len(slowness) and not self._differ(slowness, state.slowness)
+        if known and now.step < state.since + RETRY_WINDOWS * self.window:
             # A plan was looked for, and none was worth it.
             return Decision(state=state)
         worst = max(range(len(slowness)), key=lambda worker: max(slowness[worker], 1 / slowness[worker]))

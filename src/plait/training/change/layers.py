@@ -38,29 +38,18 @@ def held_layers(
     return HeldLayers(model, named_state.optimizer_state(optimizer, parts.names))
 
 
-def put_back(parts: Components, held: HeldLayers) -> None:
-    """Give fresh parts the values that this worker holds."""
-    own = tensors_of(parts.model)
-    with torch.no_grad():
-        for name, tensor in held.model.items():
-            own[name].copy_(tensor)
-    if held.optimizer:
-        named_state.load_optimizer_state(parts.optimizer, parts.names, held.optimizer)
-
-
 def find_complete(
     marks: Sequence[Sequence[int]], held: Sequence[Collection[str]], names: Collection[str]
 ) -> int | None:
-    """The rank whose progress all go on from: of the most advanced among which all of `names` are held.
+    """The rank whose progress all go on from: of the last step after which all of `names` are held.
 
-    `held[rank]` is what a rank holds after the steps that `marks[rank]` tells of. None where no ranks that
-    are equally far hold all.
+    `held[rank]` is what a rank holds after the step that `marks[rank]` tells of. Of ranks at the same step
+    it is one that has not done all that was due then. None where the ranks of no step hold all.
     """
-    order = sorted({tuple(mark) for mark in marks}, key=lambda mark: (-mark[0], mark[1]))
-    for mark in order:
-        ranks = [rank for rank, each in enumerate(marks) if tuple(each) == mark]
-        if mark[0] >= 0 and set(names) <= {name for rank in ranks for name in held[rank]}:
-            return ranks[0]
+    for step in sorted({mark[0] for mark in marks if mark[0] >= 0}, reverse=True):
+        ranks = [rank for rank, mark in enumerate(marks) if mark[0] == step]
+        if set(names) <= {name for rank in ranks for name in held[rank]}:
+            return min(ranks, key=lambda rank: marks[rank][1])
     return None
 
 
@@ -77,8 +66,8 @@ def find_moves(held: Sequence[Collection[str]], needed: Mapping[str, Collection[
     return moves
 
 
-def carry_out(moves: Sequence[Move], held: HeldLayers, parts: Components, rank: int) -> int:
-    """Move layers, all workers together, into `parts`, which has those of `held`; the bytes that came.
+def taken(moves: Sequence[Move], held: HeldLayers, rank: int) -> HeldLayers:
+    """What comes to this worker by the moves, which all workers make together; `held` is what it can send.
 
     What the optimizer keeps for a parameter goes along.
     """
@@ -88,14 +77,18 @@ def carry_out(moves: Sequence[Move], held: HeldLayers, parts: Components, rank: 
     optimizer = exchange_named(
         {t: _chosen(held.optimizer, names, of_state=True) for t, names in going.items()}, pairs
     )
+    return HeldLayers(model, optimizer)
+
+
+def put_beside(parts: Components, layers: HeldLayers) -> None:
+    """Give `parts` further layers, beside those that have their values already."""
     own = tensors_of(parts.model)
     with torch.no_grad():
-        for name, value in model.items():
+        for name, value in layers.model.items():
             own[name].copy_(value)
-    if optimizer:
-        state = named_state.optimizer_state(parts.optimizer, parts.names) | optimizer
+    if layers.optimizer:
+        state = named_state.optimizer_state(parts.optimizer, parts.names) | layers.optimizer
         named_state.load_optimizer_state(parts.optimizer, parts.names, state)
-    return sum(value.numel() * value.element_size() for value in (*model.values(), *optimizer.values()))
 
 
 def _chosen(tensors: Tensors, names: Collection[str], of_state: bool = False) -> Tensors:

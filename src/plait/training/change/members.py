@@ -89,6 +89,12 @@ class ElasticMembers:
             latest = max(all_gather_values(latest))
         return self._memberships.get(latest, self.worker.timeout_s)
 
+    def staying(self, membership: Membership) -> list[int]:
+        """The present ranks of the members that are still there in `membership`."""
+        return [
+            rank for rank, each in enumerate(self._memberships.current.members) if each in membership.members
+        ]
+
     def after(self, loss: PeerError) -> Membership:
         """The version to continue with after a loss, reported to the supervisor if it may not know."""
         self._since = self._since or time.perf_counter()

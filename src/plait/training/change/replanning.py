@@ -21,14 +21,19 @@ from plait.training.run import Run
 
 
 def replan_together(worker: Worker, settings: TrainSettings) -> TrainSettings:
-    """The settings with a plan for as many workers as there are now; rank 0 makes it for all."""
+    """The settings with a plan for as many workers as there are now: that of rank 0, or one it makes for all.
+
+    Others may have an earlier one, from before they joined.
+    """
     assert settings.pipeline is not None
-    found = None
+    found: dict[str, Any] | None = None
     if worker.rank == 0:
         try:
-            plan, graph = plan_and_graph(settings)
-            made = plan_for(plan, graph, [1.0] * worker.world_size)
-            found = {"plan": encode(made), "failure": None}
+            plan = decode(Plan, settings.pipeline.plan, "plan")
+            if plan.devices_used != worker.world_size:
+                plan, graph = plan_and_graph(settings)
+                plan = plan_for(plan, graph, [1.0] * worker.world_size)
+            found = {"plan": encode(plan), "failure": None}
         except PlanError as failure:
             found = {"plan": None, "failure": str(failure)}
     found = broadcast_value(found, 0)
@@ -105,8 +110,8 @@ class Replanning:
     def _begin(self, request: ChangeRequest, asked: Replan) -> None:
         self._asked, self._version = request, self._members_version()
         if self._run.worker.rank == 0:
-            self._found = {}
-            self._planner = threading.Thread(target=self._plan, args=(asked,), name="plait-planner")
+            found = self._found = dict[str, Any]()
+            self._planner = threading.Thread(target=self._plan, args=(asked, found), name="plait-planner")
             self._planner.daemon = True
             self._planner.start()
 
@@ -114,7 +119,7 @@ class Replanning:
         members = self._run.worker.memberships
         return None if members is None else members.current.version
 
-    def _plan(self, asked: Replan) -> None:
+    def _plan(self, asked: Replan, answer: dict[str, Any]) -> None:
         run = self._run
         try:
             plan, graph = plan_and_graph(run.settings)
@@ -124,9 +129,9 @@ class Replanning:
             left = None if run.total_steps is None else run.total_steps - run.step
             rate = min(level.bytes_per_s for level in plan.machines.levels)
             why = why_to_move(found, asked.gain, left, run.opened_s, rate)
-            self._found = {"plan": encode(found.plan) if why else None, "why": why}
+            answer |= {"plan": encode(found.plan) if why else None, "why": why}
         except PlanError as failure:
-            self._found = {"plan": None, "why": str(failure)}
+            answer |= {"plan": None, "why": str(failure)}
 
     def _answers(self) -> list[ChangeRequest]:
         """The change to the plan that was found, once the planner is done and where it pays."""

@@ -30,6 +30,10 @@ class StepCommit:
         self.written, self.is_ready = 0, False
         self._keep_buffers()
 
+    def end_interval(self) -> None:
+        """All steps are written: nothing is left to undo."""
+        self._kept = []
+
     def _wait_for_all(self) -> None:
         self.is_ready = True
         dist.all_reduce(torch.zeros(1))

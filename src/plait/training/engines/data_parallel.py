@@ -165,6 +165,9 @@ class DataParallelEngine(WholeModelStart):
     def choose_source(self, marks: Sequence[Mark]) -> int | None:
         return most_advanced(marks)
 
+    def hand_over(self, staying: Sequence[int]) -> None:
+        """Every worker holds everything."""
+
     def begin_anew(self) -> None:
         raise NotImplementedError("every worker holds the whole state")
 

@@ -7,6 +7,7 @@ only where an interval ends. Checkpoints hold the whole model by name, so a run 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 from plait.adapt.changes import BatchSizeChange, Change, PlanChange
 from plait.comm.collectives import all_gather_values, gather_in_turn
 from plait.core.codec import decode
-from plait.core.errors import JobError
+from plait.core.errors import JobError, PeerError
 from plait.core.run_events import LayersMoved
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
@@ -35,11 +36,11 @@ from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.change.layers import (
     HeldLayers,
-    carry_out,
     find_complete,
     find_moves,
     held_layers,
-    put_back,
+    put_beside,
+    taken,
     tensors_of,
 )
 from plait.training.change.members import NO_STATE, Mark, loss_of
@@ -147,10 +148,14 @@ class PipelineEngine:
         # Of a pipeline that was closed: what this worker holds, and what each worker does.
         self._held: HeldLayers | None = None
         self._held_by: list[list[str]] = []
+        # By name, the ranks that hold each tensor; and what this worker keeps for others that have left.
+        self._holders: dict[str, tuple[int, ...]] = {}
         self._own_names: set[str] = set()
+        self._in_trust = HeldLayers()
         # Whether what workers hold belongs together: not in the middle of a step, unless that can be undone.
         self._is_whole = True
         self._commit: StepCommit | None = None
+        self._next_position = Position()
         self._tied = further_names(run.parts.model)
         # Of a model that no worker holds as a whole: the checkpoint that its tensors are read from.
         self._stored: checkpoints.StoredCheckpoint | None = None
@@ -188,8 +193,8 @@ class PipelineEngine:
         run, started = self._run, time.perf_counter()
         if self._held is not None:
             run.parts = with_fresh_model(run.parts, run.settings)
-            put_back(run.parts, self._held)
-        if len(check_pipeline(run.settings, None).workers) != run.worker.world_size:
+            put_beside(run.parts, self._held)
+        if run.worker.memberships is not None:
             run.settings = replan_together(run.worker, run.settings)
         self._layout = check_pipeline(run.settings, run.worker.world_size)
         parts = run.parts
@@ -203,18 +208,30 @@ class PipelineEngine:
         needed = {**stages, **dict.fromkeys(unused_names(parts.model, stages), everyone)}
         if self._held is not None:
             self._bring_layers(needed)
+        self._holders = {name: tuple(ranks) for name, ranks in needed.items()}
         self._own_names = {name for name, ranks in needed.items() if run.worker.rank in ranks}
         self._channels, self._pipeline = open_pipeline(
             run.worker, run.settings, parts, found.traced, self._layout, run.worker.hosts
         )
         if run.worker.memberships is not None:
-            run.worker.memberships.on_loss(self._pipeline.fail)
+            run.worker.memberships.on_loss(self._fail)
             self._commit = StepCommit(self._pipeline) if self._can_lose_replicas() else None
         self._held, self._held_by, self._is_whole = None, [], True
+        self._in_trust = HeldLayers()
         self._pipeline.on_spans = self._record_operations
         if is_monitored(run.settings):
             self._monitor = StageMonitor(run, self._pipeline)
         run.opened_s = time.perf_counter() - started
+
+    def _fail(self, failure: PeerError) -> None:
+        """Have this worker wait no longer for the sums of others; from any thread."""
+        if self._pipeline is not None:
+            self._pipeline.fail(failure)
+
+    def _own_layers(self, optimizer: torch.optim.Optimizer) -> HeldLayers:
+        """What this worker holds, with what it keeps for others."""
+        held, kept = held_layers(self._run.parts, self._own_names, optimizer), self._in_trust
+        return HeldLayers(held.model | kept.model, held.optimizer | kept.optimizer)
 
     def _can_lose_replicas(self) -> bool:
         """Whether what a lost worker held may be with another, after the same step."""
@@ -229,7 +246,7 @@ class PipelineEngine:
         if not self._held_by:
             self._held_by = all_gather_values(sorted(self._held.model))
         moves = find_moves(self._held_by, needed)
-        carry_out(moves, self._held, run.parts, run.worker.rank)
+        put_beside(run.parts, taken(moves, self._held, run.worker.rank))
         run.metrics.note(LayersMoved(run.step, tuple(sorted({name for name, *_ in moves}))))
 
     def train(self, steps: int) -> Trained:
@@ -246,8 +263,12 @@ class PipelineEngine:
             if lost is None or commit is None:
                 raise
             commit.keep_gradients()
+            self._next_position = batches[min(commit.written, len(batches) - 1)].after
             position = batches[commit.written - 1].after if commit.written else run.position
             trained = Trained(commit.written, position, lost=lost)
+        else:
+            if commit is not None:
+                commit.end_interval()
         self._is_whole = True
         return trained
 
@@ -405,6 +426,7 @@ class PipelineEngine:
         check_pipeline(settings, run.worker.world_size)
         self.synchronize()
         self.close()
+        self._commit = None
         run.settings = settings
         # What was measured before is of the other plan.
         run.signals.forget()
@@ -421,7 +443,7 @@ class PipelineEngine:
         source = find_complete(marks, self._held_by, tensors_of(run.parts.model))
         if source is not None:
             # Others are elsewhere in the run, and so is what they hold.
-            far = [list(mark) == list(marks[source]) for mark in marks]
+            far = [mark[0] == marks[source][0] for mark in marks]
             self._held_by = [held if is_there else [] for held, is_there in zip(self._held_by, far)]
             self._held = self._held if far[run.worker.rank] else HeldLayers()
         return source
@@ -431,19 +453,32 @@ class PipelineEngine:
 
         Returns how far each worker is then.
         """
-        run, commit, self._commit = self._run, self._commit, None
+        run, commit = self._run, self._commit
         ready = all_gather_values(commit is not None and commit.is_ready)
-        last = max(marks, key=lambda mark: mark[0])
+        last = max(marks, key=lambda mark: (mark[0], -mark[1]))
         behind = [is_ready and mark[0] == last[0] - 1 for is_ready, mark in zip(ready, marks)]
+        self._commit = None
         if commit is not None and self._is_whole:
-            commit.finish(write=behind[run.worker.rank])
-            self._held = held_layers(run.parts, self._own_names, commit.optimizer)
+            is_behind = behind[run.worker.rank]
+            commit.finish(write=is_behind)
+            if is_behind:
+                # Should another worker be lost before this one has the progress of the others.
+                run.step, run.position = run.step + 1, self._next_position
+            self._held = self._own_layers(commit.optimizer)
         return [last if is_behind else mark for is_behind, mark in zip(behind, marks)]
+
+    def hand_over(self, staying: Sequence[int]) -> None:
+        if not staying:
+            return
+        only = {name: ranks for name, ranks in self._holders.items() if not set(ranks) & set(staying)}
+        moves = [(name, ranks[0], staying[i % len(staying)]) for i, (name, ranks) in enumerate(only.items())]
+        self._in_trust = taken(moves, self._own_layers(self._pipe.optimizer), self._run.worker.rank)
 
     def begin_anew(self) -> None:
         run = self._run
-        run.parts = with_fresh_model(run.parts, run.settings)
+        run.parts = with_fresh_model(run.parts, run.settings, keep_scale=False)
         self._held, self._held_by, self._is_whole = None, [], True
+        self._in_trust, self._commit = HeldLayers(), None
 
     def warm_up(self) -> None:
         """The first step takes no longer for a worker that joins: what it needs is made as the links are."""
@@ -455,14 +490,19 @@ class PipelineEngine:
         run, pipeline, self._pipeline = self._run, self._pipeline, None
         if pipeline is None:
             return
-        self._held = held_layers(run.parts, self._own_names, pipeline.optimizer)
+        self._held = self._own_layers(pipeline.optimizer)
         was_lost = run.worker.memberships is not None and run.worker.memberships.loss() is not None
-        for close in (pipeline.close, self._channels.close):
-            try:
-                close()
-            except RuntimeError:
-                if self._is_whole and not was_lost:
-                    raise
+        # What holds the pipeline would keep its weights in memory.
+        self._monitor = None
+        pipeline.on_spans = pipeline.on_backward = pipeline.on_gradients = None
+        try:
+            pipeline.close()
+        except RuntimeError:
+            if self._is_whole and not was_lost:
+                raise
+        finally:
+            with contextlib.suppress(*([RuntimeError] if was_lost or not self._is_whole else [])):
+                self._channels.close()
 
     @property
     def _pipe(self) -> Pipeline:
