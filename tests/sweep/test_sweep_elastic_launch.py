@@ -43,6 +43,14 @@ def job(folder: Path, **parallel: Any) -> dict[str, Any]:
     }
 
 
+TESTS = str(Path(__file__).parents[1])
+
+
+@pytest.fixture(autouse=True)
+def workers_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+
+
 class ActsInTurn(Silent):
     """Does one thing after the other, each once the members are those that it is for and all have trials."""
 
