@@ -33,7 +33,7 @@ TRACING = (
 )
 
 
-class _StatusFile:
+class StatusFile:
     """Keeps the run's status file up to date and passes everything on to the display.
 
     Neither a disk that takes no status nor a closed terminal ends a run. `on_training` is called once, when
@@ -66,11 +66,14 @@ class _StatusFile:
         self.write(state=result["reason"], progress=progress)
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
+        is_first = not self._content["workers"]
         self.write(state="running", workers=encode(workers))
         hosts = ", ".join(sorted({worker.host for worker in workers}))
         with _unless_closed():
             self._display.printed(f"{self._folder.path}: {count_of(len(workers), 'worker')} on {hosts}")
             self._display.started(workers)
+            if is_first and self._content["progress"]:
+                self._display.progressed(self._content["progress"])
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         if not self.is_training:
@@ -79,8 +82,10 @@ class _StatusFile:
         self._content["progress"] = dict(progress)
         if time.monotonic() - self._written >= STATUS_S:
             self.write()
-        with _unless_closed():
-            self._display.progressed(progress)
+        # A worker may be at work before another is announced: the display learns of the workers first.
+        if self._content["workers"]:
+            with _unless_closed():
+                self._display.progressed(progress)
 
     def printed(self, line: str) -> None:
         with _unless_closed():
@@ -193,7 +198,7 @@ class _Run:
         self._folder = folder
         self._resume = resume
         self._files = files
-        self._status = _StatusFile(folder, display, self._write_files)
+        self._status = StatusFile(folder, display, self._write_files)
         self._before = folder.status.read_bytes() if folder.status.exists() else None
 
     def supervise(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
