@@ -1,12 +1,14 @@
 """Elastic jobs under fire: kills, hangs, pauses and resizes at random; each must end as a run in peace does.
 
-    python benchmarks/elastic_soak.py [--faults 200] [--seed 0] [--workers 4] [--hosts 3] [--out F.jsonl]
+    python benchmarks/elastic_soak.py [--faults 200] [--seed 0] [--workers 4] [--hosts 3] [--pipelines]
+        [--out F.jsonl]
 
 Each trial starts `plait train` with `parallel.elastic`, does something terrible every now and then until the
 job ends, and looks: the exit status, the final weights against those of one worker in peace (float64, 1e-9),
 and whether processes are left. The state of a run lives in its members, so one of them is always spared.
 With `--hosts` the workers are on several hosts, in network namespaces (Linux, root), and links are cut too; a
-job does without the hosts that it has lost.
+job does without the hosts that it has lost. With `--pipelines` the model is cut into a stage a worker,
+planned anew for those that are left; some of its state is then lost with any of them.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ MARK = "PLAIT_SOAK"
 HEARTBEAT_S = 2.0
 TOLERANCE = 1e-9
 START_S = 60.0
+# A pipeline of a stage a worker: the model has enough layers for six.
+PIPELINE = {"plan": "model-parallel", "schedule": "flush", "microbatches": 4}
 # More than anything takes here; a job that is not done by then hangs.
 LONGEST_S = 240.0
 # Every process of a job shows its stacks when asked to.
@@ -76,8 +80,10 @@ class ElasticSoak:
         pause_s: float = 0.02,
         hosts: Hosts | None = None,
         names: Sequence[str] = (),
+        pipelines: bool = False,
     ) -> None:
         self._folder = folder
+        self._pipelines = pipelines
         self._hosts = hosts
         self._names = names
         self._steps = steps
@@ -108,12 +114,14 @@ class ElasticSoak:
         return result
 
     def _elastic(self) -> dict[str, Any]:
-        return {"elastic": True, "max_workers": self._workers, "heartbeat_s": HEARTBEAT_S}
+        rules = {"elastic": True, "max_workers": self._workers, "heartbeat_s": HEARTBEAT_S}
+        return rules | (PIPELINE if self._pipelines else {})
 
     def _start(self, run: Path, parallel: Mapping[str, Any], mark: str, said: Any) -> subprocess.Popen[str]:
         job = {
             "name": "soak",
-            "model": "plait.workloads.mlp:mlp_tiny",
+            "model": "plait.workloads.mlp:mlp",
+            "model_args": {"inputs": 64, "hidden": [32] * 6 if self._pipelines else [32, 16]},
             "data": {"kind": "digits", "batch_size": 60},
             "optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9},
             "steps": self._steps,
@@ -335,6 +343,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--pause", type=float, default=0.02, help="seconds that each step sleeps")
     parser.add_argument("--hosts", type=int, default=0, help="put workers on so many hosts, and cut links")
+    parser.add_argument("--pipelines", action="store_true", help="cut the model into a stage a worker")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     total: Counter[str] = Counter()
@@ -344,7 +353,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         while total.total() < asked.faults:
             with _made(names) as hosts:
-                soak = ElasticSoak(Path(folder), asked.steps, asked.workers, asked.pause, hosts, names)
+                soak = ElasticSoak(
+                    Path(folder), asked.steps, asked.workers, asked.pause, hosts, names, asked.pipelines
+                )
                 soak.peace = peace
                 result = soak.try_once(seed)
                 peace = soak.peace

@@ -3,6 +3,8 @@
 It is for worlds alone: importing it traces models, which takes seconds.
 """
 
+import sys
+
 import torch
 
 from plait.launch.preload import import_all
@@ -24,5 +26,7 @@ import_all(
         # Torch's optimizers load the first; tracing with free sizes loads the others.
         *("torch._dynamo", "torch.export._trace", "sympy.tensor.tensor"),
         *traced,
+        "plait.workloads.data.digits",
     ]
 )
+sys.modules["plait.workloads.data.digits"].digits("train")  # reads the file, which is kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
 from plait.planner.partition.front import Settings
 from plait.planner.schedules.kinds import Schedule
+from plait.profiler import profile
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.traced import TracedModel
 from plait.schema.results import RunResult
@@ -167,8 +168,9 @@ def job_of(workload: str) -> TrainSettings:
 
 
 def profiled(settings: TrainSettings) -> Profile:
-    """The job's model measured on a batch of its data."""
+    """The job's model measured on a batch of its data; its trace, made first, serves its stages, too."""
     parts = components.build(settings, CPU)
+    pipeline_setup.trace_parts(settings, parts, evaluation=False)
     contents = parts.train_set.example_batches((4, 3), settings.seed)
     inputs, target = to_device(contents[0], CPU, parts.dtype)
     return profile_model(
@@ -185,21 +187,31 @@ def planned(settings: TrainSettings, profile: Profile, schedule: Schedule) -> Tr
     return replace(settings, pipeline=PipelineSettings(encode(plan)))
 
 
-def train_in_stages(
-    rank: int, jobs: Mapping[str, Mapping[str, TrainSettings]], folder: Path
-) -> dict[str, tuple[RunResult, tuple[str, ...]]]:
-    """The result of each job, each in a folder of its name, and which parameters this rank's stage holds.
+Planned = tuple[TrainSettings, RunResult, tuple[str, ...]]
 
-    `jobs` are by workload. A workload's model is traced once for all of its jobs, which takes longest.
+
+def train_in_stages(
+    rank: int, jobs: Mapping[str, TrainSettings], schedules: Sequence[Schedule], folder: Path
+) -> dict[tuple[str, Schedule], Planned]:
+    """Each workload profiled, planned and trained by each schedule, in a folder named after both.
+
+    Its settings with the plan, the result, and which parameters this rank's stage holds. A workload's model
+    is traced once for all of that, which takes longest.
     """
-    found = {}
-    for group in jobs.values():
-        with mock.patch.object(pipeline_setup, "trace", _Remembered(pipeline_setup.trace)):
-            for name, settings in group.items():
-                result, parts = train_with(PlainWorker(), settings, folder / name)
+    found: dict[tuple[str, Schedule], Planned] = {}
+    for workload, job in jobs.items():
+        trace = _Remembered(pipeline_setup.trace)
+        with mock.patch.object(pipeline_setup, "trace", trace), mock.patch.object(profile, "trace", trace):
+            plans: list[TrainSettings] = [job] * len(schedules)
+            if rank == 0:
+                measured = profiled(job)
+                plans = [planned(job, measured, kind) for kind in schedules]
+            dist.broadcast_object_list(plans)
+            for kind, settings in zip(schedules, plans):
+                result, parts = train_with(PlainWorker(), settings, folder / f"{workload} {kind.value}")
                 # A worker frees what only others hold.
                 held = (name for name, parameter in parts.model.named_parameters() if parameter.numel())
-                found[name] = result, tuple(held)
+                found[workload, kind] = settings, result, tuple(held)
                 dist.barrier()
     return found
 

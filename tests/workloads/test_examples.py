@@ -29,8 +29,6 @@ from support.workloads import (
     TRANSFORMERS,
     Stashed,
     job_of,
-    planned,
-    profiled,
     train_in_stages,
 )
 from support.world import run_ranks
@@ -62,27 +60,23 @@ class InStages:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Profiles, plans and trains the world that a workload is in, once."""
+    """Profiles, plans and trains the workloads of a world together, once."""
 
     @cache
     def world(names: tuple[str, ...]) -> dict[str, InStages]:
         folder = tmp_path_factory.mktemp("world")
         jobs = {name: job_of(name) for name in names}
-        runs: dict[str, dict[str, TrainSettings]] = {}
-        for name, job in jobs.items():
-            profile = profiled(job)
-            runs[name] = {f"{name} {kind.value}": planned(job, profile, kind) for kind in (FLUSH, STASH)}
-        ranks = run_ranks(2, train_in_stages, runs, folder, deadline_s=100)
-        for name, settings in (run for group in runs.values() for run in group.items()):
+        ranks = run_ranks(2, train_in_stages, jobs, (FLUSH, STASH), folder, deadline_s=100)
+        for (name, kind), (settings, _, _) in ranks[0].items():
             # What a launcher leaves in a run's folder, for its evaluation.
-            RunDir(folder / name).settings.write_text(json.dumps(encode(settings)))
+            run = RunDir(folder / f"{name} {kind.value}")
+            run.settings.write_text(json.dumps(encode(settings)))
         return {name: gathered(name, jobs[name], ranks, folder) for name in names}
 
     def gathered(name: str, job: TrainSettings, ranks: list[Any], folder: Path) -> InStages:
-        runs = {kind: f"{name} {kind.value}" for kind in (FLUSH, STASH)}
-        results = {kind: ranks[0][run][0] for kind, run in runs.items()}
-        held = tuple(rank[runs[STASH]][1] for rank in ranks)
-        return InStages(job, results, {kind: folder / run for kind, run in runs.items()}, held)
+        results = {kind: ranks[0][name, kind][1] for kind in (FLUSH, STASH)}
+        held = tuple(rank[name, STASH][2] for rank in ranks)
+        return InStages(job, results, {kind: folder / f"{name} {kind.value}" for kind in results}, held)
 
     return lambda workload: next(world(names)[workload] for names in WORLDS if workload in names)
 

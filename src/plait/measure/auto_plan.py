@@ -68,7 +68,7 @@ def plan_job(
     settings of the run that is resumed, if any.
     """
     parallel = job.parallel
-    settings, plan = planned(settings, placement, parallel, before)
+    settings, plan = planned(settings, placement, parallel, before, MEASURE_S)
     if parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
     notes = [describe_plan(plan)] if parallel.plan == "auto" else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def digits(split: Split) -> Images:
     return Images(pixels[chosen], labels[chosen], classes=10, mean=[0.3053], std=[0.3760], white=16)
 
 
+@cache
 def _rows() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     """One row an image: 64 pixels, then the label."""
     found = find_spec("sklearn")
