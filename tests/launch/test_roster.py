@@ -134,7 +134,7 @@ def test_losses_without_a_step_in_between_end_the_job():
         roster.next_steps()
         join(roster)
     assert steps.publish is None
-    assert "no step was finished" in str(steps.too_few)
+    assert "the job came no further" in str(steps.too_few)
     assert 10 < number < 25
 
 

@@ -259,7 +259,7 @@ class Roster:
             return NextSteps(too_few=f"no worker is left: {words}")
         if self._losses_at_step > self._most_losses():
             return NextSteps(
-                too_few=f"{self._losses_at_step} workers were lost and no step was finished: {words}"
+                too_few=f"{self._losses_at_step} workers were lost and the job came no further: {words}"
             )
         publish = self._publish(rest, "supervisor", words, breaks=True)
         least = self.rules.min_workers
