@@ -13,6 +13,11 @@ from plait.pipeline.cpu.linear import laid_out_as
 Tensors = dict[str, Tensor]
 
 
+def tensors_of(model: torch.nn.Module) -> Tensors:
+    """The parameters and buffers of a model, each by its first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def model_state(model: torch.nn.Module) -> Tensors:
     """The model's parameters and buffers by name; a tied one under each of its names."""
     return {name: value.detach() for name, value in model.state_dict().items()}

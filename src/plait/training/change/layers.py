@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
 
 from plait.comm.collectives import exchange_named
 from plait.pipeline import named_state
-from plait.pipeline.named_state import Tensors
+from plait.pipeline.named_state import Tensors, tensors_of
 from plait.training.components import Components
 
 # A tensor by name, the rank that sends it, and the rank that it goes to.
@@ -23,11 +22,6 @@ class HeldLayers:
 
     model: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model, each by its first name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def held_layers(

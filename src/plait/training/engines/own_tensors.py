@@ -32,7 +32,7 @@ def names_by_stage(traced: TracedModel, pipeline_layout: PipelineLayout) -> Hold
 
 def unused_names(model: nn.Module, holders: Holders) -> list[str]:
     """The tensors that no stage uses; rank 0 keeps them for checkpoints."""
-    return [name for name in _tensors(model) if name not in holders]
+    return [name for name in named_state.tensors_of(model) if name not in holders]
 
 
 def fill_pieces(
@@ -47,7 +47,7 @@ def fill_pieces(
     All workers call it together. One tensor is on its way at a time.
     """
     stored = stored if rank == 0 else None
-    tensors = _tensors(parts.model)
+    tensors = named_state.tensors_of(parts.model)
     own = {name for name in tensors if rank in holders.get(name, (0,))}
     pieces.fill(own)
     known = set(broadcast_value([] if stored is None else list(stored.model), 0))
@@ -58,10 +58,6 @@ def fill_pieces(
             value = stored.model[name] if stored is not None and name in known else None
             _share(tensor, source, rank, name in own, value)
     _share_optimizer(rank, parts, own, stored)
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _share(tensor: Tensor, source: int, rank: int, is_own: bool, value: Tensor | None) -> None:

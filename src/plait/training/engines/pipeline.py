@@ -27,6 +27,7 @@ from plait.data.sampler import GlobalBatch, Position
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, with_choices
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step, loaded_by
+from plait.pipeline.named_state import tensors_of
 from plait.pipeline.op_timings import operations_event
 from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
@@ -41,7 +42,6 @@ from plait.training.change.layers import (
     held_layers,
     put_beside,
     taken,
-    tensors_of,
 )
 from plait.training.change.members import NO_STATE, Mark, loss_of
 from plait.training.change.replanning import replan_together

@@ -30,7 +30,6 @@ def digits(split: Split) -> Images:
     return Images(pixels[chosen], labels[chosen], classes=10, mean=[0.3053], std=[0.3760], white=16)
 
 
-@cache
 def _rows() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     """One row an image: 64 pixels, then the label."""
     found = find_spec("sklearn")
@@ -41,8 +40,14 @@ def _rows() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     # The file itself takes milliseconds; importing scikit-learn takes each worker more than a second.
     file = Path(found.origin).parent / DIGITS_FILE
     if file.exists():
-        return np.loadtxt(file, delimiter=",", dtype=np.uint8)
+        return _read(file)
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
     return np.column_stack([loaded.data, loaded.target]).astype(np.uint8)
+
+
+@cache
+def _read(file: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    """The rows of the file; both splits are of them."""
+    return np.loadtxt(file, delimiter=",", dtype=np.uint8)
