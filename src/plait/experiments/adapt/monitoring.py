@@ -61,7 +61,7 @@ def run(quick: bool = False, command: str = "plait bench monitoring") -> Bench:
     rows: list[Row] = []
     for workers in (2,) if quick else (2, 4):
         for model in MODELS:
-            asked = {"model": model, "rounds": 4 if quick else 32, "share": SHARE}
+            asked = {"model": model, "rounds": 3 if quick else 32, "share": SHARE}
             rows += in_world(workers, f"{__name__}:monitoring_worker", asked)["rows"]
     return Bench("monitoring", command, tuple(rows), tuple(_claims(rows)))
 
