@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -276,20 +277,35 @@ def _loss_of_worker_claim(rows: Sequence[Row]) -> BenchClaim:
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """The stall of each change, by what was changed."""
+    """The stall of each change of workers, and the pace of pipelines before and after one."""
     import matplotlib  # loaded only where a picture is asked for
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in bench.rows if "stall_s" in row]
-    labels = [f"{row['model']}\n{row['workers']} -> {row['then']}" for row in rows]
-    figure, axis = plt.subplots(figsize=(1.0 + 0.8 * len(rows), 4))
-    colours = ["tab:red" if str(row["case"]).startswith("kill") else "tab:blue" for row in rows]
-    axis.bar(range(len(rows)), [float(row["stall_s"] or 0.0) for row in rows], color=colours)
-    axis.axhline(GOAL_S, color="black", linestyle="--", linewidth=1)
-    axis.set_xticks(range(len(rows)), labels, fontsize=6)
-    axis.set(ylabel="seconds without a step, beyond one step", title="blue: resized; red: a worker killed")
+    stalls = [row for row in bench.rows if "stall_s" in row]
+    paces = [row for row in bench.rows if "stall_s" not in row and "step_s" in row]
+    counts = [count for count in (len(stalls), len(paces)) if count]
+    size = (1.5 + 0.9 * sum(counts) + len(counts), 4.0)
+    figure, drawn = plt.subplots(1, len(counts), figsize=size, width_ratios=counts, squeeze=False)
+    axes = iter(drawn[0])
+    if stalls:
+        axis = next(axes)
+        lost = ["kill" in str(row["case"]) or "loses" in str(row["case"]) for row in stalls]
+        colours = ["tab:red" if is_lost else "tab:blue" for is_lost in lost]
+        axis.bar(range(len(stalls)), [float(row["stall_s"] or 0.0) for row in stalls], color=colours)
+        axis.axhline(GOAL_S, color="black", linestyle="--", linewidth=1)
+        labels = [f"{row['model']}\n{row['workers']} -> {row['then']}" for row in stalls]
+        axis.set_xticks(range(len(stalls)), labels, fontsize=6)
+        axis.set(ylabel="seconds without a step, beyond one step")
+        axis.set_title("blue: resized; red: a worker killed\n(goal: dashed; of a pipeline 10 s)", fontsize=8)
+    if paces:
+        axis = next(axes)
+        axis.bar(range(len(paces)), [float(row["step_s"] or 0.0) for row in paces], color="tab:green")
+        labels = [textwrap.fill(str(row["case"]).partition(": ")[2], 12) for row in paces]
+        axis.set_xticks(range(len(paces)), labels, fontsize=6)
+        axis.set(ylabel="seconds a step")
+        axis.set_title("a pipeline with\na slow worker", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
