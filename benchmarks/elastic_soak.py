@@ -46,8 +46,15 @@ MARK = "PLAIT_SOAK"
 HEARTBEAT_S = 2.0
 TOLERANCE = 1e-9
 START_S = 60.0
-# A pipeline of a stage a worker: the model has enough layers for six.
+# A pipeline of a stage a worker, and what its job has of its own: layers enough for six workers, a rate at
+# which a deep model does not blow up rounding, and checkpoints near each other, as it goes back to them.
 PIPELINE = {"plan": "model-parallel", "schedule": "flush", "microbatches": 4}
+PIPELINED = {
+    "model": "plait.workloads.mlp:mlp",
+    "model_args": {"inputs": 64, "hidden": [32] * 6},
+    "optimizer": {"kind": "sgd", "lr": 0.01, "momentum": 0.9},
+    "checkpoint": {"every_steps": 10},
+}
 # More than anything takes here; a job that is not done by then hangs.
 LONGEST_S = 240.0
 # Every process of a job shows its stacks when asked to.
@@ -120,18 +127,16 @@ class ElasticSoak:
     def _start(self, run: Path, parallel: Mapping[str, Any], mark: str, said: Any) -> subprocess.Popen[str]:
         job = {
             "name": "soak",
-            "model": "plait.workloads.mlp:mlp",
-            "model_args": {"inputs": 64, "hidden": [32] * 6 if self._pipelines else [32, 16]},
+            "model": "plait.workloads.mlp:mlp_tiny",
             "data": {"kind": "digits", "batch_size": 60},
-            # Deep models blow up rounding at high rates, whoever trains them.
-            "optimizer": {"kind": "sgd", "lr": 0.01 if self._pipelines else 0.05, "momentum": 0.9},
+            "optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9},
             "steps": self._steps,
             "precision": "float64",
             "device": "cpu",
             "evaluate": {"every_steps": 40},
-            # A pipeline goes back to it whenever it loses a stage.
-            "checkpoint": {"every_steps": 10 if self._pipelines else 60},
+            "checkpoint": {"every_steps": 60},
             "parallel": {"threads": 1, "jitter": [1.0, self._pause_s], **parallel},
+            **(PIPELINED if self._pipelines else {}),
         }
         if self._hosts is not None and parallel.get("elastic"):
             slots = -(-self._workers // len(self._names)) + 1

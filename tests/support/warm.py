@@ -3,11 +3,10 @@
 It is for worlds alone: importing it traces models, which takes seconds.
 """
 
-import sys
-
 import torch
 
 from plait.launch.preload import import_all
+from plait.workloads.data.digits import digits
 
 # With CUDA, tracing looks at the GPU, which a process that was forked then cannot use.
 traced = ("support.traces",) if torch.version.cuda is None else ()
@@ -26,7 +25,6 @@ import_all(
         # Torch's optimizers load the first; tracing with free sizes loads the others.
         *("torch._dynamo", "torch.export._trace", "sympy.tensor.tensor"),
         *traced,
-        "plait.workloads.data.digits",
     ]
 )
-sys.modules["plait.workloads.data.digits"].digits("train")  # reads the file, which is kept
+digits("train")  # reads the file, which is kept

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -187,18 +187,22 @@ def planned(settings: TrainSettings, profile: Profile, schedule: Schedule) -> Tr
     return replace(settings, pipeline=PipelineSettings(encode(plan)))
 
 
-Planned = tuple[TrainSettings, RunResult, tuple[str, ...]]
+class StageRun(NamedTuple):
+    """A job on two workers as one of them saw it: `held` are the parameters of its stage."""
+
+    settings: TrainSettings
+    result: RunResult
+    held: tuple[str, ...]
 
 
 def train_in_stages(
     rank: int, jobs: Mapping[str, TrainSettings], schedules: Sequence[Schedule], folder: Path
-) -> dict[tuple[str, Schedule], Planned]:
+) -> dict[tuple[str, Schedule], StageRun]:
     """Each workload profiled, planned and trained by each schedule, in a folder named after both.
 
-    Its settings with the plan, the result, and which parameters this rank's stage holds. A workload's model
-    is traced once for all of that, which takes longest.
+    A workload's model is traced once for all of that, which takes longest.
     """
-    found: dict[tuple[str, Schedule], Planned] = {}
+    found: dict[tuple[str, Schedule], StageRun] = {}
     for workload, job in jobs.items():
         trace = _Remembered(pipeline_setup.trace)
         with mock.patch.object(pipeline_setup, "trace", trace), mock.patch.object(profile, "trace", trace):
@@ -211,7 +215,7 @@ def train_in_stages(
                 result, parts = train_with(PlainWorker(), settings, folder / f"{workload} {kind.value}")
                 # A worker frees what only others hold.
                 held = (name for name, parameter in parts.model.named_parameters() if parameter.numel())
-                found[workload, kind] = settings, result, tuple(held)
+                found[workload, kind] = StageRun(settings, result, tuple(held))
                 dist.barrier()
     return found
 

@@ -159,7 +159,12 @@ def test_a_narrow_array_is_refilled_and_events_tell_who_sat_together(tmp_path: P
 
 def test_the_width_is_found_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     needs, measure = [], array_size.measure_need
-    monkeypatch.setattr(array_size, "measure_need", lambda *asked: needs.append(measure(*asked)) or needs[-1])
+
+    def measured(*asked):
+        needs.append(measure(*asked))
+        return needs[-1]
+
+    monkeypatch.setattr(array_size, "measure_need", measured)
     found = sweep_here(sweep_of("optimizer.lr=log:1e-3:0.1:6", width=None, job=digits_job(steps=4)), tmp_path)
     assert len(found["trials"]) == 6
     # Computed from a step on tensors without memory, not by the upper bound for models that cannot.

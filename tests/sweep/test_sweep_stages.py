@@ -38,7 +38,6 @@ from plait.sweeping.search.space import combinations
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker import with_advice
 from plait.sweeping.worker_group import WorkerGroup, check_worker_groups
 from plait.training import checkpoint as checkpoints
 from support.meeting import rendezvous_of
@@ -239,11 +238,18 @@ def test_a_plan_to_be_measured_has_a_schedule_that_drains_or_is_refused_before(
 
 
 @pytest.mark.parametrize("in_a_stage", [True, False])
-def test_width_one_is_advised_only_where_it_helps(in_a_stage: bool):
+def test_width_one_is_advised_only_where_it_helps(
+    in_a_stage: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: Any) -> Any:
+        raise FusionError("cannot be fused")
+
+    monkeypatch.setattr("plait.sweeping.worker.SweepTraining", refuse)
     job = planned((1,), Schedule.FLUSH)
     settings = sweep_of("seed=0,1", job=job if in_a_stage else replace(job, pipeline=None))
-    advised = with_advice(FusionError("cannot be fused"), settings)
-    assert ("--width 1" in str(advised)) is not in_a_stage
+    with pytest.raises(FusionError) as failure:
+        sweep_here(settings, tmp_path)
+    assert ("--width 1" in str(failure.value)) is not in_a_stage
 
 
 def make_stage(settings: SweepSettings) -> PipelinedArray:

@@ -67,15 +67,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         folder = tmp_path_factory.mktemp("world")
         jobs = {name: job_of(name) for name in names}
         ranks = run_ranks(2, train_in_stages, jobs, (FLUSH, STASH), folder, deadline_s=100)
-        for (name, kind), (settings, _, _) in ranks[0].items():
+        for (name, kind), trained_run in ranks[0].items():
             # What a launcher leaves in a run's folder, for its evaluation.
             run = RunDir(folder / f"{name} {kind.value}")
-            run.settings.write_text(json.dumps(encode(settings)))
+            run.settings.write_text(json.dumps(encode(trained_run.settings)))
         return {name: gathered(name, jobs[name], ranks, folder) for name in names}
 
     def gathered(name: str, job: TrainSettings, ranks: list[Any], folder: Path) -> InStages:
-        results = {kind: ranks[0][name, kind][1] for kind in (FLUSH, STASH)}
-        held = tuple(rank[name, STASH][2] for rank in ranks)
+        results = {kind: ranks[0][name, kind].result for kind in (FLUSH, STASH)}
+        held = tuple(rank[name, STASH].held for rank in ranks)
         return InStages(job, results, {kind: folder / f"{name} {kind.value}" for kind in results}, held)
 
     return lambda workload: next(world(names)[workload] for names in WORLDS if workload in names)

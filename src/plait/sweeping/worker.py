@@ -72,18 +72,13 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         else:
             result = _take_part_while_needed(worker, settings, folder, device, order["resume"])
     except FusionError as failure:
-        raise with_advice(failure, settings) from None
+        if settings.train.pipeline is not None:  # stages are fused, whatever the width
+            raise
+        raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
     if group is not None:
         group.close()
         dist.destroy_process_group()
     return result
-
-
-def with_advice(failure: FusionError, settings: SweepSettings) -> FusionError:
-    """The failure with what the user can do about it; stages are fused, whatever the width."""
-    if settings.train.pipeline is not None:
-        return failure
-    return FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1")
 
 
 def _take_part(

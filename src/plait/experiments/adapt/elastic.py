@@ -277,7 +277,7 @@ def _loss_of_worker_claim(rows: Sequence[Row]) -> BenchClaim:
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """The stall of each change of workers, and the pace of pipelines before and after one."""
+    """The stall of each change of workers, and the pace of a pipeline with a slow worker under each plan."""
     import matplotlib  # loaded only where a picture is asked for
 
     matplotlib.use("Agg")
