@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.core.errors import JobError
 from plait.planner.schedules.kinds import Schedule
-from plait.schema.settings import ModelSettings
+from plait.schema.settings import UNVERIFIED, ModelSettings
 from support.plans import planned
 from support.training import digits_job, largest_difference, saved_weights, train_here, train_rank
 from support.world import run_ranks
@@ -48,7 +48,7 @@ def changing(frozen: bool) -> nn.Module:
 
 def job(frozen: bool) -> dict[str, Any]:
     model = ModelSettings("test_frozen:changing", {"frozen": frozen})
-    return {"model": model, "steps": 8, "verify": "off"}
+    return {"model": model, "steps": 8, "verify": UNVERIFIED}
 
 
 def error_of(rank: int, settings: Any, folder: Path) -> str:

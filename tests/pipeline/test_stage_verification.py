@@ -25,7 +25,7 @@ from plait.pipeline.verify.stages import Example
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler import record, source, traced
 from plait.profiler.trace import trace
-from plait.schema.settings import ModelSettings, TrainSettings
+from plait.schema.settings import ModelSettings, TrainSettings, VerifySettings
 from plait.training import checkpoint
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
@@ -348,7 +348,9 @@ def refused_rank(rank: int, settings: TrainSettings, folder: Path) -> str:
 
 
 def job(steps: int, verify: str = "first") -> TrainSettings:
-    return replace(planned((1, 1), Schedule.FLUSH, microbatches=2), steps=steps, verify=verify)  # type: ignore[arg-type]
+    return replace(
+        planned((1, 1), Schedule.FLUSH, microbatches=2), steps=steps, verify=VerifySettings(verify)
+    )  # type: ignore[arg-type]
 
 
 def test_a_run_that_would_be_wrong_is_refused_on_every_worker(tmp_path: Path) -> None:

@@ -25,7 +25,13 @@ from plait.profiler import profile
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.traced import TracedModel
 from plait.schema.results import RunResult
-from plait.schema.settings import CheckpointSettings, EvaluateSettings, PipelineSettings, TrainSettings
+from plait.schema.settings import (
+    UNVERIFIED,
+    CheckpointSettings,
+    EvaluateSettings,
+    PipelineSettings,
+    TrainSettings,
+)
 from plait.training import components
 from plait.training.components import Components
 from plait.training.engines import pipeline_setup
@@ -163,7 +169,7 @@ def job_of(workload: str) -> TrainSettings:
         steps=STEPS,
         evaluate=EvaluateSettings(metric=found.evaluate.metric, batch_size=found.evaluate.batch_size),
         checkpoint=CheckpointSettings(),
-        verify="off",
+        verify=UNVERIFIED,
     )
 
 

@@ -12,6 +12,7 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
+    UNVERIFIED,
     DataSettings,
     EarlyStopSettings,
     EvaluateSettings,
@@ -172,7 +173,7 @@ def test_the_width_is_found_where_none_is_given(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_that_cannot_be_fused_is_told_of_and_trains_one_by_one(tmp_path: Path):
-    job = digits_job(model=ModelSettings("support.training:Drawing"), steps=5, verify="off")
+    job = digits_job(model=ModelSettings("support.training:Drawing"), steps=5, verify=UNVERIFIED)
     for width in (4, None, 1):
         settings = sweep_of("optimizer.lr=0.01,0.02", job=job, width=width)
         found = sweep_here(settings, tmp_path / f"width-{width}")

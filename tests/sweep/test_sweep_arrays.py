@@ -11,6 +11,7 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
+    UNVERIFIED,
     CheckpointSettings,
     EarlyStopSettings,
     EvaluateSettings,
@@ -89,7 +90,7 @@ def test_a_model_that_keeps_tensors_in_lists_and_dictionaries_is_swept(tmp_path:
 
 
 def test_an_operation_that_is_refused_in_mid_training_separates_the_trials(tmp_path: Path):
-    settings = sweep_of("optimizer.lr=0.02,0.1", job=job_of("Branching", verify="off"))
+    settings = sweep_of("optimizer.lr=0.02,0.1", job=job_of("Branching", verify=UNVERIFIED))
     found = sweep_here(settings, tmp_path / "sweep")
     assert_as_alone(settings, found, tmp_path)
     fused, *alone = arrays_in(tmp_path / "sweep")

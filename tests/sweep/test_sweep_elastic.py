@@ -12,7 +12,7 @@ import pytest
 from plait.core import events
 from plait.core.run_events import ArrayChanged, TrialStep, WorkersChanged
 from plait.launch.run_dir import RunDir
-from plait.schema.settings import CheckpointSettings, EvaluateSettings, ModelSettings
+from plait.schema.settings import UNVERIFIED, CheckpointSettings, EvaluateSettings, ModelSettings
 from plait.training.checkpoint import list_checkpoints, load
 from support.elastic_sweep import Change, run_elastic_sweep
 from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
@@ -24,7 +24,7 @@ JOB = digits_job(
     evaluate=EvaluateSettings(every_steps=4),
     checkpoint=CheckpointSettings(every_steps=1000),
     log_every_steps=1,
-    verify="off",
+    verify=UNVERIFIED,
 )
 SWEEPS = {
     "grid": sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=JOB),

@@ -10,7 +10,7 @@ import pytest
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.fusion.verify import Verdict
-from plait.schema.settings import ModelSettings, OptimizerSettings
+from plait.schema.settings import ModelSettings, OptimizerSettings, VerifySettings
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job
 
@@ -82,7 +82,9 @@ def test_trials_that_nothing_can_fuse_train_one_by_one_and_the_events_say_so(tmp
 def test_verification_can_be_left_out_or_asked_for_at_every_array(mode, times, tmp_path: Path):
     # Trials of one kind that begin together end together, so that the next two are an array of their own.
     settings = sweep_of(
-        "optimizer.lr=0.01,0.02,0.05,0.1", job=replace(digits_job(steps=2), verify=mode), width=2
+        "optimizer.lr=0.01,0.02,0.05,0.1",
+        job=replace(digits_job(steps=2), verify=VerifySettings(mode)),
+        width=2,
     )
     sweep_here(settings, tmp_path)
     arrays = recorded(tmp_path, run_events.ArrayChanged)

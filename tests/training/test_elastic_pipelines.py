@@ -13,7 +13,7 @@ from plait.core.run_events import LayersMoved, RunStarted, WorkersChanged
 from plait.graph.graph import Graph
 from plait.planner import Plan, Schedule
 from plait.planner.replan import plan_for
-from plait.schema.settings import CheckpointSettings, ModelSettings, TrainSettings
+from plait.schema.settings import UNVERIFIED, CheckpointSettings, ModelSettings, TrainSettings
 from plait.training import checkpoint as checkpoints
 from support.elastic import membership, run_elastic
 from support.plans import planned, with_graph
@@ -40,7 +40,7 @@ def planned_for(settings: TrainSettings, workers: int) -> TrainSettings:
 
 
 def test_a_pipeline_whose_workers_come_and_go_trains_as_one_process_does(tmp_path: Path):
-    settings = with_graph(planned((1, 1), Schedule.FLUSH, steps=24, verify="off"))
+    settings = with_graph(planned((1, 1), Schedule.FLUSH, steps=24, verify=UNVERIFIED))
     versions = [(0, (0, 1)), (5, (0, 1, 2)), (11, (2,)), (17, (2, 3))]
     found = run_elastic(settings, tmp_path / "elastic", versions)
     train_here(replace(settings, pipeline=None), tmp_path / "alone")
@@ -65,7 +65,7 @@ def test_without_a_worker_that_is_lost_a_pipeline_goes_on_from_its_last_checkpoi
 ):
     model = ModelSettings("support.elastic:MortalLayers", {"dies_at": 40})
     kept = CheckpointSettings(every_steps=8, keep_last=9)
-    settings = planned((1, 1, 1), schedule, steps=14, model=model, checkpoint=kept, verify="off")
+    settings = planned((1, 1, 1), schedule, steps=14, model=model, checkpoint=kept, verify=UNVERIFIED)
     settings = with_graph(settings)
     run_elastic(
         settings,
@@ -90,7 +90,7 @@ def test_without_a_worker_that_is_lost_a_pipeline_goes_on_from_its_last_checkpoi
 @pytest.mark.parametrize("victim", [0, 3])
 def test_where_replicas_are_left_a_pipeline_goes_on_from_its_last_step(victim: int, tmp_path: Path):
     model = ModelSettings("support.elastic:MortalLayers", {"dies_at": 23, "norm": False})
-    settings = with_graph(planned((2, 2), Schedule.FLUSH, steps=16, model=model, verify="off"))
+    settings = with_graph(planned((2, 2), Schedule.FLUSH, steps=16, model=model, verify=UNVERIFIED))
     rest = tuple(rank for rank in range(4) if rank != victim)
     run_elastic(
         settings,

@@ -21,7 +21,7 @@ from plait.launch.run_dir import RunDir
 from plait.planner import Schedule, machines, make_plan
 from plait.planner.partition.front import Settings
 from plait.planner.replan import moved_bytes, plan_for, replan
-from plait.schema.settings import TrainSettings
+from plait.schema.settings import UNVERIFIED, TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.change.layers import find_complete, find_moves
@@ -81,7 +81,7 @@ def train_under(rank: int, settings: TrainSettings, folder: Path, change: PlanCh
 
 
 def test_a_pipeline_that_changes_its_plan_trains_as_one_process_does(tmp_path: Path):
-    before = planned((2, 1), Schedule.FLUSH, steps=15, verify="off")
+    before = planned((2, 1), Schedule.FLUSH, steps=15, verify=UNVERIFIED)
     after = planned((1, 2), Schedule.FLUSH, steps=15)
     assert after.pipeline is not None
     run_ranks(3, train_under, before, tmp_path / "moved", PlanChange(after.pipeline.plan))

@@ -18,6 +18,7 @@ from plait.core.codec import encode
 from plait.core.errors import DataError, InputError, JobError
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
+    UNVERIFIED,
     CheckpointSettings,
     DataSettings,
     EvaluateSettings,
@@ -47,7 +48,7 @@ def translation_job(batch_size: int = 8, steps: int = 3, **options: Any) -> Trai
         optimizer=OptimizerSettings("adam", {"lr": 0.01, "eps": 1e-3}),
         evaluate=EvaluateSettings(metric=f"{LOSS}:token_accuracy", batch_size=3),
         steps=steps,
-        verify="off",
+        verify=UNVERIFIED,
     )
 
 

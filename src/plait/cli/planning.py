@@ -87,7 +87,7 @@ def _measure_together(
     size = batch or settings.data.batch_size
     with tempfile.TemporaryDirectory() as logs, _spinner(console, quiet):
         (found,) = profile_together(
-            settings, placement, (size,), Path(logs), repeats, verify=settings.verify != "off"
+            settings, placement, (size,), Path(logs), repeats, verify=settings.verify.start != "off"
         )
         return found
 
@@ -115,7 +115,7 @@ def _measure_alone(
             threads=placement.threads,
             repeats=repeats,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
-            verify=settings.verify != "off",
+            verify=settings.verify.start != "off",
         )
 
 
@@ -358,7 +358,7 @@ def _extras(
             )
         traced = trace_job(settings)
         stages = [stage.layers for stage in made.stages]
-        if settings.verify != "off":
+        if settings.verify.start != "off":
             verify_job(settings, traced, stages)
         with os_errors_as_messages():
             written = write_code(traced, stages, to_code)

@@ -39,6 +39,20 @@ class Verified(Event):
 
 
 @dataclass(frozen=True)
+class Audited(Event):
+    """Step `step` was taken a second time, as plain PyTorch takes it, which took `seconds`.
+
+    `largest` is the largest relative difference of this and all audits before; `differences` are those
+    beyond rounding, in words.
+    """
+
+    step: int
+    seconds: float
+    largest: float
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Step(Event):
     """The steps since the event before: the last one's number, their mean loss, samples and seconds."""
 

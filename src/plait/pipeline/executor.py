@@ -39,6 +39,8 @@ from plait.planner.schedules.operations import Backward, BackwardInput, Backward
 from plait.profiler.traced import TracedModel
 from plait.schema.topology_spec import TopologySpec
 from plait.sync.buffers import average
+from plait.verification.observe import RandomState
+from plait.verification.replay import Part
 
 _SPANS_AT_ONCE = 1024
 
@@ -140,6 +142,9 @@ class Pipeline:
         # What follows the backward of a microbatch in a stage, and what comes once gradients are summed.
         self.on_backward: Callable[[int, int], None] | None = None
         self.on_gradients: Callable[[], None] | None = None
+        # Where a step is audited: who is told what it is given, and whether random numbers pass along.
+        self.on_content: Callable[[Part, int], None] | None = None
+        self.carries_random_state = False
         # Seconds that all operations so far have taken.
         self.busy_s = 0.0
         self.clock_offset_s = 0.0
@@ -344,6 +349,8 @@ class Pipeline:
         start = time.time()
         with self._parts.slowed():
             held.runner.forward(flight)
+        if self.carries_random_state:
+            flight.random_after = RandomState.now()
         held.flights[op.microbatch] = flight
         self._seen[op.stage] += work.samples(op.microbatch)
         if flight.loss is not None:
@@ -358,6 +365,9 @@ class Pipeline:
         flight = Flight({}, seed, (op.version,), weight=weight)
         if op.stage == 0:
             inputs, flight.target = work.content(op.microbatch)
+            if self.on_content is not None:
+                part = Part(inputs, flight.target, weight, seed, op.microbatch).own()
+                self.on_content(part, work.samples(op.microbatch))
             if self._parts.make_stage is cut:
                 traced = self._evaluated if evaluating else self._traced
                 tensors = traced.order_inputs(as_arguments(inputs))
@@ -374,18 +384,22 @@ class Pipeline:
         route = hop.route
         peer = self.layout.worker(route.source, op.microbatch)
         if peer == self.rank:
-            tensors, target = self._local.pop((hop.number, op.microbatch))
+            tensors, target, random_state = self._local.pop((hop.number, op.microbatch))
         else:
             what = f"the forward of microbatch {op.microbatch} into stage {op.stage}"
             message = self._channels.receive(peer, hop.number, op.microbatch, what)
             received = self._arrived(message, flight)
+            random_state = RandomState.unpacked(received.pop()) if self.carries_random_state else None
             tensors, rest = received[: len(route.names)], received[len(route.names) :]
-            target = _unpacked(rest, message.content.note) if route.takes_target else None
+            target = unpack_tree(rest, message.content.note) if route.takes_target else None
         for name, tensor in zip(route.names, tensors):
             leaf = tensor.detach()
             flight.inputs[name] = leaf.requires_grad_() if name in route.grad_names else leaf
         if route.takes_target:
             flight.target = target
+        # Of several stages before, the last: random numbers go on from there.
+        if random_state is not None and route.source >= flight.random_from:
+            flight.random_state, flight.random_from = random_state, route.source
 
     def _arrived(self, message: Message, flight: Flight) -> list[Any]:
         """The tensors on this worker's device; what was there already is the sender's memory until `land`."""
@@ -405,9 +419,11 @@ class Pipeline:
             peer = self.layout.worker(hop.route.target, op.microbatch)
             target = flight.target if hop.route.takes_target else None
             if peer == self.rank:
-                self._local[hop.number, op.microbatch] = tensors, target
+                self._local[hop.number, op.microbatch] = tensors, target, flight.random_after
                 continue
-            leaves, note = _packed(target) if hop.route.takes_target else ([], "")
+            leaves, note = pack_tree(target) if hop.route.takes_target else ([], "")
+            if flight.random_after is not None:
+                leaves = [*leaves, flight.random_after.packed()]
             what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
             self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
             if hop.route.grad_names and not evaluating:
@@ -526,8 +542,8 @@ class Pipeline:
         return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
 
 
-def _packed(target: Any) -> tuple[list[Tensor | None], str]:
-    """The tensors of a target, and a note of the rest: its form, and text and numbers, where it holds any."""
+def pack_tree(target: Any) -> tuple[list[Tensor | None], str]:
+    """The tensors of a batch, and a note of the rest: its form, and text and numbers, where it holds any."""
     leaves, spec = pytree.tree_flatten(target)
     plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -536,7 +552,7 @@ def _packed(target: Any) -> tuple[list[Tensor | None], str]:
     )
 
 
-def _unpacked(tensors: list[Tensor | None], note: str) -> Any:
+def unpack_tree(tensors: list[Tensor | None], note: str) -> Any:
     spec, plain = json.loads(note)
     leaves = [p if t is None else t for t, p in zip(tensors, plain)] if plain else tensors
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))

@@ -22,6 +22,7 @@ from plait.pipeline.split_backward import DeferWeights
 from plait.pipeline.verify.module_state import ModuleMemory, Remembered
 from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.traced import TracedModel, Value
+from plait.verification.observe import RandomState
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Any, Any], Tensor]
@@ -48,6 +49,10 @@ class Flight:
     # What the stage's modules held before a forward that is computed again.
     before: Remembered | None = None
     messages: list[Message] = field(default_factory=list)
+    # Where random numbers start instead of the seed, the stage that they come from, and where they end.
+    random_state: RandomState | None = None
+    random_from: int = -1
+    random_after: RandomState | None = None
 
     def let_go_of_outputs(self) -> None:
         """Keep the outputs' places in the graph, from which backward starts, but not their memory."""
@@ -157,7 +162,10 @@ class StageRunner:
 
     def _run(self, flight: Flight) -> None:
         # Dropout draws the same whenever, wherever and how often this microbatch runs.
-        self.seed(flight.seed)
+        if flight.random_state is None:
+            self.seed(flight.seed)
+        else:
+            flight.random_state.restore()
         defer = DeferWeights() if self.split else None
         with self.autocast(), defer or contextlib.nullcontext():
             flight.outputs = self._call(flight, self.stage.inputs, self.stage.outputs)

@@ -9,9 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait.core.errors import JobError
+from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
 DROP_LAST = "data.drop_last"
+# A word instead of the section.
+VERIFY: Mapping[str, Mapping[str, str]] = {
+    "off": {"start": "off", "audit": "off"},
+    "first": {"start": "first"},
+    "every_run": {"start": "every_run"},
+}
 # The canonical key of each alias, in the same section.
 KEY_ALIASES: Mapping[str, str] = {
     "data.num_workers": "data.loaders",
@@ -35,6 +42,14 @@ def canonical_value(path: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise JobError(f"{path}: found {shown(value)}, expected true or false")
         return "drop" if value else "keep"
+    if path == "verify" and isinstance(value, str):
+        if value not in VERIFY:
+            words = ", ".join(VERIFY)
+            raise JobError(
+                f"verify: found {shown(value)}, expected {words}, or the keys start, audit and on_difference"
+                f"{did_you_mean(value, VERIFY)}"
+            )
+        return dict(VERIFY[value])
     return VALUE_ALIASES.get(path, {}).get(value.lower(), value) if isinstance(value, str) else value
 
 

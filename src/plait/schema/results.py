@@ -20,8 +20,10 @@ class RunResult:
     `reason` is why it ended: `finished`, `stopped` or `early-stop`. `steps` is its planned number of steps,
     None if the end of the data decides. A loss or metric is None if there is none, or if it is not a number.
     `test` has the metrics of the last evaluation and `best` those of the best checkpoint, with its `step`.
-    `verified_s` is the time spent comparing stages with the plain model, None if that was not done. `run` is
-    the run's folder.
+    `verified_s` is the time spent comparing stages with the plain model, None if that was not done.
+    `audited_steps` is the number of steps that were taken a second time as plain PyTorch takes them, and
+    `largest_difference` how far apart the two were at most, relative to the largest value. `run` is the run's
+    folder.
     """
 
     reason: str
@@ -35,11 +37,13 @@ class RunResult:
     workers: int
     device: str
     verified_s: float | None = None
+    audited_steps: int | None = None
+    largest_difference: float | None = None
     run: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `plait train --json` prints them."""
-        return _without(encode(self), verified_s=None, run="")
+        return _without(encode(self), verified_s=None, audited_steps=None, largest_difference=None, run="")
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -55,6 +59,9 @@ class RunResult:
         if self.best:
             metrics = {name: value for name, value in self.best.items() if name != "step"}
             yield f"best at step {self.best['step']}: {show_metrics(metrics)}"
+        if self.audited_steps is not None:
+            steps, largest = count_of(self.audited_steps, "step"), self.largest_difference
+            yield f"audited {steps}, largest difference {largest:.1g}"
         if self.run:
             yield self.run
 

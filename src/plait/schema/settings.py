@@ -28,7 +28,7 @@ from plait.schema.topology_spec import TopologySpec
 
 Precision = Literal["float32", "float64", "bf16", "fp16"]
 # When the stages or the fused trials are compared with the plain model: never, once, or at every start.
-Verify = Literal["off", "first", "every_run"]
+VerifyStart = Literal["off", "first", "every_run"]
 # A sync, or `auto`, which measures the first steps and chooses one.
 SyncName = Annotated[str, OneOf((*KINDS, "auto"))]
 Monitor = Literal["loss", "throughput", "step-time", "link-throughput", "noise-scale", "variance"]
@@ -106,6 +106,22 @@ class CheckpointSettings:
     every_steps: Count = 1000
     keep_last: Count = 2
     keep_best: str | None = None
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """What is compared with plain PyTorch: what is built, at the `start`, and steps of the run, by `audit`.
+
+    Audited are steps 1, 2, 4, 8, ... and some steps after evaluations (`doubling`), or these alone. On a
+    difference the run stops, or warns and goes on.
+    """
+
+    start: VerifyStart = "first"
+    audit: Literal["doubling", "evaluations", "off"] = "doubling"
+    on_difference: Literal["stop", "warn"] = "stop"
+
+
+UNVERIFIED = VerifySettings("off", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +230,7 @@ class CommonSettings:
     tensorboard: bool = False
     log_every_steps: Count | None = None
     stop_on_nan: bool = True
-    verify: Verify = "first"
+    verify: VerifySettings = field(default_factory=VerifySettings)
     monitor: tuple[Monitor, ...] = ()
     adapt: tuple[PolicySettings, ...] = ()
 

@@ -96,7 +96,7 @@ class ArrayBuilder:
         try:
             return self._try_width(settings, sets, trials, None)
         except NotFusedError as failure:
-            if self._settings.train.verify == "off":
+            if self._settings.train.verify.start == "off":
                 return 1, str(failure)
         # Some module may have to run trial by trial.
         entries = [TrialInit(settings, components.build(settings, self._device, sets)) for _ in range(2)]
@@ -167,7 +167,7 @@ class ArrayBuilder:
         return stages, verdict
 
     def _is_verification_due(self, known: Verdict | None) -> bool:
-        mode = self._settings.train.verify
+        mode = self._settings.train.verify.start
         return mode != "off" and (known is None or mode != "first")
 
     def _verify(self, group: str, entries: Sequence[TrialInit]) -> Verdict:

@@ -223,6 +223,12 @@ def find_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors | N
     return pieces if pieces.weight_bytes() * WHOLE_COPIES > _free_bytes(device) else None
 
 
+def has_room_for_whole(parts: Components) -> bool:
+    """Whether this worker could hold the whole model once more, with what training it takes."""
+    whole = sum(p.numel() * p.element_size() for p in parts.model.parameters())
+    return whole * WHOLE_COPIES < _free_bytes(parts.device)
+
+
 def make_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors:
     """The model of the settings without memory."""
     dtype = torch.float64 if settings.precision == "float64" else None

@@ -125,7 +125,8 @@ class Loop(RunStart):
         run.close()
         if run.metrics.diverged_at is not None:
             reason = "diverged"
-        return run.metrics.end(run.step, reason, metrics, self._best)
+        audited = (run.audits.steps, run.audits.largest) if run.audits.steps else None
+        return run.metrics.end(run.step, reason, metrics, self._best, audited)
 
     def _train_and_finish(self) -> tuple[str, dict[str, float]]:
         reason = take_steps(self)
@@ -152,7 +153,7 @@ class Loop(RunStart):
     def _finish(self, reason: str) -> dict[str, float]:
         # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
         with self._undone_by_losses():
-            metrics = self._evaluate() if reason != "stopped" else {}
+            metrics = self._evaluate() if reason not in ("stopped", "difference") else {}
             self.engine.finish(lambda: self._save(metrics))
         if self._switch is not None and self.run.worker.world_size > 1:
             # Were the one that writes lost, another would have to be there to do it.
@@ -187,7 +188,7 @@ class Loop(RunStart):
     def _tell_of_parts(self) -> None:
         """Warn where a batch that is trained in parts has another loss than as a whole."""
         run = self.run
-        asked = run.worker.rank == 0 and run.settings.verify != "off"
+        asked = run.worker.rank == 0 and run.settings.verify.start != "off"
         if asked and self.engine.parts_of_a_batch > 1 and (words := describe_parts(run.settings, run.parts)):
             run.metrics.warn(words)
 
@@ -201,6 +202,8 @@ class Loop(RunStart):
             )
 
     def ended(self) -> str | None:
+        if self.run.audits.difference is not None:
+            return "difference"
         if self._steps_left() == 0:
             return "finished"
         if not self._is_checked():

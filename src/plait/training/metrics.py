@@ -205,7 +205,12 @@ class MetricsLogger:
             log.warning("%s", words)
 
     def end(
-        self, step: int, reason: str, metrics: dict[str, float], best: dict[str, Any] | None
+        self,
+        step: int,
+        reason: str,
+        metrics: dict[str, float],
+        best: dict[str, Any] | None,
+        audited: tuple[int, float] | None = None,
     ) -> RunResult:
         """Close the record; what the run came to, but for its folder."""
         seconds = self._clock() - self._started
@@ -227,6 +232,8 @@ class MetricsLogger:
             workers=self._worker.world_size,
             device=self._device,
             verified_s=self._verified_s,
+            audited_steps=audited and audited[0],
+            largest_difference=audited and audited[1],
         )
 
     def take_over(self, log_: EventLog) -> None:

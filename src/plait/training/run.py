@@ -19,6 +19,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_topology_spec
+from plait.training.audit.record import AuditRecord
 from plait.training.change.batch_size import BatchSize
 from plait.training.components import Components
 from plait.training.metrics import MetricsLogger
@@ -33,6 +34,7 @@ class Run:
         self.parts = parts
         self.folder = folder
         self.metrics = MetricsLogger(worker, settings, parts, folder)
+        self.audits = AuditRecord(self.metrics, settings.verify.on_difference == "stop")
         self.step = 0
         self.position = Position()
         self.batch = BatchSize(settings.data.batch_size, settings.data.batch_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,22 @@ class RandomState:
     def now() -> RandomState:
         # Asking GPUs that are not in use would start them.
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return RandomState(random.getstate(), numpy.random.get_state(), torch.get_rng_state(), tuple(gpus))
+        return RandomState(
+            random.getstate(), numpy.random.get_state(legacy=True), torch.get_rng_state(), tuple(gpus)
+        )
+
+    def packed(self) -> Tensor:
+        """As bytes, to be sent to another worker; of GPUs, that of the one in use."""
+        python, (kind, keys, *rest) = self.python, self.numpy
+        gpu = self.gpus[torch.cuda.current_device()].tolist() if self.gpus else None
+        content = [python, [kind, keys.tolist(), *rest], self.cpu.tolist(), gpu]
+        return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+
+    @staticmethod
+    def unpacked(content: Tensor) -> RandomState:
+        (version, keys, gauss), own, cpu, gpu = json.loads(content.cpu().numpy().tobytes())
+        gpus = () if gpu is None else (_state(gpu),) * torch.cuda.device_count()
+        return RandomState((version, tuple(keys), gauss), tuple(own), _state(cpu), gpus)
 
     def restore(self) -> None:
         """Continue all random numbers from here."""
@@ -42,6 +58,10 @@ class RandomState:
         elif torch.cuda.is_available():
             # They were not in use then, and would have begun with torch's seed.
             torch.cuda.manual_seed_all(torch.initial_seed())
+
+
+def _state(content: list[int]) -> Tensor:
+    return torch.tensor(content, dtype=torch.uint8)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
 from plait.data import loader
@@ -18,6 +19,8 @@ from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
 from plait.schema.topology_spec import TopologySpec, check_topology
 from plait.training import checkpoint as checkpoints
+from plait.training.audit.schedule import is_audited
+from plait.training.audit.whole_model import AuditedStep
 from plait.training.change.members import Mark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
@@ -102,6 +105,7 @@ class DataParallelEngine(WholeModelStart):
             loader.seed_all(mix(run.settings.seed, step, run.worker.rank))
             if self._monitor is not None:
                 self._monitor.step = step + 1
+            audited = self._begin_audit(step)
             try:
                 with self._undone_by_losses():
                     loss, requests = self._step.step(batch, run.lr_factor(step))
@@ -112,9 +116,34 @@ class DataParallelEngine(WholeModelStart):
                 return Trained(done, position, lost=lost)
             done, position = done + 1, batch.after
             run.metrics.step(step + 1, batch.epoch, loss, run.lr(step), batch.total)
+            if audited is not None:
+                self._end_audit(audited, loss)
+                if run.audits.difference is not None:
+                    break
             if batch.last or requests.stop or requests.change:
                 return Trained(done, position, requests.stop, batch.last, requests.change)
-        return Trained(done, position, ended=done < steps)
+        return Trained(done, position, ended=done < steps and run.audits.difference is None)
+
+    def _begin_audit(self, step: int) -> AuditedStep | None:
+        run = self._run
+        if run.worker.world_size == 1 or not is_audited(run.settings, step):
+            return None
+        assert self._step is not None
+        seed = mix(run.settings.seed, step, run.worker.rank)
+        audited = AuditedStep(run, step, seed, together=True)
+        self._step.recorded = audited.parts
+        return audited
+
+    def _end_audit(self, audited: AuditedStep, loss: Tensor) -> None:
+        assert self._step is not None
+        self._step.recorded = None
+        self._pause_monitor()
+        try:
+            audited.end(self._run.audits, loss)
+        except RuntimeError as failure:
+            # The next step finds the loss of another worker.
+            if loss_of(self._run.worker, failure) is None:
+                raise
 
     @contextlib.contextmanager
     def _undone_by_losses(self) -> Iterator[None]:

@@ -20,14 +20,20 @@ from plait.training.components import Components
 Holders = Mapping[str, Sequence[int]]
 
 
-def names_by_stage(traced: TracedModel, pipeline_layout: PipelineLayout) -> Holders:
-    """Who holds what the stages use."""
-    stages_of: dict[str, list[int]] = {}
+def stages_by_name(traced: TracedModel, pipeline_layout: PipelineLayout) -> dict[str, tuple[int, ...]]:
+    """The stages that use each parameter and buffer."""
+    found: dict[str, dict[int, None]] = {}
     for stage, ids in enumerate(pipeline_layout.stages):
         for layer in traced.select(ids):
             for name in (*layer.parameters, *layer.buffers):
-                stages_of.setdefault(name, []).append(stage)
-    return {name: pipeline_layout.holders(*dict.fromkeys(stages)) for name, stages in stages_of.items()}
+                found.setdefault(name, {})[stage] = None
+    return {name: tuple(stages) for name, stages in found.items()}
+
+
+def names_by_stage(traced: TracedModel, pipeline_layout: PipelineLayout) -> Holders:
+    """Who holds what the stages use."""
+    stages_of = stages_by_name(traced, pipeline_layout)
+    return {name: pipeline_layout.holders(*stages) for name, stages in stages_of.items()}
 
 
 def unused_names(model: nn.Module, holders: Holders) -> list[str]:

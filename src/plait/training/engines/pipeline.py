@@ -35,6 +35,8 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
+from plait.training.audit.schedule import is_audited, next_audited
+from plait.training.audit.stages import AuditedStages
 from plait.training.change.layers import (
     HeldLayers,
     find_complete,
@@ -47,10 +49,10 @@ from plait.training.change.members import NO_STATE, Mark, loss_of
 from plait.training.change.replanning import replan_together
 from plait.training.change.step_commit import StepCommit
 from plait.training.checkpoint import Checkpoint
-from plait.training.components import with_fresh_model
+from plait.training.components import UNKNOWN_STEPS, with_fresh_model
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.data_parallel import load_whole
-from plait.training.engines.own_tensors import fill_pieces, names_by_stage, unused_names
+from plait.training.engines.own_tensors import fill_pieces, names_by_stage, stages_by_name, unused_names
 from plait.training.engines.pipeline_setup import (
     further_names,
     open_pipeline,
@@ -160,6 +162,9 @@ class PipelineEngine:
         # Of a model that no worker holds as a whole: the checkpoint that its tensors are read from.
         self._stored: checkpoints.StoredCheckpoint | None = None
         self._monitor: StageMonitor | None = None
+        # The stages that use each tensor, and the loss of the last step.
+        self._stages: Mapping[str, tuple[int, ...]] = {}
+        self._last_loss = 0.0
 
     @property
     def parts_of_a_batch(self) -> int:
@@ -200,6 +205,7 @@ class PipelineEngine:
         parts = run.parts
         found, self._layout = prepare_together(run.worker, run.settings, parts, self._layout, run.folder)
         report_verification(run.metrics, found)
+        self._stages = stages_by_name(found.traced, self._layout)
         stages = names_by_stage(found.traced, self._layout)
         if parts.pieces is not None:
             fill_pieces(run.worker.rank, parts, parts.pieces, stages, self._stored)
@@ -250,8 +256,13 @@ class PipelineEngine:
         run.metrics.note(LayersMoved(run.step, tuple(sorted({name for name, *_ in moves}))))
 
     def train(self, steps: int) -> Trained:
-        """Take the steps through the pipeline; it is empty at their end."""
+        """Take the steps through the pipeline; it is empty at their end.
+
+        A step that is audited is an interval of its own.
+        """
         run, commit = self._run, self._commit
+        audited = self._begin_audit()
+        steps = 1 if audited is not None else min(steps, self._steps_to_audit())
         batches = list(itertools.islice(run.order(), steps))
         self._is_whole = False
         if commit is not None:
@@ -270,7 +281,32 @@ class PipelineEngine:
             if commit is not None:
                 commit.end_interval()
         self._is_whole = True
+        if audited is not None and trained.lost is None:
+            self._end_audit(audited)
         return trained
+
+    def _audit_base(self) -> int:
+        """Audits are as far apart as powers of this: on GPUs the first worker works alone, step by step."""
+        return 2 if self._run.parts.device.type == "cpu" else 2**self._run.worker.world_size
+
+    def _steps_to_audit(self) -> int:
+        run = self._run
+        following = next_audited(run.settings, run.step, self._audit_base())
+        return UNKNOWN_STEPS if following is None else following - run.step
+
+    def _begin_audit(self) -> AuditedStages | None:
+        run = self._run
+        if not is_audited(run.settings, run.step, self._audit_base()):
+            return None
+        return AuditedStages(run, self._pipe, self._layout, self._stages)
+
+    def _end_audit(self, audited: AuditedStages) -> None:
+        try:
+            audited.end(self._run.audits, self._last_loss)
+        except RuntimeError as failure:
+            # The next step finds the loss of another worker.
+            if loss_of(self._run.worker, failure) is None:
+                raise
 
     def _train(self, batches: list[GlobalBatch]) -> Trained:
         run, layout = self._run, self._layout
@@ -352,6 +388,7 @@ class PipelineEngine:
 
         def record(step: int, loss: float, ended: float, sums: list[float]) -> None:
             batch = batches[step - first]
+            self._last_loss = loss
             value = torch.tensor(loss, dtype=torch.float64)
             run.metrics.step(step + 1, batch.epoch, value, run.lr(step), len(batch.samples), ended)
             if self._monitor is not None:

@@ -142,10 +142,10 @@ def _prepare_here(
 ) -> dict[str, Any]:
     """What this worker finds; that of rank 0, which verifies and has the run's folder, counts."""
     outcome: dict[str, Any] = {"stages": pipeline_layout.stages, "notes": (), "seconds": 0.0, "failure": None}
-    verify = settings.verify != "off" and worker.rank == 0
+    verify = settings.verify.start != "off" and worker.rank == 0
     if verify and parts.pieces is not None:
         verify, outcome["notes"] = False, (_NOT_WHOLE,)
-    if verify and settings.verify == "first":
+    if verify and settings.verify.start == "first":
         known = _known_stages(folder, settings, pipeline_layout)
         if known is not None:
             verify, pipeline_layout = False, replace(pipeline_layout, stages=known)

@@ -32,6 +32,7 @@ from plait.training.engines.stragglers import StragglerInjector
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor, notes_of
 from plait.training.optimizers.lr_schedule import set_lr
+from plait.verification.replay import Part
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class TrainStep:
         self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
         self._frozen = FrozenAtStart(parts.model.named_parameters())
         self._flags = _Flags(parts.device)
+        # Where a step is audited: what it is taken on.
+        self.recorded: list[Part] | None = None
         # Samples of this worker since all agreed on running statistics.
         self._seen = 0
         # What comes between the gradients of a worker alone and its update.
@@ -171,6 +174,8 @@ class TrainStep:
         pieces = list(cut(batch.content, batch.count, self._settings.accumulate))
         for i, (content, count) in enumerate(pieces):
             inputs, target = to_device(content, parts.device, parts.dtype)
+            if self.recorded is not None:
+                self.recorded.append(Part(inputs, target, count / batch.total).own())
             with parts.autocast():
                 loss = parts.loss(forward(parts.model, inputs), target)
             weighted = loss * (count / batch.total)

@@ -127,14 +127,23 @@ def build_optimizer(
 
     Their `names` say in which of the settings' groups they are.
     """
+    optimizer = build_plain_optimizer(settings, parameters, names)
+    use_fused_kernels(optimizer)
+    return optimizer
+
+
+def build_plain_optimizer(
+    settings: OptimizerSettings,
+    parameters: Iterable[torch.nn.Parameter],
+    names: Mapping[torch.Tensor, str] | None = None,
+) -> torch.optim.Optimizer:
+    """As `build_optimizer`, with torch's own choice of kernels."""
     factory = find_optimizer(settings)
     options = _as_tuples(settings.options)
     content: list[Any] = list(parameters)
     if settings.groups:
         content = _grouped(settings.groups, content, names or {})
     try:
-        optimizer = factory(content, **options)
+        return factory(content, **options)
     except (ValueError, TypeError) as failure:
         raise JobError(f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}") from None
-    use_fused_kernels(optimizer)
-    return optimizer

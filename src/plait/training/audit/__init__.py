@@ -1,0 +1,1 @@
+"""Steps of a run that are taken a second time, as plain PyTorch takes them, and compared."""

@@ -1,0 +1,362 @@
+"""The audit of a pipeline: the first worker takes the step of all stages again, with the whole model.
+
+Weights come to it before the step, gradients and what forward left behind after it. Each worker repeats the
+updates of its own stages itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
+from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
+from plait.pipeline.layout import PipelineLayout
+from plait.pipeline.named_state import load_optimizer_state, optimizer_state
+from plait.training.audit.record import AuditRecord, Findings
+from plait.training.audit.stage_models import DelayedModel, ReplicatedModel
+from plait.training.audit.whole_model import unlike_replicas
+from plait.training.components import has_room_for_whole, with_fresh_model
+from plait.training.optimizers.build import build_plain_optimizer
+from plait.training.optimizers.lr_schedule import follow_schedule
+from plait.training.run import Run
+from plait.verification.attributes import Attributes, read_attributes, unchanged_globals
+from plait.verification.audit import ObservedStep, Replay, largest_difference
+from plait.verification.compare import Difference, Noise, find_differences
+from plait.verification.observe import unchanged_random_numbers
+from plait.verification.replay import LOSS, Named, Part, State
+from plait.verification.twin import OptimizerTwin, is_torchs
+
+FIRST = 0
+_ADVICE = (
+    "what forward or a hook goes by besides weights, buffers and the batch belongs into one of "
+    "these; cut elsewhere, or train without a plan (data parallel), which keeps the model in one piece; "
+    "verify: {on_difference: warn} goes on regardless"
+)
+# Microbatches by their numbers, each with its samples.
+Contents = dict[int, tuple[Part, int]]
+
+
+class AuditedStages:
+    """One step of a pipeline that is taken a second time: made before the step, and ended after it, by all.
+
+    `stages` are the stages that use each parameter and buffer of the model.
+    """
+
+    def __init__(
+        self, run: Run, pipeline: Pipeline, layout: PipelineLayout, stages: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        started = time.perf_counter()
+        self._run = run
+        self._rank = run.worker.rank
+        self._pipeline = pipeline
+        self._layout = layout
+        self._stages = stages
+        self._names: dict[Tensor, str] = {p: name for name, p in pipeline.parameters.items()}
+        self._contents: Contents = {}
+        self._frozen = {n: _checksum(p) for n, p in pipeline.parameters.items() if not p.requires_grad}
+        self._blind = self._why_blind()
+        # Updates of stages apart do not show what an optimizer of the whole model does.
+        self._needs_optimizer = not layout.schedule.synchronous or not is_torchs(pipeline.optimizer)
+        if not self._blind:
+            self._gather_before()
+            pipeline.on_content, pipeline.carries_random_state = self._note_content, True
+        self._twin = OptimizerTwin(
+            pipeline.optimizer,
+            self._names,
+            lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
+            lambda twin: follow_schedule(twin, pipeline.base_lrs, run.lr_factor, run.step),
+        )
+        self._ready = time.perf_counter()
+        self._seconds = self._ready - started
+
+    def _why_blind(self) -> str:
+        """Why no worker can take the step of the whole model, the same on all workers; "" where one can."""
+        parts = self._run.parts
+        if parts.pieces is not None or not broadcast_value(has_room_for_whole(parts), FIRST):
+            return "no worker has memory for the whole model"
+        tied = any(
+            len(self._stages[name]) > 1
+            for name in dict(parts.model.named_parameters())
+            if name in self._stages
+        )
+        if tied and not self._layout.schedule.synchronous:
+            return f"under schedule {self._layout.schedule.value} stages share parameters"
+        return ""
+
+    def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
+        own = [p for group in self._pipeline.optimizer.param_groups for p in group["params"]]
+        return {twin: self._names.get(parameter, "") for parameter, twin in zip(own, twins)}
+
+    def _note_content(self, part: Part, samples: int) -> None:
+        layout = self._layout
+        number = part.number * layout.pipelines + layout.pipeline_of(self._rank)
+        self._contents[number] = replace(part, number=number), samples
+
+    # Before the step.
+
+    def _gather_before(self) -> None:
+        """Bring what all stages hold to the first worker."""
+        pipeline, parts = self._pipeline, self._run.parts
+        weights = {n: p for n, p in pipeline.parameters.items() if self._is_first(n)}
+        state = optimizer_state(pipeline.optimizer, self._names) if self._needs_optimizer else {}
+        state = {path: t for path, t in state.items() if self._is_first(path.rpartition("/")[0])}
+        gathered = gather_named(_prefixed("weights", weights) | _prefixed("optimizer", state), FIRST)
+        # What is this worker's own is not copied on the way.
+        self._optimizer_before = {n: t.clone() for n, t in _below("optimizer", gathered).items()}
+        self._buffers = self._gather_buffers()
+        attributes = self._gather_attributes()
+        if self._rank == FIRST:
+            known = {
+                n: t.detach() for n, t in (*parts.model.named_parameters(), *parts.model.named_buffers())
+            }
+            known |= _below("weights", gathered)
+            known |= {name: next(iter(own.values())) for name, own in self._buffers.items()}
+            self._before = State(known, attributes).own()
+
+    def _is_first(self, name: str) -> bool:
+        """Whether this worker is the first of those that hold a tensor."""
+        return self._layout.holders(*self._stages[name])[0] == self._rank
+
+    def _gather_buffers(self) -> dict[str, dict[int, Tensor]]:
+        """On the first worker the buffers that stages hold, by name and worker, in memory of their own."""
+        known = {name for name, _ in self._run.parts.model.named_buffers()}
+        own = {
+            f"{self._rank}/{name}": buffer
+            for module in self._pipeline.modules.values()
+            for name, buffer in module.named_buffers()
+            if name in known and name in self._stages
+        }
+        found: dict[str, dict[int, Tensor]] = {}
+        for path, buffer in gather_named(own, FIRST).items():
+            rank, _, name = path.partition("/")
+            found.setdefault(name, {})[int(rank)] = buffer.clone()
+        return found
+
+    def _gather_attributes(self) -> Attributes:
+        """What modules keep in Python, each where it runs; of those in no stage what the first worker has."""
+        own = read_attributes(self._held_objects())
+        workers = all_gather_values([dict(own.values), own.unseen, sorted(self._held_objects())])
+        rest = read_attributes({p: m for p, m in self._modules().items() if not _is_in(p, workers)})
+        values = dict(rest.values)
+        for theirs, _, _ in reversed(workers):
+            values |= theirs
+        return Attributes(values, (*rest.unseen, *(name for _, unseen, _ in workers for name in unseen)))
+
+    def _held_objects(self) -> dict[str, Any]:
+        """The modules of the model that this worker's stages call, and the loss of the last stage."""
+        modules = self._modules()
+        found = {
+            path: module
+            for stage in self._pipeline.modules.values()
+            for path, module in stage.named_modules()
+            if modules.get(path) is module
+        }
+        loss = self._run.parts.loss
+        if self._layout.last in self._pipeline.modules and hasattr(loss, "__dict__"):
+            found[LOSS] = loss
+        return found
+
+    def _modules(self) -> dict[str, Any]:
+        return dict(self._run.parts.model.named_modules())
+
+    # After the step.
+
+    def end(self, record: AuditRecord, loss: float) -> None:
+        """Take the step again and compare; `loss` is the step's. All workers call it together."""
+        started = time.perf_counter()
+        self._pipeline.on_content, self._pipeline.carries_random_state = None, False
+        self._twin.close()
+        largest, differences = 0.0, list[Difference]()
+        if self._blind:
+            record.say(f"audit: {self._blind}, so that only updates are audited")
+        elif self._is_too_slow(started):
+            record.say(
+                "audit: one worker alone may take longer for a step than parallel.timeout_s allows, so that "
+                "only updates are audited; make it longer"
+            )
+        elif all_gather_values(self._twin.updates) != [0] * self._run.worker.world_size:
+            found, contents, after = self._observe(loss), self._gather_contents(), self._gather_after()
+            if self._rank == FIRST:
+                largest, differences = self._replay(record, found, contents, after)
+        differences += [*self._twin.differences(), *unlike_replicas(self._replicated())]
+        unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
+        self._seconds += time.perf_counter() - started
+        findings = Findings(largest, differences, unseen)
+        record.add(self._run.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
+
+    def _replicated(self) -> Named:
+        holders = {name: self._layout.holders(*self._stages[name]) for name in self._pipeline.parameters}
+        return {n: p.detach() for n, p in self._pipeline.parameters.items() if len(holders[n]) > 1}
+
+    def _is_too_slow(self, ended: float) -> bool:
+        """Whether the others might give the first worker up while it takes the step alone."""
+        worker = self._run.worker
+        predicted_s = (ended - self._ready) * worker.world_size
+        return bool(broadcast_value(predicted_s > worker.timeout_s / 2, FIRST))
+
+    def _observe(self, loss: float) -> ObservedStep:
+        """On the first worker what the stages did in the step."""
+        pipeline, twin = self._pipeline, self._twin
+        gradients = {n: g for n, g in twin.gradients.items() if g is not None and self._is_first(n)}
+        written = {n: t for n, t in twin.written.items() if self._is_first(n)}
+        written |= {n: pipeline.parameters[n] for n in self._frozen if self._is_written(n)}
+        gathered = gather_named(_prefixed("gradients", gradients) | _prefixed("written", written), FIRST)
+        buffers, attributes = self._gather_buffers(), self._gather_attributes()
+        trained = [n for n, p in self._run.parts.model.named_parameters() if p.requires_grad]
+        found = _below("gradients", gathered)
+        return ObservedStep(
+            torch.tensor(loss, dtype=torch.float64),
+            {name: found.get(name) for name in trained},
+            {**self._unused_buffers(buffers), **_by_worker(buffers)},
+            _below("written", gathered),
+            attributes.values,
+        )
+
+    def _is_written(self, name: str) -> bool:
+        return self._is_first(name) and _checksum(self._pipeline.parameters[name]) != self._frozen[name]
+
+    def _unused_buffers(self, held: Mapping[str, object]) -> Named:
+        return {n: b.detach() for n, b in self._run.parts.model.named_buffers() if n not in held}
+
+    def _gather_after(self) -> Named:
+        """On the first worker the weights after the step, where it takes the update of all of them."""
+        if not self._needs_optimizer or not self._layout.schedule.synchronous:
+            return {}
+        own = {n: p for n, p in self._pipeline.parameters.items() if p.requires_grad and self._is_first(n)}
+        return {name: tensor.clone() for name, tensor in gather_named(own, FIRST).items()}
+
+    def _gather_contents(self) -> Contents:
+        """On the first worker the microbatches of all pipelines."""
+        if self._layout.holders(0) == (FIRST,):
+            return self._contents
+        tensors, notes = Named(), dict[str, Any]()
+        for number, (part, samples) in self._contents.items():
+            leaves, note = pack_tree((part.inputs, part.target))
+            tensors |= {f"{number}/{i}": leaf for i, leaf in enumerate(leaves) if leaf is not None}
+            notes[str(number)] = [note, len(leaves), part.weight, part.seed, samples]
+        gathered, found = gather_named(tensors, FIRST), Contents()
+        for key, (note, count, weight, seed, samples) in _merged(all_gather_values(notes)).items():
+            if self._rank == FIRST:
+                device, number = self._run.parts.device, int(key)
+                leaves = [gathered.get(f"{number}/{i}") for i in range(count)]
+                moved = [None if leaf is None else leaf.to(device) for leaf in leaves]
+                inputs, target = unpack_tree(moved, note)
+                found[number] = Part(inputs, target, weight, seed, number), samples
+        return found
+
+    def _replay(
+        self, record: AuditRecord, found: ObservedStep, contents: Contents, after: Named
+    ) -> tuple[float, list[Difference]]:
+        """The largest difference, and those beyond rounding, which the first worker finds."""
+        run, layout = self._run, self._layout
+        objects = [*self._modules().values(), run.parts.loss]
+        parts = [part for _, (part, _) in sorted(contents.items())]
+        with unchanged_random_numbers(), unchanged_globals(objects), _all_cores(run.parts.device):
+            fresh = with_fresh_model(run.parts, run.settings)
+            replicated = {name: own for name, own in self._buffers.items() if len(own) > 1}
+            scale = self._pipeline.loss_scale
+            how: dict[str, Any] = {
+                "autocast": fresh.autocast,
+                "scale": lambda loss: loss * scale,
+                "layout": layout,
+                "stages": self._stages,
+                "copies": replicated,
+            }
+            if layout.schedule.synchronous:
+                plain = ReplicatedModel(fresh.model, fresh.loss, **how)
+            else:
+                samples = [count for _, (_, count) in sorted(contents.items())]
+                how |= {"make_optimizer": self._make_optimizer, "samples": samples}
+                plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=run.settings.clip_norm)
+            replay = Replay(plain, self._before, parts, self._finish)
+            differences = replay.differences(found)
+            if differences:
+                differences = replay.differences(found, replay.measure_noise())
+            differences += replay.attribute_differences(found, record.harmless)
+            differences += self._update_differences(plain, found, after)
+        return largest_difference(replay.expected.tensors(), found.tensors()), differences
+
+    def _finish(self, loss: Tensor, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+        """Take the loss scale out and clip, unless each update has."""
+        if self._pipeline.loss_scale != 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._pipeline.loss_scale)
+        if self._run.settings.clip_norm is not None and self._layout.schedule.synchronous:
+            torch.nn.utils.clip_grad_norm_(parameters, self._run.settings.clip_norm)
+        return loss
+
+    def _make_optimizer(self, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of the whole model, as it was before the step."""
+        run = self._run
+        names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
+        trained = [p for p in parameters.values() if p.requires_grad]
+        optimizer = build_plain_optimizer(run.settings.optimizer, trained, names)
+        state = {name: tensor.clone() for name, tensor in self._optimizer_before.items()}
+        load_optimizer_state(optimizer, names, state)
+        follow_schedule(optimizer, run.parts.base_lrs, run.lr_factor, run.step)
+        return optimizer
+
+    def _update_differences(
+        self, plain: ReplicatedModel, found: ObservedStep, after: Named
+    ) -> list[Difference]:
+        """Where an optimizer of the whole model writes something else than those of the stages."""
+        if not after:
+            return []
+        plain.load(self._before)
+        parameters = plain.parameters()
+        for name, grad in found.gradients.items():
+            parameters[name].grad = None if grad is None else grad.to(parameters[name].device)
+        self._make_optimizer(parameters).step()
+        expected = {f"the parameter {name}": parameters[name].detach() for name in after}
+        return list(find_differences(expected, _prefixed("the parameter", after, " "), Noise({})))
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, Tensor], between: str = "/") -> dict[str, Tensor]:
+    return {f"{prefix}{between}{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> Named:
+    return {n.removeprefix(f"{prefix}/"): t for n, t in tensors.items() if n.startswith(f"{prefix}/")}
+
+
+def _by_worker(buffers: Mapping[str, Mapping[int, Tensor]]) -> Named:
+    """The names under which buffers are compared: those of replicas by worker."""
+    return {
+        name if len(own) == 1 else f"{name} of worker {worker}": buffer
+        for name, own in buffers.items()
+        for worker, buffer in own.items()
+    }
+
+
+def _is_in(path: str, workers: Sequence[Any]) -> bool:
+    return any(path in held for _, _, held in workers)
+
+
+def _merged(mappings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {key: value for mapping in mappings for key, value in mapping.items()}
+
+
+def _checksum(tensor: Tensor) -> tuple[float, float]:
+    wide = tensor.detach().double()
+    return float(wide.sum()), float(wide.abs().sum())
+
+
+@contextlib.contextmanager
+def _all_cores(device: torch.device) -> Iterator[None]:
+    """Compute on all cores of the host within: the workers that share it wait."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

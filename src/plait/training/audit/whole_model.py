@@ -1,0 +1,166 @@
+"""The audit of a worker that holds the whole model: its share of a step, and the sum over workers, once more.
+
+Each worker takes its own share of the batch again, and torch sums the gradients, so an audit takes about as
+long as a step on any number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from plait.comm.collectives import all_gather_values
+from plait.training.audit.record import AuditRecord, Findings
+from plait.training.components import with_fresh_model
+from plait.training.optimizers.build import build_plain_optimizer
+from plait.training.optimizers.lr_schedule import follow_schedule
+from plait.training.run import Run
+from plait.verification.attributes import unchanged_globals
+from plait.verification.audit import ObservedStep, Replay, changed_tensors, largest_difference
+from plait.verification.compare import Difference
+from plait.verification.observe import unchanged_random_numbers
+from plait.verification.replay import Part, PlainModel
+from plait.verification.twin import OptimizerTwin
+
+# Gradients are summed in pieces of this many elements.
+_SUMMED = 1 << 22
+_ADVICE = (
+    "what forward, hooks or the optimizer go by besides weights, buffers and the batch belongs into buffers; "
+    "one worker trains any model as plain PyTorch does; verify: {on_difference: warn} goes on regardless"
+)
+
+
+class AuditedStep:
+    """One step that is taken a second time: made before the step, and ended after it, by all workers that
+    sum their gradients (`together`), or by one alone."""
+
+    def __init__(self, run: Run, step: int, seed: int, together: bool) -> None:
+        started = time.perf_counter()
+        self._run = run
+        self._step = step
+        self._seed = seed
+        self._together = together
+        parts = run.parts
+        self._live = PlainModel(parts.model, parts.loss)
+        self._before = self._live.state().own()
+        self._scale = parts.scaler.get_scale() if parts.scaler.is_enabled() else 1.0
+        self.parts: list[Part] = []
+        self._twin = OptimizerTwin(
+            parts.optimizer,
+            parts.names,
+            lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
+            lambda twin: follow_schedule(twin, parts.base_lrs, run.lr_factor, step),
+        )
+        self._seconds = time.perf_counter() - started
+
+    def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
+        own = [p for group in self._run.parts.optimizer.param_groups for p in group["params"]]
+        return {twin: self._run.parts.names[p] for p, twin in zip(own, twins)}
+
+    def end(self, record: AuditRecord, loss: Tensor) -> None:
+        """Take the step again and compare; `loss` is what the step returned."""
+        started = time.perf_counter()
+        self._twin.close()
+        if self._twin.updates == 0:  # left out by the loss scale
+            return
+        found = self._observe(loss)
+        update = list(self._twin.differences())
+        del self._twin
+        with unchanged_random_numbers(), unchanged_globals(self._live.objects().values()):
+            fresh = with_fresh_model(self._run.parts, self._run.settings)
+            plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
+            parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
+            replay = Replay(plain, self._before, parts, self._finish)
+            differences = replay.differences(found)
+            if self._any(bool(differences)):
+                differences = replay.differences(found, replay.measure_noise())
+            differences += replay.attribute_differences(found, record.harmless)
+        largest = largest_difference(replay.expected.tensors(), found.tensors())
+        if self._together:
+            differences += unlike_replicas(self._live.parameters())
+        self._seconds += time.perf_counter() - started
+        findings = Findings(largest, [*differences, *update], self._before.attributes.unseen)
+        record.add(self._step + 1, self._seconds, self._gather(findings.plain()), _ADVICE)
+
+    def _observe(self, loss: Tensor) -> ObservedStep:
+        state, held = self._live.state(), set(self._twin.gradients)
+        parameters = {name: state.tensors[name] for name in self._live.parameters() if name not in held}
+        frozen = changed_tensors(self._before.tensors, parameters)
+        return ObservedStep(
+            loss.detach().cpu(),
+            self._twin.gradients,
+            {name: state.tensors[name] for name in self._live.buffers()},
+            {**frozen, **self._twin.written},
+            state.attributes.values,
+        )
+
+    def _finish(self, loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
+        """Sum over the workers, take the loss scale out, clip."""
+        if self._together:
+            loss = sum_over_workers(loss, parameters)
+        for parameter in parameters if self._scale != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._scale)
+        if self._run.settings.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self._run.settings.clip_norm)
+        return loss
+
+    def _any(self, flag: bool) -> bool:
+        return any(self._gather(flag))
+
+    def _gather(self, value: Any) -> list[Any]:
+        return all_gather_values(value) if self._together else [value]
+
+
+def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
+    """The sum of the loss; gradients are summed in place, and one that no worker has stays None."""
+    has = [float(parameter.grad is not None) for parameter in parameters]
+    counts = torch.cat([loss.reshape(1), torch.tensor(has, dtype=torch.float64)])
+    dist.all_reduce(counts)
+    used = [p for p, count in zip(parameters, counts[1:].tolist()) if count]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for piece in _pieces([p.grad for p in used if p.grad is not None]):
+        flat = torch.cat([grad.reshape(-1) for grad in piece])
+        dist.all_reduce(flat)
+        for grad, summed in zip(piece, flat.split([grad.numel() for grad in piece])):
+            grad.copy_(summed.view_as(grad))
+    return counts[0]
+
+
+def unlike_replicas(tensors: Mapping[str, Tensor]) -> list[Difference]:
+    """The tensors that workers hold under one name with unlike values, told by a checksum; all call it."""
+    sums = {name: float(tensor.detach().double().sum()).hex() for name, tensor in tensors.items()}
+    digest = hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()
+    if len(set(all_gather_values(digest))) == 1:
+        return []
+    workers = all_gather_values(sums)
+    found = []
+    for name in sums:
+        ranks = [rank for rank, theirs in enumerate(workers) if theirs.get(name, sums[name]) != sums[name]]
+        if ranks and dist.get_rank() < ranks[0]:
+            why = f"not the same on workers {dist.get_rank()} and {ranks[0]}, which train together"
+            found.append(Difference(f"the parameter {name}", math.inf, 0.0, why))
+    return found
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type in a row, of which few are copied at a time."""
+    piece: list[Tensor] = []
+    for tensor in tensors:
+        if piece and (piece[0].dtype != tensor.dtype or sum(t.numel() for t in piece) > _SUMMED):
+            yield piece
+            piece = []
+        piece.append(tensor)
+    if piece:
+        yield piece

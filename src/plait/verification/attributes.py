@@ -1,0 +1,253 @@
+"""What objects keep in Python attributes: read as plain values, compared, and given to a twin of the object.
+
+Parameters, buffers and submodules are state that torch knows of, and are not looked at here. What cannot be
+read as plain values is named, so that nobody takes it for equal.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+# Larger containers and tensors are not read: masks, tables, caches.
+MOST_ITEMS = 4096
+_DEEPEST = 8
+_ROUNDING = 1e-4
+_SCALARS = (bool, int, float, str, type(None))
+# They refer to code, which twins have in common.
+_CODE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, torch.dtype, torch.device)
+# Attributes that torch's own code gives to modules, recurrent ones among them, and to optimizers.
+_TORCHS = frozenset(
+    [
+        *nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names",
+        "defaults", "state", "param_groups", "_zero_grad_profile_name", "_step_count", "_opt_called",
+        "_warned_capturable_if_run_uncaptured",
+    ]
+)  # fmt: skip
+
+
+class UnseenError(Exception):
+    """A value that cannot be read as plain values."""
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """By path and name, what objects keep, in plain form; `unseen` names what has no such form."""
+
+    values: Mapping[str, Any]
+    unseen: tuple[str, ...] = ()
+
+
+def read_attributes(objects: Mapping[str, Any]) -> Attributes:
+    """What `objects` keep, by their paths: the modules of a model, a loss, an optimizer."""
+    values, unseen = dict[str, Any](), list[str]()
+    for path, each in objects.items():
+        for name, value in sorted(getattr(each, "__dict__", {}).items()):
+            if _is_own(name, value):
+                try:
+                    values[_joined(path, name)] = to_plain(value)
+                except UnseenError:
+                    unseen.append(_joined(path, name))
+    return Attributes(values, tuple(unseen))
+
+
+def load_attributes(objects: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Give `objects`, twins of those that were read, what the others kept."""
+    for path, each in objects.items():
+        held = getattr(each, "__dict__", {})
+        for key, plain in values.items():
+            owner, _, name = key.rpartition(".")
+            # Code and objects of a class stay the twin's own, where it has them.
+            is_held = name in held or not isinstance(plain, list) or plain[0] not in ("code", "object")
+            if owner == path and is_held and _is_own(name, held.get(name)):
+                held[name] = from_plain(plain, held.get(name))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _is_own(name: str, value: Any) -> bool:
+    hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+    return name not in _TORCHS and not hooks and not isinstance(value, (nn.Module, nn.Parameter))
+
+
+def to_plain(value: Any, depth: int = 0) -> Any:
+    """Numbers and text as they are, anything else as a pair of its kind and its content.
+
+    Raises UnseenError where a value has no such form.
+    """
+    if isinstance(value, _SCALARS):
+        return value
+    size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 0)
+    items = value if isinstance(value, (list, tuple, set, frozenset, collections.deque, Mapping)) else ()
+    if depth > _DEEPEST or max(len(items), size if isinstance(size, int) else 0) > MOST_ITEMS:
+        raise UnseenError
+
+    def inner(parts: Iterable[Any]) -> list[Any]:
+        return [to_plain(part, depth + 1) for part in parts]
+
+    match value:
+        case Tensor() if not (value.is_sparse or value.is_quantized or value.is_complex()):
+            dtype = str(value.dtype).removeprefix("torch.")
+            return ["tensor", [dtype, list(value.shape), value.detach().flatten().tolist()]]
+        case numpy.ndarray() | numpy.generic() if not value.dtype.hasobject:
+            return ["array", [str(value.dtype), list(value.shape), value.ravel().tolist()]]
+        case Mapping():
+            return ["mapping", [inner(pair) for pair in value.items()]]
+        case set() | frozenset():
+            return ["set", sorted(inner(value), key=repr)]
+        case list() | tuple() | collections.deque():
+            kind = "list" if isinstance(value, list) else "tuple" if isinstance(value, tuple) else "deque"
+            return [kind, inner(value)]
+        case torch.Generator():
+            return ["generator", value.get_state().tolist()]
+        case random.Random():
+            return ["random", to_plain(value.getstate(), -_DEEPEST)]
+        case types.FunctionType() if _closes_over_code(value):
+            return ["code", value.__qualname__]
+        case _ if isinstance(value, _CODE):
+            return ["code", getattr(value, "__qualname__", str(value))]
+        case _ if _is_plain_object(value):
+            own = {name: each for name, each in vars(value).items() if not isinstance(each, nn.Module)}
+            return ["object", [type(value).__qualname__, to_plain(own, depth + 1)]]
+    raise UnseenError
+
+
+def from_plain(plain: Any, now: Any = None) -> Any:
+    """The value of a plain form; `now` is what its place holds, which keeps its class and its code."""
+    if not isinstance(plain, list):
+        return plain
+    kind, content = plain
+    match kind:
+        case "tensor":
+            device = now.device if isinstance(now, Tensor) else None
+            dtype = getattr(torch, content[0])
+            return torch.tensor(content[2], dtype=dtype, device=device).reshape(content[1])
+        case "array":
+            return numpy.array(content[2], dtype=content[0]).reshape(content[1])[()]
+        case "mapping":
+            return _mapping(content, now)
+        case "set":
+            items = {from_plain(each) for each in content}
+            return frozenset(items) if isinstance(now, frozenset) else items
+        case "list" | "tuple" | "deque":
+            return _sequence(kind, content, now)
+        case "generator":
+            generator = now if isinstance(now, torch.Generator) else torch.Generator()
+            return generator.set_state(torch.tensor(content, dtype=torch.uint8))
+        case "random":
+            source = now if isinstance(now, random.Random) else random.Random()
+            source.setstate(from_plain(content))
+            return source
+        case "object":
+            if type(now).__qualname__ == content[0]:
+                vars(now).update(from_plain(content[1], vars(now)))
+    return now
+
+
+def same_plain(one: Any, other: Any) -> bool:
+    """Whether two plain forms are equal, numbers up to rounding."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_plain, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=_ROUNDING) or (one != one and other != other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _mapping(content: list[Any], now: Any) -> Any:
+    before = now if isinstance(now, Mapping) else {}
+    pairs = [(from_plain(key), value) for key, value in content]
+    values = {key: from_plain(value, before.get(key)) for key, value in pairs}
+    if isinstance(now, dict) and type(now) is not dict:  # a defaultdict, a Counter
+        now.clear()
+        now.update(values)
+        return now
+    return values
+
+
+def _sequence(kind: str, content: list[Any], now: Any) -> Any:
+    before = list(now) if isinstance(now, (list, tuple, collections.deque)) else []
+    items = [from_plain(each, before[i] if i < len(before) else None) for i, each in enumerate(content)]
+    if kind == "deque":
+        return collections.deque(items, now.maxlen if isinstance(now, collections.deque) else None)
+    if hasattr(now, "_fields"):
+        return type(now)(*items)
+    return items if kind == "list" else tuple(items)
+
+
+def _closes_over_code(function: types.FunctionType) -> bool:
+    """Whether a function holds no data of its own beside code, modules and tensors."""
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
+    return all(callable(each) or isinstance(each, (*_CODE, nn.Module, Tensor)) for each in held)
+
+
+def _is_full(cell: types.CellType) -> bool:
+    with contextlib.suppress(ValueError):
+        return cell.cell_contents is not cell
+    return False
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether a value is of a class written in Python whose instances are their attributes and no more."""
+    kinds = type(value).__mro__[:-1]
+    in_python = all(kind.__flags__ & (1 << 9) for kind in kinds)  # Py_TPFLAGS_HEAPTYPE
+    return in_python and hasattr(value, "__dict__") and not any("__slots__" in vars(kind) for kind in kinds)
+
+
+@contextlib.contextmanager
+def unchanged_globals(objects: Iterable[Any]) -> Iterator[None]:
+    """Afterwards the modules and classes that `objects` are defined in hold the data that they held before.
+
+    Only those of user code: not those of installed packages.
+    """
+    spaces = _user_spaces(objects)
+    before = [(space, name, _plain_or_none(value)) for space in spaces for name, value in _data_of(space)]
+    try:
+        yield
+    finally:
+        for space, name, plain in before:
+            now = space.__dict__.get(name)
+            if plain is not None and _plain_or_none(now) != plain:
+                setattr(space, name, from_plain(plain[1], now))
+
+
+def _user_spaces(objects: Iterable[Any]) -> list[Any]:
+    classes = {kind for each in objects for kind in type(each).__mro__}
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    found: dict[int, Any] = {}
+    for kind in classes:
+        module = sys.modules.get(kind.__module__)
+        path = getattr(module, "__file__", None)
+        if module is None or kind.__module__.startswith("plait.") or (path or "").startswith(installed):
+            continue
+        if path is not None or kind.__module__ == "__main__":
+            found |= {id(module): module, id(kind): kind}
+    return list(found.values())
+
+
+def _data_of(space: Any) -> list[tuple[str, Any]]:
+    return [
+        (name, value)
+        for name, value in list(vars(space).items())
+        if not name.startswith("__") and not callable(value) and not isinstance(value, types.ModuleType)
+    ]
+
+
+def _plain_or_none(value: Any) -> Any:
+    try:
+        return ["value", to_plain(value)]
+    except UnseenError:
+        return None

@@ -1,0 +1,158 @@
+"""The audit of a step: what a run has just done, against the same step taken by plain PyTorch.
+
+Two comparisons, each from the state that the run had: forward and backward of the whole model, which give the
+gradients, and the optimizer's update by these gradients (`twin.py`). A difference counts beyond rounding,
+which is measured where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from plait.verification.attributes import same_plain
+from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
+from plait.verification.observe import Observation, unchanged_random_numbers
+from plait.verification.replay import Named, Part, PlainModel, State
+
+# A number that forward keeps matters if one of these, added to it, changes the loss.
+_PROBES = (*range(-12, 13), 1000)
+
+# Makes of a worker's loss and gradients those of the step, which the optimizer takes: sums them over workers,
+# takes a loss scale out, clips.
+Finish = Callable[[Tensor, Sequence[Parameter]], Tensor]
+
+
+@dataclass
+class ObservedStep:
+    """What a step did: its loss, the gradients that the optimizer takes, and what forward left behind.
+
+    `written` are parameters that forward wrote.
+    """
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+    written: Mapping[str, Tensor] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Observation:
+        found: dict[str, Tensor | None] = {"the loss": self.loss}
+        found |= {f"the gradient of {name}": grad for name, grad in self.gradients.items()}
+        found |= {f"the buffer {name}": buffer for name, buffer in self.buffers.items()}
+        return found | {f"the parameter {name}, written by forward": w for name, w in self.written.items()}
+
+
+class Replay:
+    """The step of plain PyTorch, taken from the state `before` as often as needed.
+
+    Where several workers sum in `finish`, all of them call each method together.
+    """
+
+    def __init__(self, plain: PlainModel, before: State, parts: Sequence[Part], finish: Finish) -> None:
+        self._plain = plain
+        self._before = before
+        self._parts = parts
+        self._finish = finish
+        self.expected = self._take()
+
+    def differences(self, found: ObservedStep, noise: Noise | None = None) -> list[Difference]:
+        """Where the run has done something else; without `noise`, than equal to a few roundings."""
+        return list(find_differences(self.expected.tensors(), found.tensors(), noise or Noise({})))
+
+    def measure_noise(self) -> Noise:
+        """How far rounding takes the step: from weights that are rounded otherwise."""
+        return measure_noise(self.expected.tensors(), lambda seed: self._take(seed).tensors())
+
+    def attribute_differences(self, found: ObservedStep, harmless: set[str]) -> list[Difference]:
+        """Attributes that the run leaves other than plain PyTorch, and by which forward goes.
+
+        The names of those by which it does not go are added to `harmless`.
+        """
+        differences = []
+        for name, plainly in self.expected.attributes.items():
+            here = found.attributes.get(name)
+            if name in harmless or name not in found.attributes or same_plain(plainly, here):
+                continue
+            if not self._matters(name, here, plainly):
+                harmless.add(name)
+                continue
+            why = f"{_shown(here)}, but {_shown(plainly)} in plain PyTorch"
+            differences.append(Difference(f"the attribute {name}, which forward changes", math.inf, 0.0, why))
+        return differences
+
+    def _take(self, seed: int | None = None) -> ObservedStep:
+        """Take the step; with a `seed` from weights that are rounded otherwise."""
+        self._plain.load(self._before)
+        parameters = self._plain.parameters()
+        if seed is not None:
+            with torch.no_grad():
+                for parameter, moved in zip(parameters.values(), perturb(list(parameters.values()), seed)):
+                    parameter.copy_(moved)
+        with unchanged_random_numbers():
+            loss = self._plain.step(self._parts)
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        loss = self._finish(loss, list(trained.values()))
+        gradients = {name: p.grad.clone() if p.grad is not None else None for name, p in trained.items()}
+        state = self._plain.state()
+        return ObservedStep(
+            loss,
+            gradients,
+            {name: buffer.detach().clone() for name, buffer in self._plain.buffers_left().items()},
+            changed_tensors({name: self._before.tensors[name] for name in parameters}, parameters),
+            state.attributes.values,
+        )
+
+    def _matters(self, name: str, here: Any, plainly: Any) -> bool:
+        """Whether the loss goes by an attribute: by what it is here or in plain PyTorch, or will become."""
+        values = [here, plainly]
+        if isinstance(plainly, (int, float)) and not isinstance(plainly, bool):
+            values += [type(plainly)(plainly + offset) for offset in _PROBES]
+        return len({self._loss_with(name, value) for value in values}) > 1
+
+    def _loss_with(self, name: str, value: Any) -> str:
+        attributes = replace(self._before.attributes, values={**self._before.attributes.values, name: value})
+        self._plain.load(replace(self._before, attributes=attributes))
+        try:
+            with unchanged_random_numbers():
+                return repr(float(self._plain.step(self._parts[:1])))
+        except Exception as failure:  # a user's code may fail in any way
+            return repr(failure)
+
+
+def changed_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Named:
+    """Copies of the tensors that are not what they were."""
+    return {name: t.detach().clone() for name, t in now.items() if not _equal(before[name], t.detach())}
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.isclose(one, other, 0.0, 0.0, equal_nan=True).all())
+
+
+def largest_difference(expected: Observation, found: Observation) -> float:
+    """The largest difference of losses, of gradients and of the rest, relative to the largest of each."""
+    scales: dict[str, float] = {}
+    amounts: dict[str, float] = {}
+    for name, value in expected.items():
+        other = found.get(name)
+        if value is None or other is None or value.shape != other.shape or not value.is_floating_point():
+            continue
+        kind = " ".join(name.split()[:2])
+        scales[kind] = max(scales.get(kind, 0.0), _largest(value))
+        amounts[kind] = max(amounts.get(kind, 0.0), _largest(value - other.to(value.device)))
+    return max((amount / scales[kind] for kind, amount in amounts.items() if scales[kind]), default=0.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+def _shown(plain: Any) -> str:
+    text = str(plain[1] if isinstance(plain, list) else plain)
+    return text if len(text) <= 60 else f"{text[:60]}..."

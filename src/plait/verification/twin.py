@@ -1,0 +1,133 @@
+"""A twin of an optimizer: the same update taken a second time, on copies, by an optimizer made anew."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from plait.verification.attributes import load_attributes, read_attributes
+from plait.verification.compare import Difference, Noise, find_differences
+from plait.verification.observe import Observation, unchanged_random_numbers
+
+MakeOptimizer = Callable[[Sequence[Parameter]], torch.optim.Optimizer]
+
+
+class OptimizerTwin:
+    """Repeats the updates that `optimizer` makes from now on, with the gradients it is given.
+
+    The twin is what `make` makes of copies of the parameters, with the state that the optimizer has now;
+    `set_lr` gives it the learning rates of an update. `gradients` are the sums over all updates, by the
+    `names` of parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[Tensor, str],
+        make: MakeOptimizer,
+        set_lr: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._set_lr = set_lr
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        self._names = {p: names[p] for p in own if p in names}
+        self._copies = {p: _copy_of(p) for p in own}
+        self.twin = make(list(self._copies.values()))
+        _copy_state(optimizer, self.twin, self._copies)
+        self.updates = 0
+        self.gradients: dict[str, Tensor | None] = {}
+        # Parameters that forward has written before the first update.
+        self.written: dict[str, Tensor] = {}
+        # A step that calls that of its base class runs the hooks once more.
+        self._depth = 0
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
+
+    def _before_step(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        # What the optimizer draws at random is drawn twice.
+        with unchanged_random_numbers():
+            self._update()
+
+    def _after_step(self, *_: Any) -> None:
+        self._depth -= 1
+
+    def _update(self) -> None:
+        for parameter, twin in self._copies.items():
+            if self.updates == 0 and parameter in self._names and not torch.equal(parameter, twin):
+                twin.data.copy_(parameter.data)
+                self.written[self._names[parameter]] = twin.detach().clone()
+            twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+            if parameter in self._names:
+                self._add_gradient(self._names[parameter], twin.grad)
+        self._set_lr(self.twin)
+        self.twin.step()
+        self.updates += 1
+
+    def _add_gradient(self, name: str, grad: Tensor | None) -> None:
+        before = self.gradients.get(name)
+        if grad is None or before is None:
+            # An optimizer may write into the gradients that it is given.
+            own = grad if grad is None or is_torchs(self.twin) else grad.clone()
+            self.gradients[name] = before if grad is None else own
+        else:
+            self.gradients[name] = before + grad
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def differences(self) -> Sequence[Difference]:
+        """Where the optimizer has written something else than its twin."""
+        twins: dict[Tensor, str] = {self._copies[p]: name for p, name in self._names.items()}
+        expected = _written(self.twin, twins)
+        return find_differences(expected, _written(self._optimizer, self._names), Noise({}))
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is torch's own: those update each parameter by itself."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+def _copy_of(parameter: Tensor) -> Parameter:
+    # Of the same strides: torch's kernels sum in another order where they differ.
+    return Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+
+
+def _copy_state(
+    source: torch.optim.Optimizer, target: torch.optim.Optimizer, twins: Mapping[Tensor, Parameter]
+) -> None:
+    """Give `target` what `source` keeps for parameters and groups, and in attributes of its own."""
+    # A state may hold its parameter, or that of another.
+    known: dict[int, Any] = {id(parameter): twin for parameter, twin in twins.items()}
+    for group, own in zip(source.param_groups, target.param_groups, strict=True):
+        own |= {name: copy.deepcopy(value, known) for name, value in group.items() if name != "params"}
+    for parameter, state in source.state.items():
+        if parameter in twins:
+            target.state[twins[parameter]] = copy.deepcopy(dict(state), known)
+    load_attributes({"": target}, read_attributes({"": source}).values)
+
+
+def _written(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Observation:
+    """Parameters and state after an update, and what the optimizer keeps in its groups."""
+    found: dict[str, Tensor | None] = {}
+    for parameter, name in names.items():
+        found[f"the parameter {name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, (Tensor, int, float)):
+                found[f"the optimizer's {key} of {name}"] = torch.as_tensor(value)
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            # Flags say how torch computes, not what.
+            if isinstance(value, (Tensor, int, float)) and not isinstance(value, bool):
+                found[f"the optimizer's {key} of group {number}"] = torch.as_tensor(value)
+    return found
