@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import TrainSettings
 from plait.training import components
+from plait.training.audit.record import DifferenceError
 from plait.training.worker import make_loop
 from support.training import PlainWorker
 
@@ -54,6 +56,40 @@ class SharedAndCheckpointed(nn.Module):
         return self.last(y)
 
 
+class Counting(nn.Module):
+    """A block whose forward goes by how often it was called: every tenth time it does something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.other(self.one(x).relu())
+        return y * 2 if self.calls % 10 == 0 else y
+
+
+class Remembering(nn.Module):
+    """A block that keeps what nobody reads: its last output, and how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.calls, self.last = 0, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.other(self.one(x).relu())
+        self.calls, self.last = self.calls + 1, y.detach()
+        return y
+
+
+def with_block(block: str) -> nn.Module:
+    """A model in which cuts pass through a block of that name."""
+    kinds = {"counting": Counting, "remembering": Remembering}
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), kinds[block](), nn.Linear(16, 10))
+
+
 class OwnRate(torch.optim.SGD):
     """Lowers its own learning rate at each step."""
 
@@ -74,14 +110,20 @@ class Noisy(torch.optim.SGD):
                 parameter += 0.01 * torch.randn_like(parameter)
 
 
-def differences(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def audits(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, tuple[int, float, str]]:
+    """By job, the number of audited steps, the largest difference, and the words of what ended the run."""
+    found = {}
     for name, job in jobs.items():
-        parts = components.build(job, torch.device("cpu"))
-        loop = make_loop(PlainWorker(), job, parts, RunDir(folder / name))
+        torch.set_num_threads(1)
+        loop = make_loop(
+            PlainWorker(), job, components.build(job, torch.device("cpu")), RunDir(folder / name)
+        )
+        words = ""
         try:
-            result = loop.train(False)
-            found[name] = (result.reason, result.step, loop.run.audits.difference, loop.run.audits.steps, loop.run.audits.largest)
-        except Exception as failure:
-            import traceback; found[name] = traceback.format_exc()[-1800:]
+            loop.train(resume=False)
+        except DifferenceError as failure:
+            words = str(failure)
+        found[name] = loop.run.audits.steps, loop.run.audits.largest, words
+        if dist.is_initialized():
+            dist.barrier()
     return found

@@ -30,6 +30,7 @@ from plait.schema.results import RunResult
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import read_options
 from plait.training import checkpoint as checkpoints
+from plait.training.audit.record import DifferenceError
 from plait.training.change.member_switch import MemberSwitch
 from plait.training.change.members import NO_STATE, ElasticMembers, Mark, WorkerLeft
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
@@ -126,7 +127,12 @@ class Loop(RunStart):
         if run.metrics.diverged_at is not None:
             reason = "diverged"
         audited = (run.audits.steps, run.audits.largest) if run.audits.steps else None
-        return run.metrics.end(run.step, reason, metrics, self._best, audited)
+        result = run.metrics.end(run.step, reason, metrics, self._best, audited)
+        if run.audits.difference is not None:
+            raise DifferenceError(
+                f"{run.audits.difference}; a checkpoint of step {run.step} is in {run.folder.checkpoints}"
+            )
+        return result
 
     def _train_and_finish(self) -> tuple[str, dict[str, float]]:
         reason = take_steps(self)

@@ -182,13 +182,13 @@ class MetricsLogger:
                 self._board.add_scalar(f"test/{name}", value, step)
         self._progress |= {f"test_{name}": value for name, value in numbers.items()}
         self._report(force=True)
-        self._leave_out(seconds)
+        self.leave_out(seconds)
 
     def saved(self, step: int, seconds: float, best: bool) -> None:
         self._record(run_events.CheckpointSaved(step, round(seconds, 6), best))
-        self._leave_out(seconds)
+        self.leave_out(seconds)
 
-    def _leave_out(self, seconds: float) -> None:
+    def leave_out(self, seconds: float) -> None:
         """Leave `seconds` that have just passed out of the time of the steps, recorded or not."""
         self._mark += seconds
         step, epoch, lr, ended = self._last

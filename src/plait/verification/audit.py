@@ -8,11 +8,12 @@ which is measured where there is one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -21,6 +22,8 @@ from plait.verification.compare import Difference, Noise, find_differences, meas
 from plait.verification.observe import Observation, unchanged_random_numbers
 from plait.verification.replay import Named, Part, PlainModel, State
 
+# Gradients are summed in pieces of this many elements.
+_SUMMED = 1 << 22
 # A number that forward keeps matters if one of these, added to it, changes the loss.
 _PROBES = (*range(-12, 13), 1000)
 
@@ -156,3 +159,32 @@ def _largest(tensor: Tensor) -> float:
 def _shown(plain: Any) -> str:
     text = str(plain[1] if isinstance(plain, list) else plain)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
+    """The sum of the loss; gradients are summed in place, and one that no worker has stays None."""
+    has = [float(parameter.grad is not None) for parameter in parameters]
+    counts = torch.cat([loss.reshape(1), torch.tensor(has, dtype=torch.float64)])
+    dist.all_reduce(counts)
+    used = [p for p, count in zip(parameters, counts[1:].tolist()) if count]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for piece in _pieces([p.grad for p in used if p.grad is not None]):
+        flat = torch.cat([grad.reshape(-1) for grad in piece])
+        dist.all_reduce(flat)
+        for grad, summed in zip(piece, flat.split([grad.numel() for grad in piece])):
+            grad.copy_(summed.view_as(grad))
+    return counts[0]
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type in a row, of which few are copied at a time."""
+    piece: list[Tensor] = []
+    for tensor in tensors:
+        if piece and (piece[0].dtype != tensor.dtype or sum(t.numel() for t in piece) > _SUMMED):
+            yield piece
+            piece = []
+        piece.append(tensor)
+    if piece:
+        yield piece

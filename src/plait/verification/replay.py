@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from plait.data.batches import seed_all
 from plait.data.calling import forward
 from plait.verification.attributes import Attributes, load_attributes, read_attributes
+from plait.verification.observe import RandomState
 
 Named = dict[str, Tensor]
 LOSS = "loss function"
@@ -25,7 +26,8 @@ LOSS = "loss function"
 class Part:
     """One forward and backward of a step: a batch or a microbatch, and the weight of its loss in the step's.
 
-    Random numbers start from `seed`, or go on from the part before. `number` is that of a microbatch.
+    Random numbers start from `seed`, from `random_state`, or go on from the part before. `number` is that of
+    a microbatch.
     """
 
     inputs: Any
@@ -33,6 +35,7 @@ class Part:
     weight: float = 1.0
     seed: int | None = None
     number: int = 0
+    random_state: RandomState | None = None
 
     def own(self) -> Part:
         """The part in memory of its own: a forward may write into what it is given."""
@@ -125,6 +128,8 @@ class PlainModel:
         """Add the gradients of one part to those there are; its weighted loss."""
         if part.seed is not None:
             seed_all(part.seed)
+        elif part.random_state is not None:
+            part.random_state.restore()
         own = part.own()
         with self.autocast():
             loss = self.loss(forward(self.model, own.inputs), own.target) * part.weight

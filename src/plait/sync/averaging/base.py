@@ -115,6 +115,8 @@ class FullAverage:
         self._mailbox = peers.mailbox
         self._mean = GroupMean(peers, FULL_AVERAGE_WAYS)
         self.missed = False
+        # The members of the last average that had missed others, and so brought nothing to it.
+        self.behind: tuple[int, ...] = ()
         # Keys of earlier averages, which a worker that was stopped may still read.
         self._stale: list[str] = []
         self.number = 0
@@ -130,6 +132,7 @@ class FullAverage:
         before: list[Tensor] = []
         for attempt in itertools.count():
             members, behind = self._gather(attempt)
+            self.behind = behind
             if attempt == 0:
                 self._delete_stale(members)
             self._stale.append(self._key(attempt))

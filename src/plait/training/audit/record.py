@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from plait.core.errors import PlaitError
 from plait.core.run_events import Audited
+from plait.core.units import count_of
 from plait.training.metrics import MetricsLogger
 from plait.verification.compare import Difference
 
@@ -30,7 +32,7 @@ class Findings:
     differences: Sequence[Difference] = ()
     unseen: Sequence[str] = ()
 
-    def plain(self) -> list[object]:
+    def plain(self) -> list[Any]:
         """In the form in which workers exchange it."""
         return [self.largest, [str(each) for each in self.differences], list(self.unseen[:_NAMED])]
 
@@ -48,24 +50,28 @@ class AuditRecord:
     harmless: set[str] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
 
-    def add(self, step: int, seconds: float, workers: Sequence[Sequence[object]], advice: str) -> None:
+    def add(self, step: int, seconds: float, workers: Sequence[Sequence[Any]], advice: str) -> None:
         """Take down what all workers found in step `step`, in the order of their ranks."""
-        found = [decode_findings(each) for each in workers]
         self.steps += 1
-        self.largest = max([self.largest, *(largest for largest, _, _ in found)])
-        words = [f"{each} (worker {rank})" for rank, (_, names, _) in enumerate(found) for each in names]
-        unseen = sorted({name for _, _, names in found for name in names})
+        self.largest = max([self.largest, *(largest for largest, _, _ in workers)])
+        words = _by_worker([differences for _, differences, _ in workers])
+        unseen = sorted({name for _, _, names in workers for name in names})
         self.metrics.note(Audited(step, round(seconds, 6), self.largest, tuple(words[:_NAMED])))
-        if not words:
-            return
-        more = f", and {len(words) - _NAMED} more differences" if len(words) > _NAMED else ""
-        text = f"step {step} is not what plain PyTorch does: {'; '.join(words[:_NAMED])}{more}"
-        if unseen:
+        self.metrics.leave_out(seconds)
+        if words and unseen:
             self.say(
-                f"audit: {text}; but forward keeps {', '.join(unseen)}, which no audit can read, so that the "
-                f"difference may be the audit's; keep such state in buffers, and it can tell"
+                f"audit: {_differs(step, words)}; but forward keeps {', '.join(unseen)}, which no audit can "
+                f"read, so that it may be the audit that differs; keep such state in buffers"
             )
-        elif self.stops:
+        elif words:
+            self._judge(_differs(step, words), advice)
+
+    def add_difference(self, step: int, what: str, advice: str) -> None:
+        """Take down a difference that all workers know of."""
+        self._judge(f"step {step}: {what}", advice)
+
+    def _judge(self, text: str, advice: str) -> None:
+        if self.stops:
             self.difference = f"{text}; {advice}"
         else:
             self.say(f"audit: {text}; {advice}")
@@ -77,9 +83,18 @@ class AuditRecord:
             self.metrics.warn(words)
 
 
-def decode_findings(plain: Sequence[object]) -> tuple[float, list[str], list[str]]:
-    largest, differences, unseen = plain
-    assert isinstance(largest, (int, float))
-    assert isinstance(differences, list)
-    assert isinstance(unseen, list)
-    return float(largest), differences, unseen
+def _differs(step: int, words: Sequence[str]) -> str:
+    more = f"; and {count_of(len(words) - _NAMED, 'more difference')}" if len(words) > _NAMED else ""
+    return f"step {step} is not what plain PyTorch does: {'; '.join(words[:_NAMED])}{more}"
+
+
+def _by_worker(found: Sequence[Sequence[str]]) -> list[str]:
+    """Each difference once, with the workers that see it where others do not."""
+    ranks: dict[str, list[str]] = {}
+    for rank, words in enumerate(found):
+        for each in words:
+            ranks.setdefault(each, []).append(str(rank))
+    everyone = len(found)
+    return [
+        each if len(own) == everyone else f"{each} (worker {', '.join(own)})" for each, own in ranks.items()
+    ]

@@ -6,6 +6,7 @@ long as a step on any number of workers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
@@ -25,23 +26,30 @@ from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import follow_schedule
 from plait.training.run import Run
 from plait.verification.attributes import unchanged_globals
-from plait.verification.audit import ObservedStep, Replay, changed_tensors, largest_difference
+from plait.verification.audit import (
+    ObservedStep,
+    Replay,
+    changed_tensors,
+    largest_difference,
+    sum_over_workers,
+)
 from plait.verification.compare import Difference
 from plait.verification.observe import unchanged_random_numbers
 from plait.verification.replay import Part, PlainModel
 from plait.verification.twin import OptimizerTwin
 
-# Gradients are summed in pieces of this many elements.
-_SUMMED = 1 << 22
-_ADVICE = (
+ADVICE = (
     "what forward, hooks or the optimizer go by besides weights, buffers and the batch belongs into buffers; "
     "one worker trains any model as plain PyTorch does; verify: {on_difference: warn} goes on regardless"
 )
 
 
 class AuditedStep:
-    """One step that is taken a second time: made before the step, and ended after it, by all workers that
-    sum their gradients (`together`), or by one alone."""
+    """One step that is taken a second time: made before the step, and ended after it.
+
+    With `together` all workers do so, whose gradients the step sums; else one worker by itself. Random
+    numbers of the step start from `seed`.
+    """
 
     def __init__(self, run: Run, step: int, seed: int, together: bool) -> None:
         started = time.perf_counter()
@@ -53,18 +61,33 @@ class AuditedStep:
         self._live = PlainModel(parts.model, parts.loss)
         self._before = self._live.state().own()
         self._scale = parts.scaler.get_scale() if parts.scaler.is_enabled() else 1.0
+        # What the step is taken on, and its gradients, where those of others are averaged into them.
         self.parts: list[Part] = []
-        self._twin = OptimizerTwin(
+        self._noted: dict[str, Tensor | None] | None = None
+        self._twin = self._make_twin()
+        self._seconds = time.perf_counter() - started
+
+    def _make_twin(self) -> OptimizerTwin:
+        run, parts = self._run, self._run.parts
+        return OptimizerTwin(
             parts.optimizer,
             parts.names,
             lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: follow_schedule(twin, parts.base_lrs, run.lr_factor, step),
+            lambda twin: follow_schedule(twin, parts.base_lrs, run.lr_factor, self._step),
         )
-        self._seconds = time.perf_counter() - started
 
     def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
         own = [p for group in self._run.parts.optimizer.param_groups for p in group["params"]]
         return {twin: self._run.parts.names[p] for p, twin in zip(own, twins)}
+
+    @contextlib.contextmanager
+    def averaging_before_update(self) -> Iterator[None]:
+        """Within, gradients and weights become the mean over a group: those of before it are compared."""
+        named = self._live.parameters().items()
+        self._noted = {n: None if p.grad is None else p.grad.clone() for n, p in named if p.requires_grad}
+        self._twin.close()
+        yield
+        self._twin = self._make_twin()
 
     def end(self, record: AuditRecord, loss: Tensor) -> None:
         """Take the step again and compare; `loss` is what the step returned."""
@@ -89,7 +112,7 @@ class AuditedStep:
             differences += unlike_replicas(self._live.parameters())
         self._seconds += time.perf_counter() - started
         findings = Findings(largest, [*differences, *update], self._before.attributes.unseen)
-        record.add(self._step + 1, self._seconds, self._gather(findings.plain()), _ADVICE)
+        record.add(self._step + 1, self._seconds, self._gather(findings.plain()), ADVICE)
 
     def _observe(self, loss: Tensor) -> ObservedStep:
         state, held = self._live.state(), set(self._twin.gradients)
@@ -97,16 +120,18 @@ class AuditedStep:
         frozen = changed_tensors(self._before.tensors, parameters)
         return ObservedStep(
             loss.detach().cpu(),
-            self._twin.gradients,
+            self._twin.gradients if self._noted is None else self._noted,
             {name: state.tensors[name] for name in self._live.buffers()},
             {**frozen, **self._twin.written},
             state.attributes.values,
         )
 
     def _finish(self, loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
-        """Sum over the workers, take the loss scale out, clip."""
+        """Sum over the workers, take the loss scale out and clip, as was done to the gradients compared."""
         if self._together:
             loss = sum_over_workers(loss, parameters)
+        if self._noted is not None:
+            return loss
         for parameter in parameters if self._scale != 1.0 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(self._scale)
@@ -119,23 +144,6 @@ class AuditedStep:
 
     def _gather(self, value: Any) -> list[Any]:
         return all_gather_values(value) if self._together else [value]
-
-
-def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
-    """The sum of the loss; gradients are summed in place, and one that no worker has stays None."""
-    has = [float(parameter.grad is not None) for parameter in parameters]
-    counts = torch.cat([loss.reshape(1), torch.tensor(has, dtype=torch.float64)])
-    dist.all_reduce(counts)
-    used = [p for p, count in zip(parameters, counts[1:].tolist()) if count]
-    for parameter in used:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for piece in _pieces([p.grad for p in used if p.grad is not None]):
-        flat = torch.cat([grad.reshape(-1) for grad in piece])
-        dist.all_reduce(flat)
-        for grad, summed in zip(piece, flat.split([grad.numel() for grad in piece])):
-            grad.copy_(summed.view_as(grad))
-    return counts[0]
 
 
 def unlike_replicas(tensors: Mapping[str, Tensor]) -> list[Difference]:
@@ -152,15 +160,3 @@ def unlike_replicas(tensors: Mapping[str, Tensor]) -> list[Difference]:
             why = f"not the same on workers {dist.get_rank()} and {ranks[0]}, which train together"
             found.append(Difference(f"the parameter {name}", math.inf, 0.0, why))
     return found
-
-
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type in a row, of which few are copied at a time."""
-    piece: list[Tensor] = []
-    for tensor in tensors:
-        if piece and (piece[0].dtype != tensor.dtype or sum(t.numel() for t in piece) > _SUMMED):
-            yield piece
-            piece = []
-        piece.append(tensor)
-    if piece:
-        yield piece

@@ -7,6 +7,7 @@ keeps the record.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -30,6 +31,9 @@ from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.peers import WaitTimer
 from plait.sync.averaging.whole_state import rest_of_state
 from plait.training import checkpoint as checkpoints
+from plait.training.audit.averages import is_mean
+from plait.training.audit.schedule import is_audited
+from plait.training.audit.whole_model import ADVICE, AuditedStep
 from plait.training.checkpoint import Checkpoint
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.averaging import PREFIX as SYNC_PREFIX
@@ -74,6 +78,9 @@ class Member(Protocol):
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> torch.Tensor:
         """Update on a share of a step's batch and average with others; the share's loss."""
 
+    def weight_sums(self) -> list[float]:
+        """The sum of the elements of each weight, where the member can tell."""
+
     def synchronize(self) -> tuple[int, ...]:
         """Come to the same state as all who live, whose places it returns."""
 
@@ -103,6 +110,7 @@ class WholeModel:
         self._sync_state: named_state.Tensors = {}
         self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
         self._samples = 0
+        self._audit: AuditedStep | None = None
 
     def workers_at(self, place: int) -> tuple[int, ...]:
         return (place,)
@@ -138,11 +146,12 @@ class WholeModel:
         return False
 
     def _average_gradients(self) -> None:
-        if self.monitor is None:
-            self.averaging.after_update()
-            return
-        parameters = list(self._run.parts.model.parameters())
-        with self.monitor.averaging_gradients(parameters, self._samples, self.averaging):
+        with contextlib.ExitStack() as around:
+            if self._audit is not None:
+                around.enter_context(self._audit.averaging_before_update())
+            if self.monitor is not None:
+                weights = list(self._run.parts.model.parameters())
+                around.enter_context(self.monitor.averaging_gradients(weights, self._samples, self.averaging))
             self.averaging.after_update()
 
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> torch.Tensor:
@@ -151,10 +160,26 @@ class WholeModel:
         loss = torch.zeros((), dtype=torch.float64)
         self._samples = batch.count
         if batch.count:
-            loss, _ = self._step.step(batch, factor)
+            loss = self._audited_step(step, share, batch, factor)
         if not averages_gradients(self._options):
             self.averaging.after_update()
         return loss
+
+    def _audited_step(self, step: int, share: int, batch: loader.Batch, factor: float) -> torch.Tensor:
+        """A step alone, taken a second time where that is due."""
+        run = self._run
+        if not is_audited(run.settings, step):
+            return self._step.step(batch, factor)[0]
+        self._audit = AuditedStep(run, step, mix(run.settings.seed, step, share), together=False)
+        self._step.recorded = self._audit.parts
+        loss, _ = self._step.step(batch, factor)
+        self._step.recorded = None
+        self._audit.end(run.audits, loss)
+        self._audit = None
+        return loss
+
+    def weight_sums(self) -> list[float]:
+        return [float(weight.detach().double().sum()) for weight in self._run.parts.model.parameters()]
 
     def synchronize(self) -> tuple[int, ...]:
         return self.averaging.synchronize()
@@ -214,6 +239,8 @@ class DecentralizedEngine:
         # Samples of the interval that were recorded, and this worker's last step, which was not.
         self._counted = 0
         self._unrecorded: tuple[int, int, torch.Tensor, float] | None = None
+        self._difference_key = f"{self._prefix}/difference"
+        self._sums_before: list[float] = []
 
     @property
     def parts_of_a_batch(self) -> int:
@@ -254,11 +281,13 @@ class DecentralizedEngine:
         )
         self._counted = 0
         self._work(queue)
-        members = member.synchronize()
+        members = self._synchronize()
         self._delete_stale(members)
         while queue.is_work_left():
             self._work(queue)
-            members = member.synchronize()
+            members = self._synchronize()
+        if any(is_audited(settings, run.step + i) for i in range(len(batches))):
+            self._audit_average(members)
         self._intervals += 1
         self._stale += queue.store_keys()
         done, after = queue.done()
@@ -267,7 +296,26 @@ class DecentralizedEngine:
         self._exchange_signals(members, run.step + done, samples)
         self._note_throughput(force=True)
         self._note_members(members, run.step + done)
+        if run.worker.store.check([self._difference_key]):
+            # Where one worker has found a difference, all of them stop by it.
+            run.audits.difference = run.worker.store.get(self._difference_key).decode()
         return Trained(done, after or run.position, stopped=queue.stopped())
+
+    def _synchronize(self) -> tuple[int, ...]:
+        self._sums_before = self._member.weight_sums()
+        return self._member.synchronize()
+
+    def _audit_average(self, members: tuple[int, ...]) -> None:
+        """Compare what members hold after they took the mean with each other, and with what each brought."""
+        run, own = self._run, self._member.weight_sums()
+        gathered = self._gather(f"sums/{self._intervals}", [*self._sums_before, *own], members, "sums")
+        before, after = ([n[at : at + len(own)] for n in gathered.values()] for at in (0, len(own)))
+        if any(numbers != after[0] for numbers in after):
+            what = "workers that took the mean of their weights do not hold the same"
+            run.audits.add_difference(run.step, what, ADVICE)
+        elif len(gathered) == self._member.places and not is_mean(self._member.averaging, before, after[0]):
+            what = "the weights that workers have in common are not the mean of what each had"
+            run.audits.add_difference(run.step, what, ADVICE)
 
     def _work(self, queue: WorkQueue) -> None:
         """Take work until none is left."""
@@ -280,7 +328,9 @@ class DecentralizedEngine:
             self._unrecorded = (step + 1, batch.epoch, loss, run.lr(step))
             self._throughput.count(step + 1, batch.count)
             self._note_throughput()
-            if run.worker.stop_requested():
+            if run.audits.difference is not None:
+                run.worker.store.set(self._difference_key, run.audits.difference)
+            if run.worker.stop_requested() or run.audits.difference is not None:
                 queue.stop()
 
     def _update(self, step: int, item: WorkItem, batch: loader.Batch) -> torch.Tensor:
