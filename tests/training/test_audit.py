@@ -30,23 +30,24 @@ def audited_steps(settings: TrainSettings, steps: int) -> list[int]:
     return [step + 1 for step in range(steps) if is_audited(settings, step)]
 
 
-def test_steps_are_audited_at_doubling_distances_and_after_evaluations() -> None:
-    assert audited_steps(digits_job(), 70) == [1, 2, 4, 8, 16, 32, 64]
+def test_steps_are_audited_ever_more_rarely_and_after_evaluations() -> None:
+    assert audited_steps(digits_job(), 1000) == [1, 2, 4, 8, 32, 128, 512]
     often = digits_job(evaluate=EvaluateSettings(every_steps=10))
-    assert audited_steps(often, 90) == [1, 2, 4, 8, 11, 16, 21, 32, 41, 64, 81]
-    rarely = digits_job(
-        evaluate=EvaluateSettings(every_steps=100), verify=VerifySettings(audit="evaluations")
-    )
-    assert audited_steps(rarely, 1000) == [101, 201, 401, 601, 801]
+    assert audited_steps(often, 100) == [1, 2, 4, 8, 11, 21, 41, 81]
+    rarely = digits_job(evaluate=EvaluateSettings(every_steps=100))
+    assert audited_steps(rarely, 1000) == [1, 2, 4, 8, 32, 101, 201, 401, 801]
+    only = replace(rarely, verify=VerifySettings(audit="evaluations"))
+    assert audited_steps(only, 1000) == [101, 201, 401, 801]
     assert audited_steps(digits_job(verify=VerifySettings(audit="off")), 100) == []
+    assert [n + 1 for n in range(1000) if is_audited(digits_job(), n, cost=3.5)] == [1, 16, 256]
 
 
 @pytest.mark.parametrize("every", [None, 7, 100])
 def test_the_next_audited_step_is_the_first_that_is_audited(every: int | None) -> None:
     settings = digits_job(evaluate=EvaluateSettings(every_steps=every))
-    for step in range(300):
-        expected = next(at for at in range(step, 1000) if is_audited(settings, at))
-        assert next_audited(settings, step) == expected
+    steps = [number - 1 for number in audited_steps(settings, 600)]
+    for step in range(500):
+        assert next_audited(settings, step) == next(at for at in steps if at >= step)
 
 
 HERE = "support.audited"

@@ -65,14 +65,13 @@ def read_attributes(objects: Mapping[str, Any]) -> Attributes:
 
 def load_attributes(objects: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Give `objects`, twins of those that were read, what the others kept."""
-    for path, each in objects.items():
-        held = getattr(each, "__dict__", {})
-        for key, plain in values.items():
-            owner, _, name = key.rpartition(".")
-            # Code and objects of a class stay the twin's own, where it has them.
-            is_held = name in held or not isinstance(plain, list) or plain[0] not in ("code", "object")
-            if owner == path and is_held and _is_own(name, held.get(name)):
-                held[name] = from_plain(plain, held.get(name))
+    for key, plain in values.items():
+        owner, _, name = key.rpartition(".")
+        held = getattr(objects.get(owner), "__dict__", {})
+        # Code and objects of a class stay the twin's own, where it has them.
+        is_held = name in held or not isinstance(plain, list) or plain[0] not in ("code", "object")
+        if owner in objects and is_held and _is_own(name, held.get(name)):
+            held[name] = from_plain(plain, held.get(name))
 
 
 def _joined(path: str, name: str) -> str:

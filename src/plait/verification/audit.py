@@ -24,6 +24,7 @@ from plait.verification.replay import Named, Part, PlainModel, State
 
 # Gradients are summed in pieces of this many elements.
 _SUMMED = 1 << 22
+_LEARNT = 1e-3
 # A number that forward keeps matters if one of these, added to it, changes the loss.
 _PROBES = (*range(-12, 13), 1000)
 
@@ -52,6 +53,28 @@ class ObservedStep:
         return found | {f"the parameter {name}, written by forward": w for name, w in self.written.items()}
 
 
+@dataclass
+class Rounding:
+    """How far rounding took the steps of a run so far, by name, relative to the largest value of its kind."""
+
+    known: dict[str, float] = field(default_factory=dict)
+
+    def of(self, expected: Observation) -> Noise:
+        """What rounding explains in a step that is like those measured."""
+        scales = _scales(expected)
+        return Noise(
+            {name: self.known[name] * scales[_kind(name)] for name in expected if name in self.known}
+        )
+
+    def learn(self, expected: Observation, noise: Noise) -> None:
+        """Take down what was measured, but for what rounding changes a lot, which is measured each time."""
+        scales = _scales(expected)
+        for name, allowed in noise.allowed.items():
+            scale = scales.get(_kind(name), 0.0)
+            if 0.0 < allowed <= _LEARNT * scale:
+                self.known[name] = max(self.known.get(name, 0.0), allowed / scale)
+
+
 class Replay:
     """The step of plain PyTorch, taken from the state `before` as often as needed.
 
@@ -65,13 +88,17 @@ class Replay:
         self._finish = finish
         self.expected = self._take()
 
-    def differences(self, found: ObservedStep, noise: Noise | None = None) -> list[Difference]:
-        """Where the run has done something else; without `noise`, than equal to a few roundings."""
-        return list(find_differences(self.expected.tensors(), found.tensors(), noise or Noise({})))
+    def differences(self, found: ObservedStep, rounding: Rounding) -> list[Difference]:
+        """Where the run has done something else than rounding explains, as far as it is known."""
+        expected = self.expected.tensors()
+        return list(find_differences(expected, found.tensors(), rounding.of(expected)))
 
-    def measure_noise(self) -> Noise:
-        """How far rounding takes the step: from weights that are rounded otherwise."""
-        return measure_noise(self.expected.tensors(), lambda seed: self._take(seed).tensors())
+    def measured_differences(self, found: ObservedStep, rounding: Rounding) -> list[Difference]:
+        """The same once it is measured how far rounding takes this step: from weights rounded otherwise."""
+        expected = self.expected.tensors()
+        noise = measure_noise(expected, lambda seed: self._take(seed).tensors())
+        rounding.learn(expected, noise)
+        return list(find_differences(expected, found.tensors(), noise))
 
     def attribute_differences(self, found: ObservedStep, harmless: set[str]) -> list[Difference]:
         """Attributes that the run leaves other than plain PyTorch, and by which forward goes.
@@ -135,21 +162,34 @@ def changed_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> 
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(torch.isclose(one, other, 0.0, 0.0, equal_nan=True).all())
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or bool(torch.isclose(one, other, 0.0, 0.0, equal_nan=True).all())
 
 
 def largest_difference(expected: Observation, found: Observation) -> float:
-    """The largest difference of losses, of gradients and of the rest, relative to the largest of each."""
-    scales: dict[str, float] = {}
-    amounts: dict[str, float] = {}
+    """The largest difference of losses, of gradients, ..., relative to the largest value of its kind."""
+    scales, largest = _scales(expected), 0.0
     for name, value in expected.items():
         other = found.get(name)
         if value is None or other is None or value.shape != other.shape or not value.is_floating_point():
             continue
-        kind = " ".join(name.split()[:2])
-        scales[kind] = max(scales.get(kind, 0.0), _largest(value))
-        amounts[kind] = max(amounts.get(kind, 0.0), _largest(value - other.to(value.device)))
-    return max((amount / scales[kind] for kind, amount in amounts.items() if scales[kind]), default=0.0)
+        if not torch.equal(value, other := other.to(value.device)):
+            largest = max(largest, _largest(value - other) / (scales[_kind(name)] or 1.0))
+    return largest
+
+
+def _scales(observed: Observation) -> dict[str, float]:
+    """The largest value of each kind: of gradients, of buffers, ..."""
+    found: dict[str, float] = {}
+    for name, value in observed.items():
+        if value is not None and value.is_floating_point():
+            found[_kind(name)] = max(found.get(_kind(name), 0.0), _largest(value))
+    return found
+
+
+def _kind(name: str) -> str:
+    return " ".join(name.split()[:2])
 
 
 def _largest(tensor: Tensor) -> float:

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from plait.comm.collectives import all_gather_values
 from plait.core.errors import PlaitError
 from plait.verification.attributes import unchanged_globals
 from plait.verification.audit import (
     ObservedStep,
     Replay,
+    Rounding,
     changed_tensors,
     largest_difference,
     sum_over_workers,
@@ -98,9 +100,9 @@ def audit(
     with unchanged_random_numbers(), unchanged_globals(live.objects().values()):
         own = (make_model or (lambda: copy.deepcopy(live.model)))()
         replay = Replay(PlainModel(own, loss), before, [part], _mean_over_ranks)
-        differences = replay.differences(found)
-        if differences:
-            differences = replay.differences(found, replay.measure_noise())
+        differences = replay.differences(found, Rounding())
+        if _any_rank(bool(differences)):
+            differences = replay.measured_differences(found, Rounding())
         differences += [*replay.attribute_differences(found, set()), *twin.differences()]
     largest = largest_difference(replay.expected.tensors(), found.tensors())
     return AuditReport(largest, tuple(map(str, differences)), before.attributes.unseen)
@@ -136,9 +138,17 @@ def _remade(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
     return make
 
 
+def _any_rank(flag: bool) -> bool:
+    return any(all_gather_values(flag)) if _in_world() else flag
+
+
+def _in_world() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _mean_over_ranks(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
     """Average the gradients over all ranks; the loss is not compared."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _in_world():
         sum_over_workers(loss, parameters)
         for parameter in parameters:
             if parameter.grad is not None:

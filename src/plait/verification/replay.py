@@ -71,12 +71,27 @@ class PlainModel:
     def __post_init__(self) -> None:
         # What the factory leaves in evaluation mode stays there.
         self._evaluated = [module for module in self.model.modules() if not module.training]
+        # To look for parameters and buffers takes torch a while.
+        self._modules = [
+            (f"{prefix}{path}.".lstrip("."), module)
+            for prefix, root in self._roots()
+            for path, module in root.named_modules()
+        ]
 
     def parameters(self) -> dict[str, Parameter]:
-        return {f"{path}{name}": p for path, root in self._roots() for name, p in root.named_parameters()}
+        return self._named(lambda module: module._parameters)
 
     def buffers(self) -> Named:
-        return {f"{path}{name}": b for path, root in self._roots() for name, b in root.named_buffers()}
+        return self._named(lambda module: module._buffers)
+
+    def _named(self, held: Callable[[nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
+        """What the modules hold, each under its first name."""
+        found: dict[int, tuple[str, Any]] = {}
+        for path, module in self._modules:
+            for name, each in held(module).items():
+                if each is not None:
+                    found.setdefault(id(each), (f"{path}{name}", each))
+        return dict(found.values())
 
     def buffers_left(self) -> Named:
         """What forward has left in buffers, by the names that they are compared under."""
@@ -137,10 +152,10 @@ class PlainModel:
         return loss.detach().double().cpu()
 
     def objects(self) -> dict[str, Any]:
-        """The modules by their paths, and a loss that is an object."""
-        found = {
-            f"{path}{name}".rstrip("."): m for path, root in self._roots() for name, m in root.named_modules()
-        }
+        """The modules that keep attributes, by their paths, and a loss that is an object."""
+        found: dict[str, Any] = {}
+        for prefix, root in self._roots():
+            found |= {f"{prefix}{path}".rstrip("."): each for path, each in keeping_attributes(root).items()}
         if hasattr(self.loss, "__dict__") and not hasattr(self.loss, "__code__"):
             found.setdefault(LOSS, self.loss)
         return found
@@ -149,6 +164,15 @@ class PlainModel:
         yield "", self.model
         if isinstance(self.loss, nn.Module):
             yield f"{LOSS}.", self.loss
+
+
+def keeping_attributes(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules, by path, whose forward may keep something in Python: all but torch's own layers."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn.modules.")
+    }
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ from typing import Any
 from plait.core.errors import PlaitError
 from plait.core.run_events import Audited
 from plait.core.units import count_of
+from plait.training.components import Components
 from plait.training.metrics import MetricsLogger
+from plait.verification.audit import Rounding
 from plait.verification.compare import Difference
 
 # Differences that a message names.
@@ -46,8 +48,11 @@ class AuditRecord:
     steps: int = 0
     largest: float = 0.0
     difference: str | None = None
-    # Attributes that differ, and by which forward was seen not to go.
+    # Attributes that differ, and by which forward was seen not to go; and what rounding was seen to do.
     harmless: set[str] = field(default_factory=set)
+    rounding: Rounding = field(default_factory=Rounding)
+    # The model of the audits, while one follows the other.
+    reference: Components | None = None
     _said: set[str] = field(default_factory=set)
 
     def add(self, step: int, seconds: float, workers: Sequence[Sequence[Any]], advice: str) -> None:

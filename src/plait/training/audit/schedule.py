@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
+
 from plait.schema.settings import TrainSettings
 
-# Of evaluations that follow each other closely, one in this many steps is followed by an audit.
-_APART_STEPS = 200
+# After steps 1, 2, 4 and 8, each audited step is this many times as late as the one before.
+_APART = 4
 
 
-def is_audited(settings: TrainSettings, step: int, base: int = 2) -> bool:
-    """Whether the step after `step` steps is audited.
+def is_audited(settings: TrainSettings, step: int, cost: float = 1.0) -> bool:
+    """Whether the step after `step` steps is audited; `cost` is what an audit takes, in steps.
 
-    Those are steps 1, 2, 4, 8, ... (powers of `base`, where an audit costs more than a step), and the first
-    step after evaluations 1, 2, 4, 8, ... and after one in every few hundred steps.
+    Steps 1, 2, 4, 8, 32, 128, 512, ... are, or fewer where an audit takes longer than two steps, and the
+    first step after evaluations 1, 2, 4, 8, ..., which stands for one of the others that would follow soon.
     """
-    mode = settings.verify.audit
-    if mode == "off":
-        return False
-    return (mode == "doubling" and _is_power(step + 1, base)) or _follows_evaluation(settings, step)
+    return next_audited(settings, step, cost) == step
 
 
-def next_audited(settings: TrainSettings, step: int, base: int = 2) -> int | None:
-    """The first step count from `step` on after which a step is audited; None where none will be."""
+def next_audited(settings: TrainSettings, step: int, cost: float = 1.0) -> int | None:
+    """The first step count from `step` on after which a step is audited; None where none is."""
     mode, every = settings.verify.audit, settings.evaluate.every_steps
-    found = []
+    if mode == "off":
+        return None
+    found = [next(at for at in _doubled(every) if at >= step)] if every else []
     if mode == "doubling":
-        power = 1
-        while power - 1 < step:
-            power *= base
-        found.append(power - 1)
-    if mode != "off" and every:
-        at = max(every, -(-step // every) * every)
-        while not _follows_evaluation(settings, at):
-            at += every
-        found.append(at)
+        found.append(next(n - 1 for n in _numbers(cost) if n > step and not _is_stood_for(n, every)))
     return min(found, default=None)
 
 
-def _follows_evaluation(settings: TrainSettings, step: int) -> bool:
-    every = settings.evaluate.every_steps
-    if not every or step == 0 or step % every:
+def _numbers(cost: float) -> Iterator[int]:
+    """The steps that are audited whatever is evaluated."""
+    if cost > 2.0:
+        base = 2 ** math.ceil(cost)
+        return (base**power for power in itertools.count())
+    return itertools.chain((1, 2, 4, 8), (8 * _APART**power for power in itertools.count(1)))
+
+
+def _is_stood_for(number: int, every: int | None) -> bool:
+    """Whether the step after an evaluation is audited shortly before."""
+    if not every or number <= 8:
         return False
-    return _is_power(step // every, 2) or step // _APART_STEPS > (step - every) // _APART_STEPS
+    before = itertools.takewhile(lambda at: at < number, _doubled(every))
+    return any(at + 1 > number // _APART for at in before)
 
 
-def _is_power(number: int, base: int) -> bool:
-    while number % base == 0:
-        number //= base
-    return number == 1
+def _doubled(every: int) -> Iterator[int]:
+    return (every << power for power in itertools.count())

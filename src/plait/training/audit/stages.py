@@ -21,9 +21,10 @@ from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state
 from plait.training.audit.record import AuditRecord, Findings
+from plait.training.audit.reference import take_reference
 from plait.training.audit.stage_models import DelayedModel, ReplicatedModel
 from plait.training.audit.whole_model import unlike_replicas
-from plait.training.components import has_room_for_whole, with_fresh_model
+from plait.training.components import has_room_for_whole
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import follow_schedule
 from plait.training.run import Run
@@ -31,7 +32,7 @@ from plait.verification.attributes import Attributes, read_attributes, unchanged
 from plait.verification.audit import ObservedStep, Replay, largest_difference
 from plait.verification.compare import Difference, Noise, find_differences
 from plait.verification.observe import unchanged_random_numbers
-from plait.verification.replay import LOSS, Named, Part, State
+from plait.verification.replay import LOSS, Named, Part, State, keeping_attributes
 from plait.verification.twin import OptimizerTwin, is_torchs
 
 FIRST = 0
@@ -165,7 +166,7 @@ class AuditedStages:
         return found
 
     def _modules(self) -> dict[str, Any]:
-        return dict(self._run.parts.model.named_modules())
+        return dict(keeping_attributes(self._run.parts.model))
 
     # After the step.
 
@@ -260,7 +261,7 @@ class AuditedStages:
         objects = [*self._modules().values(), run.parts.loss]
         parts = [part for _, (part, _) in sorted(contents.items())]
         with unchanged_random_numbers(), unchanged_globals(objects), _all_cores(run.parts.device):
-            fresh = with_fresh_model(run.parts, run.settings)
+            fresh = take_reference(run, run.step)
             replicated = {name: own for name, own in self._buffers.items() if len(own) > 1}
             scale = self._pipeline.loss_scale
             how: dict[str, Any] = {
@@ -277,9 +278,9 @@ class AuditedStages:
                 how |= {"make_optimizer": self._make_optimizer, "samples": samples}
                 plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=run.settings.clip_norm)
             replay = Replay(plain, self._before, parts, self._finish)
-            differences = replay.differences(found)
+            differences = replay.differences(found, record.rounding)
             if differences:
-                differences = replay.differences(found, replay.measure_noise())
+                differences = replay.measured_differences(found, record.rounding)
             differences += replay.attribute_differences(found, record.harmless)
             differences += self._update_differences(plain, found, after)
         return largest_difference(replay.expected.tensors(), found.tensors()), differences

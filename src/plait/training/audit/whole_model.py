@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from plait.comm.collectives import all_gather_values
 from plait.training.audit.record import AuditRecord, Findings
-from plait.training.components import with_fresh_model
+from plait.training.audit.reference import take_reference
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import follow_schedule
 from plait.training.run import Run
@@ -99,20 +99,25 @@ class AuditedStep:
         update = list(self._twin.differences())
         del self._twin
         with unchanged_random_numbers(), unchanged_globals(self._live.objects().values()):
-            fresh = with_fresh_model(self._run.parts, self._run.settings)
+            fresh = take_reference(self._run, self._step)
             plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
             replay = Replay(plain, self._before, parts, self._finish)
-            differences = replay.differences(found)
-            if self._any(bool(differences)):
-                differences = replay.differences(found, replay.measure_noise())
-            differences += replay.attribute_differences(found, record.harmless)
-        largest = largest_difference(replay.expected.tensors(), found.tensors())
-        if self._together:
+            differences = replay.differences(found, record.rounding)
+            largest = largest_difference(replay.expected.tensors(), found.tensors())
+            others = self._gather([bool(differences), self._checksum()])
+            if any(differs for differs, _ in others):
+                differences = replay.measured_differences(found, record.rounding)
+            differences += [*replay.attribute_differences(found, record.harmless), *update]
+        if len({checksum for _, checksum in others}) > 1:
             differences += unlike_replicas(self._live.parameters())
         self._seconds += time.perf_counter() - started
-        findings = Findings(largest, [*differences, *update], self._before.attributes.unseen)
+        findings = Findings(largest, differences, self._before.attributes.unseen)
         record.add(self._step + 1, self._seconds, self._gather(findings.plain()), ADVICE)
+
+    def _checksum(self) -> str:
+        sums = [float(p.detach().double().sum()).hex() for p in self._live.parameters().values()]
+        return hashlib.sha256(repr(sums).encode()).hexdigest()
 
     def _observe(self, loss: Tensor) -> ObservedStep:
         state, held = self._live.state(), set(self._twin.gradients)
@@ -139,9 +144,6 @@ class AuditedStep:
             torch.nn.utils.clip_grad_norm_(parameters, self._run.settings.clip_norm)
         return loss
 
-    def _any(self, flag: bool) -> bool:
-        return any(self._gather(flag))
-
     def _gather(self, value: Any) -> list[Any]:
         return all_gather_values(value) if self._together else [value]
 
@@ -149,14 +151,10 @@ class AuditedStep:
 def unlike_replicas(tensors: Mapping[str, Tensor]) -> list[Difference]:
     """The tensors that workers hold under one name with unlike values, told by a checksum; all call it."""
     sums = {name: float(tensor.detach().double().sum()).hex() for name, tensor in tensors.items()}
-    digest = hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()
-    if len(set(all_gather_values(digest))) == 1:
-        return []
-    workers = all_gather_values(sums)
-    found = []
+    workers, rank, found = all_gather_values(sums), dist.get_rank(), []
     for name in sums:
-        ranks = [rank for rank, theirs in enumerate(workers) if theirs.get(name, sums[name]) != sums[name]]
-        if ranks and dist.get_rank() < ranks[0]:
-            why = f"not the same on workers {dist.get_rank()} and {ranks[0]}, which train together"
+        others = [i for i, theirs in enumerate(workers) if theirs.get(name, sums[name]) != sums[name]]
+        if others and rank < others[0]:
+            why = f"not the same on workers {rank} and {others[0]}, which train together"
             found.append(Difference(f"the parameter {name}", math.inf, 0.0, why))
     return found

@@ -285,18 +285,18 @@ class PipelineEngine:
             self._end_audit(audited)
         return trained
 
-    def _audit_base(self) -> int:
-        """Audits are as far apart as powers of this: on GPUs the first worker works alone, step by step."""
-        return 2 if self._run.parts.device.type == "cpu" else 2**self._run.worker.world_size
+    def _audit_cost(self) -> float:
+        """What an audit takes, in steps: on a CPU the first worker has the cores of those that wait."""
+        return 1.0 if self._run.parts.device.type == "cpu" else float(self._run.worker.world_size)
 
     def _steps_to_audit(self) -> int:
         run = self._run
-        following = next_audited(run.settings, run.step, self._audit_base())
+        following = next_audited(run.settings, run.step, self._audit_cost())
         return UNKNOWN_STEPS if following is None else following - run.step
 
     def _begin_audit(self) -> AuditedStages | None:
         run = self._run
-        if not is_audited(run.settings, run.step, self._audit_base()):
+        if not is_audited(run.settings, run.step, self._audit_cost()):
             return None
         return AuditedStages(run, self._pipe, self._layout, self._stages)
 
