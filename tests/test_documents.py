@@ -59,7 +59,7 @@ epochs: 4
 """
 
 
-PAGES = ["README.md", "docs/adapt.md", "docs/jobs.md", "docs/sweep.md"]
+PAGES = ["README.md", "docs/adapt.md", "docs/audit.md", "docs/jobs.md", "docs/sweep.md"]
 # Prints, for each page, what its snippets printed and the traceback of the first that failed.
 RUN_SNIPPETS = """
 import contextlib, io, json, sys, traceback
