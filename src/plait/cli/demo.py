@@ -49,7 +49,7 @@ def demo(
     if not job.exists():
         write_atomic(job, text)
     elif job.read_bytes() != text.encode():
-        raise InputError(f"{job}: there already, and not the tour's; say with --run-dir where its files may go")
+        raise InputError(f"{job}: there already, and not the tour's; say with --run-dir where to write")
     if json_:
         results = {
             "profile": _json_of(lambda: profile(job, output=measured, batch=16, json_=True)),

@@ -16,8 +16,9 @@ from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.status_file import read_cause, read_status
 from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
+from plait.core.names import searching
 from plait.core.units import count_of, show_seconds
-from plait.launch.run_dir import RunDir, find_run
+from plait.launch.run_dir import RunDir, RunKind, find_run
 from plait.schema.results import show_metrics
 
 RunArgument = Annotated[
@@ -83,9 +84,8 @@ def stop(
         print(json.dumps({"run": str(folder.path), **found}))
     else:
         print(f"{folder.path}: {found['state']} at step {found['progress'].get('step', 0)}")
-        is_sweep = (folder.path / "sweep.json").exists()
-        on = f"sweep {folder.job} --resume" if is_sweep else f"train {folder.job} --resume --run"
-        print(f"next: plait {on} {folder.path}")
+        kind = RunKind.SWEEP if folder.sweep.exists() else RunKind.TRAIN
+        print(f"next: {kind.how_to_go_on(folder.path, folder.job)}")
 
 
 def resize(
@@ -189,13 +189,15 @@ def evaluate(
     """
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
+        modules = folder.read_record().modules if folder.record.exists() else ()
     show_logs()
-    if bleu:
-        _evaluate_bleu(folder, best, beam, (length_penalty, coverage_penalty), json_)
-        return
-    from plait.training.evaluate_run import measure_run
+    with searching(os.getcwd(), *modules):
+        if bleu:
+            _evaluate_bleu(folder, best, beam, (length_penalty, coverage_penalty), json_)
+            return
+        from plait.training.evaluate_run import measure_run
 
-    found = measure_run(folder, best)
+        found = measure_run(folder, best)
     if json_:
         print(json.dumps({"run": str(folder.path), **found}))
         return

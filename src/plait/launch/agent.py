@@ -20,7 +20,6 @@ import json
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -51,9 +50,6 @@ def main() -> None:
         return
     os.chdir(order["cwd"])
     os.environ.update(order["environment"])
-    folders = [order["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    sys.path[:0] = folders
-    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
     order["threads"] = order["threads"] or max(1, len(_cores()) // max(1, order["slots"]))
     os.environ["OMP_NUM_THREADS"] = str(order["threads"])
@@ -252,7 +248,7 @@ class Agent:
         self._starting: deque[_WorkerProcess] = deque()
         self._selector = selectors.DefaultSelector()
         self._beat = time.monotonic()
-        self._server = ForkServer([order["entry"].partition(":")[0], *order["preload"]])
+        self._server = ForkServer([order["entry"].partition(":")[0], *order["preload"]], order["modules"])
         self._store: StoreServer | None = None
         self._store_address = ""
         self._address = ""

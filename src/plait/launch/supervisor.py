@@ -23,6 +23,7 @@ from typing import Any
 from plait.comm.handshake import new_secret
 from plait.core.codec import encode
 from plait.core.errors import InputError, LaunchError
+from plait.core.names import own_folders
 from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers, as_message
 from plait.launch.membership import Membership
@@ -54,10 +55,14 @@ class Launch:
     logs: Path | None = None  # the folder for what workers print; none is kept where there is none
     check: str | None = None
     preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
+    saves: bool = True  # whether workers that are asked to stop have something to save first
 
 
 class Supervisor:
-    """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one ends them at once."""
+    """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one ends them at once.
+
+    Where workers have nothing to save, the first one does.
+    """
 
     def __init__(self, launch: Launch, display: Display) -> None:
         self._launch = launch
@@ -169,7 +174,7 @@ class Supervisor:
 
     def _start_agent(self, index: int) -> None:
         host = self._placement.hosts[index]
-        command = [*self._shell_of(host), self._placement.interpreter, "-u", "-m", "plait.launch.agent"]
+        command = [*self._shell_of(host), self._placement.interpreter, "-P", "-u", "-m", "plait.launch.agent"]
         try:
             agent = _AgentProcess(index, command, self._messages)
         except OSError as failure:
@@ -196,6 +201,7 @@ class Supervisor:
             "membership": encode(self._first_membership()),
             "secret": self._secret.hex(),
             "cwd": os.getcwd(),
+            "modules": own_folders(),
             "entry": launch.entry,
             "check": launch.check,
             "preload": launch.preload,
@@ -245,6 +251,8 @@ class Supervisor:
             )
         if not self._begun:
             raise Interrupted("stopped before any worker had started; nothing was run")
+        if not self._launch.saves:
+            raise Interrupted("stopped while measuring; nothing was trained")
         self._display.stopping()
         if self._elastic is not None:
             self._elastic.stop()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -300,7 +299,6 @@ def profile_together(
     settings: TrainSettings,
     placement: Placement,
     batch_sizes: Sequence[int],
-    logs: Path,
     repeats: int = 5,
     least_s: float = 0.0,
     verify: bool = False,
@@ -316,7 +314,7 @@ def profile_together(
     order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
     order |= {"verify": verify}
     entry = "plait.measure.job:profile_worker"
-    launch = Launch(placement, entry, order, logs, preload=TRACING)
+    launch = Launch(placement, entry, order, preload=TRACING, saves=False)
     results = Supervisor(launch, Silent()).run()
     return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
 
