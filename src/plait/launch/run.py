@@ -207,10 +207,15 @@ class _Run:
 
     def supervise(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         folder = self._folder
+        # A worker that was killed may have left some, then and now; meanwhile others write theirs.
+        folder.remove_unfinished()
         try:
             supervisor = Supervisor(task, self._status)
-            with _controlled(supervisor, task.placement, folder):
-                result = finish(_of_lowest(supervisor.run(self._prepare)))
+            try:
+                with _controlled(supervisor, task.placement, folder):
+                    result = finish(_of_lowest(supervisor.run(self._prepare)))
+            finally:
+                folder.remove_unfinished()
             write_atomic(folder.result, json.dumps(result, indent=1))
             folder.failure.unlink(missing_ok=True)
             self._status.finish(result)

@@ -227,7 +227,10 @@ class RunDir:
         """Remove checkpoints that were not written to their end; while no worker runs."""
         for folder in (self.checkpoints, *self.path.glob("trials/*/checkpoints")):
             for path in folder.glob(UNFINISHED):
-                shutil.rmtree(path, ignore_errors=True)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
 
 def _text(record: RunRecord) -> str:

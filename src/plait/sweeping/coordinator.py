@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import time
@@ -345,7 +346,10 @@ class Coordinator:
         shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
         checkpoints.save(self._folder.checkpoints, state)
         if self.scheduler.is_over:
-            shutil.rmtree(trial_folder(self._folder, best.number).path.parent)
+            own = trial_folder(self._folder, best.number).path
+            shutil.rmtree(own)
+            with contextlib.suppress(OSError):  # something of somebody else's is in it
+                own.parent.rmdir()
 
 
 def choose_metric(settings: SweepSettings) -> str:
