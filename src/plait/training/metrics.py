@@ -95,11 +95,13 @@ class MetricsLogger:
             )
         )
         self._progress = {"step": step, "steps": steps}
-        self._report(force=True)
-        self._mark = self._clock()
 
     def begin_steps(self) -> None:
-        """Count the seconds of the steps from now on: what came before was getting ready for them."""
+        """Count the seconds of the steps from now on: what came before was getting ready for them.
+
+        The first report says that the run has begun: until now it could be refused.
+        """
+        self._report(force=True)
         self._mark = self._clock()
 
     def step(
