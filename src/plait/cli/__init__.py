@@ -22,6 +22,7 @@ from plait.cli.shards import shards
 from plait.cli.sweep import sweep
 from plait.cli.train import train
 from plait.core.errors import PlaitError
+from plait.core.shown import printable
 from plait.launch.preload import remove_empty_cache
 
 app = typer.Typer(
@@ -81,7 +82,7 @@ def _open_closed_streams() -> None:
 
 
 def _end(message: str, status: int) -> NoReturn:
-    print(f"plait: {message}", file=sys.stderr)
+    print(printable(f"plait: {message}"), file=sys.stderr)
     if "--json" in sys.argv:
         print(json.dumps({"error": message}))
     sys.exit(status)

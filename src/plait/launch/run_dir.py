@@ -193,15 +193,17 @@ class RunDir:
             with self._lock.open() as file:
                 if not locks.is_held(file):
                     return None
-                found = json.loads(file.read())
+                found = json.loads(file.read(4096))
                 host, pid, since = str(found["host"]), int(found["pid"]), found["since"]
+                # A supervisor that has just begun may not have written its own number yet; and whoever
+                # may write the file could have named any process.
+                is_here = host == socket.gethostname()
+                is_other = is_here and (_born(pid) != since or not _has_open(pid, file.fileno()))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, OverflowError):
             return "", 0
-        # A supervisor that has just begun may not have written its own number yet.
-        is_old = host == socket.gethostname() and _born(pid) != since
-        return host, 0 if is_old else pid
+        return host, 0 if is_other else pid
 
     def is_trained(self) -> bool:
         """Whether anything here took training to make: a checkpoint, whole or not, or the event of a step."""
@@ -246,6 +248,23 @@ def _born(pid: int) -> float | None:
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         return psutil.Process(pid).create_time()
     return None
+
+
+def _has_open(pid: int, descriptor: int) -> bool:
+    """Whether that process has the file open that `descriptor` is of, as far as this one can know."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        numbers = os.listdir(folder)
+    except PermissionError:  # another user's process, which no signal of ours reaches
+        return True
+    except OSError:
+        return not os.path.isdir("/proc/self/fd")
+    own = os.fstat(descriptor)
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(f"{folder}/{number}"), own):
+                return True
+    return False
 
 
 def _has_steps(events: Path) -> bool:
