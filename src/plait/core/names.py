@@ -129,6 +129,14 @@ def in_words(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {shortened(str(failure), 500)}".removesuffix(": ")
 
 
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function or class; none of a builtin that says nothing of them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def check_arguments(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],

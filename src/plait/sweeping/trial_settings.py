@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
+from plait.core.names import parameters_of
 from plait.fusion.check import shape_key
 from plait.schema.settings import (
     DataSettings,
@@ -104,11 +104,7 @@ def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _loss_switches(settings: TrainSettings) -> dict[str, Any]:
     """The loss's options that are no floats, nor numbers in a float's place; of the others the names."""
-    loss = find_loss(settings.loss)
-    try:
-        usual = {name: p.default for name, p in inspect.signature(loss).parameters.items()}
-    except (TypeError, ValueError):  # some builtins have no signature
-        usual = {}
+    usual = {name: p.default for name, p in parameters_of(find_loss(settings.loss)).items()}
     return {
         name: "number" if isinstance(value, float) or _stands_for(value, usual.get(name)) else [value]
         for name, value in settings.loss_args.items()
