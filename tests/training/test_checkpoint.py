@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,65 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_with_its_reason(damage, tmp_
     damage(path)
     with pytest.raises(CheckpointError, match=DAMAGE[damage]):
         checkpoints.load(path)
+
+
+def forge(path: Path, content: bytes) -> None:
+    """Put `content` in the place of the model's tensors, with checksums that fit."""
+    (path / "model.safetensors").write_bytes(content)
+    state = json.loads((path / "state.json").read_text())
+    del state["crc32"]
+    state["files"]["model.safetensors"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    checksum = zlib.crc32(json.dumps(state, sort_keys=True).encode())
+    (path / "state.json").write_text(json.dumps({**state, "crc32": checksum}))
+
+
+GOOD_PLACE = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"dtype": "F31"},
+        {"dtype": None},
+        {"dtype": ["F32"]},
+        {"shape": [2, -3]},
+        {"shape": [2, 3, 1 << 70]},
+        {"shape": 6},
+        {"shape": [2.0, 3]},
+        {"data_offsets": [0]},
+        {"data_offsets": [0, 23]},
+        {"data_offsets": [-24, 0]},
+        {"data_offsets": [8, 32]},
+        {"data_offsets": [24, 0]},
+        {"data_offsets": "ab"},
+        {"data_offsets": [0, 1 << 70]},
+        b"",
+        b"\xff" * 20,
+        b"[" * 5000,
+        b"[]",
+        b'{"w": 3}',
+        b'{"w": {}}',
+        b'{"w": null}',
+        1 << 63,
+    ],
+    ids=str,
+)
+def test_a_header_that_was_forged_is_refused_in_words(header: Any, tmp_path: Path):
+    path = checkpoints.save(tmp_path, dataclasses.replace(some_state(), model={"w": torch.ones(2, 3)}))
+    text = json.dumps({"w": {**GOOD_PLACE, **header}}).encode() if isinstance(header, dict) else header
+    length = header if isinstance(header, int) else len(text)
+    forge(path, length.to_bytes(8, "little") + (b"" if isinstance(header, int) else text + bytes(24)))
+    for read in (checkpoints.open_stored, checkpoints.load):
+        with pytest.raises(CheckpointError, match=r"model.safetensors|cannot be read"):
+            read(path)
+
+
+def test_a_forged_header_that_fits_is_read(tmp_path: Path):
+    path = checkpoints.save(tmp_path, dataclasses.replace(some_state(), model={"w": torch.zeros(2, 3)}))
+    text = json.dumps({"w": GOOD_PLACE, "__metadata__": {"a": "b"}}).encode()
+    forge(path, len(text).to_bytes(8, "little") + text + bytes(24))
+    stored = checkpoints.open_stored(path).model
+    assert (list(stored), stored["w"].shape, stored.dtype("w")) == (["w"], (2, 3), torch.float32)
 
 
 def test_a_write_that_is_interrupted_leaves_the_old_checkpoints_and_nothing_else(tmp_path: Path, monkeypatch):

@@ -252,21 +252,21 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, tied: Mapping[str, str] | None = None) -> None:
         self._path = path
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        self._start = 8 + length
-        self._places = {**header, **{alias: header[name] for alias, name in (tied or {}).items()}}
+        header, self._start = _read_header(path)
+        self._places = dict(header)
+        for alias, name in (tied or {}).items():
+            if name not in header:
+                raise CheckpointError(f"{path}: {alias!r} is tied to {name!r}, which is not there")
+            self._places[alias] = header[name]
 
     def __getitem__(self, name: str) -> Tensor:
         place = self._places[name]
-        start, end = place["data_offsets"]
+        start, end = place.data_offsets
         content = torch.empty(end - start, dtype=torch.uint8)
         with self._path.open("rb") as file:
             file.seek(self._start + start)
             file.readinto(content.numpy().data)
-        return content.view(_BY_NAME[place["dtype"]]).reshape(place["shape"])
+        return content.view(_BY_NAME[place.dtype]).reshape(place.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -275,10 +275,47 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._places[name]["shape"])
+        return self._places[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return _BY_NAME[self._places[name]["dtype"]]
+        return _BY_NAME[self._places[name].dtype]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in a file of safetensors, counted from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _read_header(path: Path) -> tuple[dict[str, _Place], int]:
+    """The places of all tensors in a file of safetensors, and where its header ends; checked."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > size:
+            raise CheckpointError(
+                f"{path}: its header has {length:,} bytes, the file {size:,}; it is damaged"
+            )
+        try:
+            content = json.loads(file.read(length))
+            content.pop("__metadata__", None)
+            header = decode(dict[str, _Place], content, str(path))
+        except (ValueError, TypeError, AttributeError, RecursionError, ArtefactError) as failure:
+            raise CheckpointError(f"{path}: its header cannot be read ({failure}); it is damaged") from None
+    for name, place in header.items():
+        start, end = place.data_offsets
+        dtype = _BY_NAME.get(place.dtype)
+        expected = None if dtype is None else math.prod(place.shape) * dtype.itemsize
+        fits = 0 <= start <= end <= size - 8 - length and min(place.shape, default=0) >= 0
+        if not fits or end - start != expected:
+            raise CheckpointError(
+                f"{path}: {shown(name)} of type {shown(place.dtype)} and shape {shown(place.shape)} lies at "
+                f"bytes {start} to {end}; it is damaged"
+            )
+    return header, 8 + length
 
 
 @dataclass(frozen=True)
@@ -298,7 +335,7 @@ def open_stored(path: Path) -> StoredCheckpoint:
         _check_file(path / name, seal)
     try:
         model, optimizer = StoredTensors(path / MODEL, state.tied), StoredTensors(path / OPTIMIZER)
-    except (OSError, ValueError, KeyError) as failure:
+    except OSError as failure:
         raise CheckpointError(f"{path}: cannot be read: {failure}") from None
     return StoredCheckpoint(state.step, model, optimizer, state.progress)
 
