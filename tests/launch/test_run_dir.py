@@ -12,6 +12,7 @@ import pytest
 import plait
 from plait.core.errors import InputError
 from plait.launch.run_dir import FILES, FOLDERS, RunDir, RunKind, find_run, latest_run, new_run
+from plait.sweeping.worker import check_shared
 
 
 def job(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -136,3 +137,12 @@ def test_a_job_file_that_a_person_has_changed_is_not_rewritten(tmp_path: Path):
     folder.job.write_text("steps: 2  # enough\n")
     folder.write_job("steps: 3\n")
     assert folder.job.read_text() == "steps: 2  # enough\n"
+
+
+def test_a_host_that_does_not_see_the_folder_of_a_sweep_is_refused(tmp_path: Path):
+    run = claimed(tmp_path / "run", RunKind.SWEEP)
+    check_shared("w1", run, run.read_record().id)
+    others = claimed(tmp_path / "others", RunKind.SWEEP)
+    for folder in (others, RunDir(tmp_path / "nowhere")):
+        with pytest.raises(InputError, match="run_dir: w1 does not see .* set run_dir to one"):
+            check_shared("w1", folder, run.read_record().id)

@@ -168,12 +168,18 @@ def launch_entry(
     modules that are imported once a host, before its workers are forked.
     """
     folder.claim(kind, resume)
+    order = {
+        "settings": encode(settings),
+        "folder": str(folder.path.absolute()),
+        "resume": resume,
+        "run": folder.read_record().id,
+    }
     with folder.lock():
         return _Run(folder, display, resume, files, job_text).supervise(
             Launch(
                 placement,
                 f"{module}:{kind.value}",
-                {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume},
+                order,
                 folder.logs.absolute(),
                 check=f"{module}:check_order",
                 preload=preload,
