@@ -76,7 +76,7 @@ def _open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            assert os.open(os.devnull, os.O_RDWR) == number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 

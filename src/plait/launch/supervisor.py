@@ -174,18 +174,13 @@ class Supervisor:
 
     def _start_agent(self, index: int) -> None:
         host = self._placement.hosts[index]
-        command = [*self._shell_of(host), self._placement.interpreter, "-P", "-u", "-m", "plait.launch.agent"]
+        command = agent_command(self._placement, host)
         try:
             agent = _AgentProcess(index, command, self._messages)
         except OSError as failure:
             raise LaunchError(f"{host.name}: cannot run {shlex.join(command)}: {failure.strerror}") from None
         self._agents.append(agent)
         agent.send(self._order(index))
-
-    def _shell_of(self, host: Host) -> list[str]:
-        if host.name == LOCAL:
-            return []
-        return shlex.split(self._placement.shell.format(host=shlex.quote(host.name)))
 
     def _order(self, index: int) -> dict[str, Any]:
         launch, host = self._launch, self._placement.hosts[index]
@@ -460,7 +455,7 @@ class Supervisor:
         where = (
             ""
             if host == LOCAL
-            else f" (reached by {shlex.join(self._shell_of(self._placement.hosts[index]))})"
+            else f" (reached by {shlex.join(shell_of(self._placement, self._placement.hosts[index]))})"
         )
         # What it said last may still be on its way.
         end = time.monotonic() + 0.3
@@ -502,6 +497,19 @@ class Supervisor:
             index, kind, value = self._messages.get()
             if kind == "line" or (kind == "message" and "line" in value):
                 self._print(index, value if kind == "line" else value["line"])
+
+
+def shell_of(placement: Placement, host: Host) -> list[str]:
+    """The command that runs another one on `host`; none where it is this one."""
+    return [] if host.name == LOCAL else shlex.split(placement.shell.format(host=shlex.quote(host.name)))
+
+
+def agent_command(placement: Placement, host: Host) -> list[str]:
+    """What starts the agent of `host`, without the current folder on its Python path."""
+    shell, agent = shell_of(placement, host), [placement.interpreter, "-P", "-u", "-m", "plait.launch.agent"]
+    # ssh puts its arguments together with spaces, for a shell on the other side to take apart.
+    is_ssh = any(os.path.basename(word) == "ssh" for word in shell)
+    return [*shell, *(map(shlex.quote, agent) if is_ssh else agent)]
 
 
 class _AgentProcess:
