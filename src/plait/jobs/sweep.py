@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,10 +40,8 @@ from plait.sweeping.trial_settings import check_key
 from plait.sweeping.worker_group import check_worker_groups
 
 KIND, VERSION = "sweep", 1
-# Combinations that are checked one by one before anything starts; of more, each value is, and of more
-# values of one key than a few, those that stand for all.
+# Combinations that are checked one by one before anything starts; of more, the values of each key are.
 CHECKED = 2000
-FEW = 100
 
 Over = Sequence[str] | Mapping[str, Any]
 
@@ -227,31 +224,19 @@ def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> No
     Where all combinations are `listed`, refuse too many of them.
     """
     content = job.content
-    ends = [Dimension(d.key, _ends(d)) for d in dimensions]
-    for dimension in ends:
-        for value in dimension.values:
-            _check(content, {dimension.key: value})
     try:
         if listed:
             combinations(dimensions)
-        few = combinations(ends) if count_combinations(ends) <= CHECKED else []
+        samples = [Dimension(d.key, d.samples()) for d in dimensions]
+        together = len(samples) > 1 and count_combinations(samples) <= CHECKED
+        few = combinations(samples) if together else []
     except FusionError as failure:
         raise InputError(str(failure)) from None
+    for dimension in samples:
+        for value in dimension.values:
+            _check(content, {dimension.key: value})
     for values in few:
         _check(content, values)
-
-
-def _ends(dimension: Dimension) -> tuple[Any, ...]:
-    """Values that stand for all of a dimension; of many numbers the smallest and the largest do."""
-    values = dimension.ends()
-    if len(values) <= FEW:
-        return values
-    numbers: dict[type, list[Any]] = {int: [], float: []}
-    others: list[Any] = []
-    for value in values:
-        is_number = type(value) is int or (type(value) is float and math.isfinite(value))
-        (numbers[type(value)] if is_number else others).append(value)
-    return (*others, *(end(kind) for kind in numbers.values() if kind for end in (min, max)))
 
 
 def _check(content: Mapping[str, Any], values: Mapping[str, Any]) -> None:

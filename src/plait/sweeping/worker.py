@@ -47,7 +47,7 @@ def check_order(order: dict[str, Any]) -> None:
     components.check(settings.train)
     for dimension in settings.over:
         check_key(dimension.key)
-        for value in dimension.ends():
+        for value in dimension.samples():
             components.check(with_values(settings.train, {dimension.key: value}))
 
 
