@@ -50,7 +50,7 @@ MOST_SAMPLES = 1 << 20
 def _check_sizes(sizes: Sequence[int]) -> None:
     if max(sizes) > MOST_SAMPLES:
         raise InputError(
-            f"--batch: found microbatches of {max(sizes):,} samples, expected {MOST_SAMPLES:,} at most; where "
+            f"--batch: found microbatches of {max(sizes):,} samples, expected {MOST_SAMPLES:,} at most; if "
             f"it is not given, data.batch_size counts"
         )
 
