@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ import psutil
 from plait.core import locks
 from plait.core.artefact import load
 from plait.core.codec import encode
-from plait.core.errors import InputError
+from plait.core.errors import DiskError, InputError
 from plait.core.files import write_atomic, writing
 from plait.core.names import nearest, own_folders
 from plait.core.shown import listed
@@ -150,13 +151,17 @@ class RunDir:
                 )
             return
         self.check_free()
-        self.made = self.made or _missing(self.path)
+        self.make()
         record = RunRecord(kind, uuid.uuid4().hex, (*FILES, *FOLDERS), tuple(own_folders()))
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+        try:
             # Of two that begin here at once, one finds it there.
-            with self.record.open("x") as file:
+            with writing(self.record), self.record.open("x") as file:
                 file.write(_text(record))
+        except DiskError as failure:
+            if failure.errno != errno.EEXIST:
+                self.record.unlink(missing_ok=True)
+            self.remove_made()
+            raise
 
     def write_job(self, text: str) -> None:
         """Keep the job as a file of the run's, unless a person has changed the one that is there."""
@@ -222,8 +227,21 @@ class RunDir:
         for pattern in (*FILES, self.record.name, *within):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
-        for folder in (*(self.path / name for name in FOLDERS), *self.made):
+        for name in FOLDERS:
+            _remove_empty(self.path / name)
+        self.remove_made()
+
+    def make(self) -> None:
+        """Make the folder, and those above it that are missing."""
+        self.made = self.made or _missing(self.path)
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    def remove_made(self) -> None:
+        """Remove what was made for this run, as far as nothing is in it."""
+        for folder in self.made:
             _remove_empty(folder)
+        self.made = ()
 
     def remove_unfinished(self) -> None:
         """Remove checkpoints that were not written to their end; while no worker runs."""
@@ -352,7 +370,7 @@ def find_run(text: str, run_dir: Path = Path("runs"), kind: RunKind | None = Non
 def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None, kind: RunKind) -> RunDir | None:
     """The folder named by `run`, or on resume the latest run of this job; None where a new one is to be made.
 
-    Nothing is written yet: what is wrong with the folder is said before a job is measured.
+    What is wrong with the folder is said now, before a job is measured; but nothing is left in it yet.
     """
     if run == "":
         key = "--resume" if resume else "--run"
@@ -360,9 +378,12 @@ def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None, kind:
     if resume:
         return find_run(run, run_dir, kind) if run is not None else _latest(run_dir, name, kind)
     if run is None:
+        new_run(run_dir, name).remove_made()
         return None
     folder = RunDir(Path(run))
     folder.check_free()
+    folder.make()
+    folder.remove_made()
     return folder
 
 
