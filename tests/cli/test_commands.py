@@ -260,6 +260,14 @@ def test_a_request_to_end_is_answered_like_ctrl_c_also_where_no_workers_run():
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize("run", [plait, installed])
+def test_a_verb_that_needs_no_code_of_ones_own_imports_none_of_the_current_folder(run: Any, tmp_path: Path):
+    for name in ("csv", "typer", "plait_status", "secrets"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of a stranger')\n")
+    done = run("status", "x", cwd=tmp_path)
+    assert (done.returncode, "there is no such run" in done.stderr) == (2, True), done.stderr
+
+
 def test_every_verb_has_help_with_an_example():
     listed = CliRunner().invoke(app, ["--help"]).stdout
     verbs = re.findall(r"^  (\w+)  ", listed.partition("Commands")[2], flags=re.MULTILINE)

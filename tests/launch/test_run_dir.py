@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import plait
-from plait.core.errors import InputError, PlaitError
+from plait.core.errors import InputError
 from plait.launch.run_dir import FILES, FOLDERS, RunDir, RunKind, find_run, latest_run, new_run
 from plait.sweeping.worker import check_shared
 
@@ -83,19 +83,6 @@ def test_the_folders_above_a_new_run_go_with_it(tmp_path: Path):
     new.claim(RunKind.SWEEP, resume=False)
     new.remove_untrained()
     assert os.listdir(tmp_path) == []
-
-
-def test_a_folder_that_cannot_be_made_is_refused_before_the_job_is_measured(tmp_path: Path, monkeypatch):
-    measured: list[int] = []
-    monkeypatch.setattr("plait.measure.auto_plan.profile_together", lambda *_, **__: measured.append(1))
-    (tmp_path / "file").touch()
-    below = str(tmp_path / "file" / "run")
-    planned = {"parallel": {"workers": 2, "plan": "auto"}}
-    for change, run in (({"run_dir": below}, None), ({}, below)):
-        with pytest.raises(PlaitError) as caught:
-            plait.train({**job(tmp_path), **planned, **change}, run_folder=run)
-        assert (caught.value.exit_status, measured) == (2, [])
-    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_folder_is_claimed_once(tmp_path: Path):
