@@ -17,4 +17,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        # The current folder, in which anybody's module would come before Python's own.
+        del sys.path[0]
     main()

@@ -303,10 +303,25 @@ def test_what_no_policy_can_be_made_of_is_refused_in_words(kind: str, options: d
         make_policy(kind, options)
 
 
-@pytest.mark.parametrize(("name", "words"), [("returns_words", "'ring', expected"), ("fails", "no luck")])
+def returns_no_pair(signals: list[Signals], state: Any) -> Any:
+    return [TopologyChange("ring")]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("test_policies:returns_words", "'ring', expected"),
+        ("test_policies:returns_no_pair", "expected a pair of a list of .*, and its state"),
+        ("test_policies:fails", "no luck"),
+        # Builtins, of which some have no signature.
+        ("builtins:max", "returned .*, expected a list of"),
+        ("builtins:len", "returned .*1.*, expected a list of"),
+        ("builtins:dict", "failed with TypeError"),
+    ],
+)
 def test_a_users_function_that_answers_wrongly_is_named(name: str, words: str):
     with pytest.raises(JobError, match=f"{name}.*{words}"):
-        replay(make_policy(f"test_policies:{name}", {}), [signals_at(1)])
+        replay(make_policy(name, {}), [signals_at(1)])
 
 
 def test_a_table_is_exact_and_due_where_it_says():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -94,13 +95,20 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def test_a_job_with_a_model_of_ones_own_trains_evaluates_and_leaves_its_record(folder: Path):
-    (folder / "mine.py").write_text(
+    """Modules next to the job file or in the current folder are found, and replace none of Python's."""
+    own = folder / "own"
+    own.mkdir()
+    for name, where in itertools.product(("secrets", "queue", "random", "types", "csv"), (folder, own)):
+        (where / f"{name}.py").write_text("raise SystemExit('not the one of Python')\n")
+    (own / "mine.py").write_text(
         "import torch\n"
-        "def net(classes=10):\n"
+        "from other import CLASSES\n"
+        "def net(classes=CLASSES):\n"
         "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))\n"
     )
-    (folder / "job.yaml").write_text(JOB.replace("plait.workloads.mlp:mlp_tiny", "mine:net"))
-    done = installed("train", "job.yaml", "-np", "2", "--set", "tensorboard=true", cwd=folder)
+    (folder / "other.py").write_text("CLASSES = 10\n")
+    (own / "job.yaml").write_text(JOB.replace("plait.workloads.mlp:mlp_tiny", "mine:net"))
+    done = installed("train", "own/job.yaml", "-np", "2", "--set", "tensorboard=true", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "2 workers on localhost" in done.stderr
     assert re.search(r"test accuracy +\d", done.stdout)
@@ -113,16 +121,16 @@ def test_a_job_with_a_model_of_ones_own_trains_evaluates_and_leaves_its_record(f
     assert list((run / "tensorboard").glob("events.out.*"))
     assert (run / "logs/rank1.err").exists()
 
-    measured = installed("evaluate", "t", "--json", cwd=folder)
+    measured = installed("evaluate", str(run), "--json", cwd=own)
     result = json.loads((run / "result.json").read_text())
     assert json.loads(measured.stdout)["metrics"] == pytest.approx(result["test"], rel=1e-5)
-    assert answer(folder, "status", "t")["state"] == "finished"
-    again = plait("train", "job.yaml", "--resume", "--json", cwd=folder)
+    assert json.loads(installed("status", "t", "--json", cwd=folder).stdout)["state"] == "finished"
+    again = installed("train", "own/job.yaml", "--resume", "--json", cwd=folder)
     assert json.loads(again.stdout)["train_loss"] == result["train_loss"]
     assert again.stderr == ""
-    over = plait("train", "job.yaml", "--run", "runs/t-001", cwd=folder)
+    over = installed("train", "own/job.yaml", "--run", "runs/t-001", cwd=folder)
     assert over.returncode == 2
-    assert "holds a run already; go on with --resume" in over.stderr
+    assert "holds a training run already; go on with --resume" in over.stderr
 
 
 def test_a_mistake_in_json_mode_is_an_object_too(folder: Path):
@@ -237,6 +245,27 @@ def test_everything_killed_at_once_leaves_no_process_and_status_says_died(folder
     assert status.stdout.count("ended") == 2
     nothing = plait("stop", "t", cwd=folder)
     assert (nothing.returncode, "not running (died)" in nothing.stderr) == (2, True)
+
+
+def test_a_request_to_end_is_answered_like_ctrl_c_also_where_no_workers_run():
+    script = "import time, plait.cli; plait.cli.app = lambda: [print('runs', flush=True), time.sleep(60)]; "
+    script += "from plait.__main__ import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+    process.terminate()
+    assert process.communicate(timeout=60)[1] == "plait: interrupted\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("run", [plait, installed])
+def test_a_verb_that_needs_no_code_of_ones_own_imports_none_of_the_current_folder(run: Any, tmp_path: Path):
+    for name in ("csv", "typer", "plait_status", "secrets"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of a stranger')\n")
+    done = run("status", "x", cwd=tmp_path)
+    assert (done.returncode, "there is no such run" in done.stderr) == (2, True), done.stderr
 
 
 def test_every_verb_has_help_with_an_example():

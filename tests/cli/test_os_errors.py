@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,22 @@ def test_a_failure_of_the_system_becomes_one_message(failure: OSError, kind: typ
     assert message in str(caught.value)
     with pytest.raises(BrokenPipeError), os_errors_as_messages():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-"])
+def test_a_verb_without_standard_streams_does_its_work_and_writes_into_no_other_file(
+    closed: str, tmp_path: Path
+):
+    """A file that is opened next would get the number of the stream that is missing."""
+    script = (
+        "import sys, plait.cli; from rich.table import Table; from plait.cli.show import print_table\n"
+        "def app():\n"
+        "    with open(sys.argv[1], 'w') as file:\n"
+        "        print_table(Table('column')); print('words', flush=True); print('words', file=sys.stderr)\n"
+        "        file.write('own')\n"
+        "plait.cli.app = app; plait.cli.main()\n"
+    )
+    words = ["sh", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, script, str(tmp_path / "file")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert (tmp_path / "file").read_text() == "own"

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.core.codec import encode
-from plait.core.errors import InputError, JobError
+from plait.core.errors import InputError, JobError, PlaitError
 from plait.graph.graph import Graph
 from plait.jobs.train import train
 from plait.launch.display import Silent
-from plait.launch.run_dir import RunDir
+from plait.launch.run_dir import RunDir, RunKind
 from plait.measure import auto_plan
 from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
 from plait.schema.hosts import LOCAL, Host
@@ -92,7 +92,8 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
     made = [replace(two, machines=machines(4, 1e9))]
     launched: list[tuple[TrainSettings, Placement]] = []
 
-    def launch(settings: Any, placement: Any, folder: RunDir, *_: Any, **__: Any) -> None:
+    def launch(settings: Any, placement: Any, folder: RunDir, *_: Any, resume: bool, **__: Any) -> None:
+        folder.claim(RunKind.TRAIN, resume)
         launched.append((settings, placement))
         folder.settings.write_text(json.dumps(encode(settings)))
 
@@ -130,6 +131,9 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_the_job_is_measured(
     job = {**JOB, "run_dir": str(tmp_path / "runs"), "parallel": {"plan": "auto"}}
     with pytest.raises(InputError, match="no folder can be made there"):
         train(job)
+    with pytest.raises(PlaitError, match="cannot be written: Not a directory; name another place"):
+        train(job, run_folder=str(tmp_path / "runs" / "mine"))
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 class RecordingDisplay(Silent):

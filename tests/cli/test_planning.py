@@ -188,3 +188,17 @@ def test_a_bench_without_a_shorter_course_says_so():
 def test_a_bench_that_is_not_there_is_answered_with_the_nearest():
     with pytest.raises(InputError, match="did you mean 'planner'"):
         plait("bench", "planer")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("words", [["--batch", "4294967296"], ["--set", "data.batch_size=4294967296"]])
+def test_a_microbatch_that_nobody_can_put_together_is_refused_at_once(
+    words: list[str], workers: str, tmp_path: Path
+):
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: t\nmodel: plait.workloads.mlp:mlp_tiny\ndata: {kind: digits, batch_size: 8}\nsteps: 1\n"
+    )
+    done = CliRunner().invoke(app, ["profile", str(job), *words, "--set", f"parallel.workers={workers}"])
+    assert isinstance(done.exception, InputError)
+    assert "found microbatches of 4,294,967,296 samples, expected 1,048,576 at most" in str(done.exception)

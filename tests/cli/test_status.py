@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -144,3 +146,44 @@ def test_a_lock_that_names_no_process_signals_nobody(run: RunDir, text: str, mon
             plait("stop", str(run.path))
         assert f"{run.path}: running" in plait("status", str(run.path))
     assert signalled == []
+
+
+def test_a_lock_that_names_a_process_which_does_not_hold_it_signals_nobody(run: RunDir):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            since = psutil.Process(other.pid).create_time()
+            with run.lock():
+                (run.path / ".lock").write_text(
+                    json.dumps({"host": socket.gethostname(), "pid": other.pid, "since": since})
+                )
+                with pytest.raises(InputError, match="its lock does not name the process"):
+                    plait("stop", str(run.path), "--timeout", "0")
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+def test_what_a_file_of_a_run_holds_does_not_reach_the_terminal_as_commands(run: RunDir):
+    wild = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202egnip"
+    workers = [{"rank": 0, "host": wild, "pid": 4000000}]
+    run.status.write_text(json.dumps({**GOOD, "state": "failed", "workers": workers}))
+    run.failure.write_text(f"x {wild}\ny {wild}\n")
+    shown = plait("status", str(run.path))
+    assert all(letter.isprintable() or letter == "\n" for letter in shown)
+    assert shown.count("\\x1b]0;mine\\x07") == 2
+    run.status.write_text(json.dumps({**GOOD, "state": wild}))
+    assert all(letter.isprintable() or letter == "\n" for letter in plait("status", str(run.path)))
+
+
+def test_a_run_of_another_user_is_evaluated_only_where_they_are_trusted(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+):
+    run.settings.write_text("{}")
+    if os.geteuid() == 0:
+        os.chown(run.settings, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InputError, match="belongs to another user .* executes the code .* then say --trust"):
+        plait("evaluate", str(run.path))
+    with pytest.raises(InputError, match=r"settings.json: field 'name' is missing"):
+        plait("evaluate", str(run.path), "--trust")

@@ -170,7 +170,7 @@ def test_only_a_sweep_can_be_resumed(tmp_path: Path):
     (tmp_path / "settings.json").write_text("{}")
     with pytest.raises(InputError, match="expected a run's folder or name"):
         sweep(plait.make_job(CONTENT), resume=str(tmp_path / "none"))
-    with pytest.raises(InputError, match="holds no sweep"):
+    with pytest.raises(InputError, match="holds no run that can go on"):
         sweep(plait.make_job(CONTENT), resume=str(tmp_path))
 
 

@@ -127,3 +127,12 @@ def join_after_a_loss(rank: int) -> float:
 
 def test_a_worker_that_gave_up_joining_joins_others_and_its_waits_can_be_ended():
     assert run_ranks(2, join_after_a_loss, deadline_s=40) == [2.0, 2.0]
+
+
+def test_a_group_that_cannot_be_made_says_what_went_wrong_last(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Unable to find interface for: [127.0.0.1]")
+
+    monkeypatch.setattr(dist, "new_group", fail)
+    with pytest.raises(PeerError, match=r"in 5 attempts: .*; the last error here: Unable to find interface"):
+        groups.new_group(rendezvous_of(0, ["a"], dist.HashStore()), [0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import errno
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.core import artefact, events, files
+from plait.core import artefact, events, files, names
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, DiskError, InputError, JobError
 from plait.core.names import check_arguments, did_you_mean, nearest, resolve
@@ -337,3 +338,26 @@ def test_parts_hold_everything_once_in_order_and_differ_by_one_at_most(count: in
     assert [each for part in found for each in part] == list(range(count))
     assert len(found) == parts
     assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_modules_of_a_folder_are_found_after_all_others_and_only_meanwhile(tmp_path: Path):
+    (tmp_path / "mine_alone.py").write_text("thing = 3")
+    (tmp_path / "csv.py").write_text("raise SystemExit('not the one of Python')")
+    before = list(sys.path)
+    with names.searching(str(tmp_path), None, before[-1]):
+        assert sys.path == [*before, str(tmp_path)]
+        assert str(tmp_path) in names.own_folders()
+        assert names.resolve("mine_alone:thing", "model") == 3
+        with pytest.raises(
+            InputError, match=r"csv has no 'net'.* \(.*/csv.py is hidden by the module in .*csv"
+        ):
+            names.resolve("csv:net", "model")
+    assert sys.path == before
+
+
+def test_the_path_that_workers_get_has_neither_pythons_own_folders_nor_those_of_packages(tmp_path: Path):
+    with names.searching(str(tmp_path)):
+        own = names.own_folders()
+    assert str(tmp_path) in own
+    for module in (json, pytest):
+        assert not any(module.__file__.startswith(f"{folder}/") for folder in own)

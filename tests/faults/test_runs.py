@@ -28,8 +28,7 @@ HERE = str(Path(__file__).parent)
 
 @pytest.fixture(autouse=True)
 def _own_modules(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(HERE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(HERE)  # workers look there too
 
 
 def job(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def test_an_input_that_breaks_in_mid_run_costs_no_checkpoint(loaders: int, tmp_p
 
 
 def test_a_job_that_cannot_start_leaves_nothing_and_its_folder_can_be_used(tmp_path: Path):
-    for where in (None, str(tmp_path / "mine")):
+    for where in (None, str(tmp_path / "mine" / "below")):
         with refused("batch_size"):
             plait.train(
                 job(tmp_path, data={"kind": "broken:samples", "batch_size": 64, "last_batch": "drop"}),
@@ -220,7 +219,8 @@ def test_ctrl_c_in_the_first_moments_ends_with_status_130(tmp_path: Path):
         "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(10)\n"
     )
     command = [sys.executable, "-m", "plait", "status", "x"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    where = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "plait: interrupted\n")
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from plait.core.errors import InputError
+from plait.launch.supervisor import agent_command
 from plait.schema.hosts import Host, parse_hosts
+from plait.schema.placement import Placement
 
 
 def test_names_addresses_and_users_are_hosts():
@@ -44,3 +49,16 @@ def test_what_is_no_host_is_refused(entry: str, words: str):
 def test_a_host_named_twice_is_refused():
     with pytest.raises(InputError, match="'w0' is listed twice"):
         parse_hosts(["w0:1", "w1", "w0:2"], "-H")
+
+
+@pytest.mark.parametrize("shell", ["{folder}/ssh -q {{host}}", "env {folder}/run-on {{host}}"])
+def test_an_interpreter_whose_path_has_spaces_is_found_on_every_host(shell: str, tmp_path: Path):
+    """ssh has the host's shell take its words apart; other commands pass them on as they are."""
+    stands_for = {"ssh": 'shift 2; exec sh -c "$*"', "run-on": 'shift; exec "$@"', "my python": 'echo "$@"'}
+    for name, does in stands_for.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    placement = Placement(python=str(tmp_path / "my python"), shell=shell.format(folder=tmp_path))
+    command = agent_command(placement, Host("w0", 1))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("-P -u -m plait.launch.agent\n", "")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from plait.core.errors import InputError, LaunchError
-from plait.launch.supervisor import WorkerError
+from plait.launch.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import Host, address_of, parse_hosts
 from support.launching import Memory, launch_entry, left_behind
 
@@ -166,3 +166,13 @@ def test_an_interface_that_is_not_there_is_named():
     with pytest.raises(InputError, match="--nic: w0 has no interface 'et0'"):
         address_of("et0", "w0", single_host=True)
     assert address_of("lo", "w0", single_host=False) == "127.0.0.1"
+
+
+def test_workers_with_nothing_to_save_are_ended_at_the_first_request_to_stop(tmp_path: Path):
+    def stop(memory: Memory) -> None:
+        assert memory.supervisor is not None
+        memory.supervisor.request_stop()
+
+    with pytest.raises(Interrupted, match="stopped while measuring; nothing was trained") as caught:
+        launch_entry("hang", tmp_path, Memory(stop), settings={"who": -1, "where": ""}, saves=False)
+    assert caught.value.exit_status == 130

@@ -183,6 +183,24 @@ def large_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return 16 * nn.functional.cross_entropy(output, target)
 
 
+def broken_gradient(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that is a number and whose gradient is none."""
+    return nn.functional.cross_entropy(output, target) + 0 * (output - output).square().sum().sqrt()
+
+
+class Masked(nn.Module):
+    """A model with a mask that is infinite in places, as a buffer and as a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.frozen = nn.Parameter(torch.tensor(math.inf), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.flatten(1)) * torch.softmax(self.mask, 0)[0] + 1 / self.frozen
+
+
 def digits_job(**changes: Any) -> TrainSettings:
     values: dict[str, Any] = {
         "name": "t",

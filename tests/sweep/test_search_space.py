@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.fusion import FusionError
+from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.halving import best_first, exploit, goes_on, rungs, survivors
-from plait.sweeping.search.space import grid, parse_dimension, parse_over
+from plait.sweeping.search.space import Dimension, grid, parse_dimension, parse_over
+from support.sweeping import sweep_of
 
 results = st.dictionaries(st.integers(0, 50), st.floats(allow_nan=True, allow_infinity=True), min_size=1)
 
@@ -91,15 +94,15 @@ def test_a_malformed_range_is_refused_with_the_form(text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("k=int:1:5:nan", "expected a count of 2 to 100,000"),
-        ("k=int:1:5:inf", "expected a count of 2 to 100,000"),
-        ("k=linear:1:5:1e9", "expected a count of 2 to 100,000"),
+        ("k=int:1:5:nan", "expected a count of 2 to 10,000"),
+        ("k=int:1:5:inf", "expected a count of 2 to 10,000"),
+        ("k=linear:1:5:1e9", "expected a count of 2 to 10,000"),
         ("k=int:1:1e300:4", "expected whole numbers after int:, 2\\*\\*53 at most"),
         ("k=linear:-1.7e308:1.7e308:3", "expected low < high, and finite numbers"),
         ("k=log:nan:1:3", "expected 0 < low < high"),
         ("k=" + "[" * 5000, "--over k: found '\\[\\[.*expected a value to try"),
         ("k=" + "1" * 5000, "--over k: found '111.*expected a value to try"),
-        ("k=" + "1," * 200_000, "found 200,001 values, expected 100,000 at most"),
+        ("k=" + "1," * 200_000, "found 200,001 values, expected 10,000 at most"),
     ],
 )
 def test_a_range_without_end_or_of_no_numbers_is_refused(text: str, words: str):
@@ -110,10 +113,31 @@ def test_a_range_without_end_or_of_no_numbers_is_refused(text: str, words: str):
 
 def test_a_grid_of_too_many_combinations_is_refused_before_it_is_made():
     over = [f"{key}=" + ",".join(map(str, range(100))) for key in "abcd"]
-    with pytest.raises(FusionError, match="found 100,000,000 combinations, expected 100,000 at most"):
+    with pytest.raises(FusionError, match="found 100,000,000 combinations, expected 10,000 at most"):
         grid(over)
 
 
 def test_a_key_given_twice_is_refused():
     with pytest.raises(FusionError, match="lr is given twice"):
         grid(["lr=1", "lr=2"])
+
+
+def test_of_very_many_values_a_few_are_checked_and_what_cannot_stand_for_others_is_limited():
+    numbers = (*range(5000), 0.5, 1e-3, "auto", None)
+    assert Dimension("k", numbers).samples() == ("auto", None, 0, 4999, 1e-3, 0.5)
+    assert Dimension("k", numbers[:100]).samples() == numbers[:100]
+    with pytest.raises(FusionError, match="--over k: found 3,000 values that are no numbers, such as 'a0'"):
+        Dimension("k", tuple(f"a{number}" for number in range(3000))).samples()
+
+
+def test_the_trials_of_a_large_grid_are_drawn_without_a_look_at_all_others(monkeypatch: pytest.MonkeyPatch):
+    """Each made a model, and was compared with all before it."""
+    made: list[int] = []
+    monkeypatch.setattr("support.training.small_net", lambda: made.append(1) or torch.nn.Linear(2, 2))
+    settings = sweep_of("optimizer.lr=linear:0.001:0.1:300")
+    looked: list[int] = []
+    monkeypatch.setattr("plait.sweeping.scheduler.Past", lambda *_: looked.append(1))
+    scheduler = TrialScheduler(settings, 1, "loss", lambda _: 4, lambda _: None, lambda *_: None)
+    scheduler.open()
+    assert (len(scheduler.trials), len({trial.group for trial in scheduler.trials})) == (300, 1)
+    assert (len(made) <= 1, looked) == (True, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from plait.schema.settings import (
     OptimizerSettings,
 )
 from plait.sweeping import array_size
+from plait.sweeping.search.space import Dimension
 from plait.training import checkpoint as checkpoints
 from plait.training.evaluate_run import measure_run
 from support.sweeping import sweep_here, sweep_of, trial_alone
@@ -202,3 +204,19 @@ def test_half_precision_scales_each_trials_loss_by_itself(tmp_path: Path):
     for row in found["trials"]:
         alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
         assert row["metrics"]["loss"] == pytest.approx(alone.test["loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("search", ["grid", "halving"])
+def test_a_trial_whose_weights_are_no_numbers_has_diverged_and_leaves_no_state(search: str, tmp_path: Path):
+    """Also where the loss of its last step is a number still."""
+    losses = Dimension("loss", ("cross-entropy", "support.training:broken_gradient"))
+    job = digits_job(steps=1 if search == "grid" else 2)
+    rule = {"least_steps": 1, "eta": 2} if search == "halving" else {}
+    found = sweep_here(sweep_of(losses, job=job, kind=search, **rule), tmp_path)
+    assert found["best"]["trial"] == 0
+    if search == "halving":  # its state was to be kept
+        assert found["trials"][1]["state"] == "diverged"
+    assert all(value.isfinite().all() for value in best_weights(tmp_path).values())
+    broken = sweep_of("seed=0,1", job=replace(job, loss="support.training:broken_gradient"))
+    assert sweep_here(broken, tmp_path / "both")["best"] is None
+    assert not checkpoints.list_checkpoints(RunDir(tmp_path / "both").checkpoints)

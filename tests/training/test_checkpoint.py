@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shutil
 import time
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,9 +113,66 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_with_its_reason(damage, tmp_
         checkpoints.load(path)
 
 
-def test_a_crash_while_writing_leaves_the_old_checkpoints_and_is_cleaned_up_later(
-    tmp_path: Path, monkeypatch
-):
+def forge(path: Path, content: bytes) -> None:
+    """Put `content` in the place of the model's tensors, with checksums that fit."""
+    (path / "model.safetensors").write_bytes(content)
+    state = json.loads((path / "state.json").read_text())
+    del state["crc32"]
+    state["files"]["model.safetensors"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    checksum = zlib.crc32(json.dumps(state, sort_keys=True).encode())
+    (path / "state.json").write_text(json.dumps({**state, "crc32": checksum}))
+
+
+GOOD_PLACE = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"dtype": "F31"},
+        {"dtype": None},
+        {"dtype": ["F32"]},
+        {"shape": [2, -3]},
+        {"shape": [2, 3, 1 << 70]},
+        {"shape": 6},
+        {"shape": [2.0, 3]},
+        {"data_offsets": [0]},
+        {"data_offsets": [0, 23]},
+        {"data_offsets": [-24, 0]},
+        {"data_offsets": [8, 32]},
+        {"data_offsets": [24, 0]},
+        {"data_offsets": "ab"},
+        {"data_offsets": [0, 1 << 70]},
+        b"",
+        b"\xff" * 20,
+        b"[" * 5000,
+        b"[]",
+        b'{"w": 3}',
+        b'{"w": {}}',
+        b'{"w": null}',
+        1 << 63,
+    ],
+    ids=str,
+)
+def test_a_header_that_was_forged_is_refused_in_words(header: Any, tmp_path: Path):
+    path = checkpoints.save(tmp_path, dataclasses.replace(some_state(), model={"w": torch.ones(2, 3)}))
+    text = json.dumps({"w": {**GOOD_PLACE, **header}}).encode() if isinstance(header, dict) else header
+    length = header if isinstance(header, int) else len(text)
+    forge(path, length.to_bytes(8, "little") + (b"" if isinstance(header, int) else text + bytes(24)))
+    for read in (checkpoints.open_stored, checkpoints.load):
+        with pytest.raises(CheckpointError, match=r"model.safetensors|cannot be read"):
+            read(path)
+
+
+def test_a_forged_header_that_fits_is_read(tmp_path: Path):
+    path = checkpoints.save(tmp_path, dataclasses.replace(some_state(), model={"w": torch.zeros(2, 3)}))
+    text = json.dumps({"w": GOOD_PLACE, "__metadata__": {"a": "b"}}).encode()
+    forge(path, len(text).to_bytes(8, "little") + text + bytes(24))
+    stored = checkpoints.open_stored(path).model
+    assert (list(stored), stored["w"].shape, stored.dtype("w")) == (["w"], (2, 3), torch.float32)
+
+
+def test_a_write_that_is_interrupted_leaves_the_old_checkpoints_and_nothing_else(tmp_path: Path, monkeypatch):
     checkpoints.save(tmp_path, some_state(1))
 
     def crash(*_: object) -> None:
@@ -122,10 +182,61 @@ def test_a_crash_while_writing_leaves_the_old_checkpoints_and_is_cleaned_up_late
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(tmp_path, some_state(2))
     monkeypatch.undo()
-    assert [p.name for p in checkpoints.list_checkpoints(tmp_path)] == ["step-000000001"]
-    checkpoints.save(tmp_path, some_state(3))
-    checkpoints.prune(tmp_path, 3, keep_last=1, best=None)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000001"]
+
+
+def test_what_a_killed_writer_left_is_removed_when_the_run_goes_on(tmp_path: Path):
+    job = digits_job(steps=2)
+    train_here(job, tmp_path)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step-000000002", folder / ".step-000000003.1234")
+    (folder / ".step-model.part").write_text("half")
+    train_here(dataclasses.replace(job, steps=4), tmp_path, resume=True)
+    assert sorted(p.name for p in folder.iterdir()) == ["step-000000002", "step-000000004"]
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_writer_that_was_stopped_for_a_while_writes_its_checkpoint_to_the_end(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Others have written the same step, or a later one, and pruned."""
+    write, moments = checkpoints.write_atomic, [1]
+
+    def write_late(*given: Any) -> None:
+        if moments and moments.pop():
+            checkpoints.save(tmp_path, some_state(step))
+            checkpoints.prune(tmp_path, step, keep_last=1, best=None)
+        write(*given)
+
+    monkeypatch.setattr(checkpoints, "write_atomic", write_late)
+    path = checkpoints.save(tmp_path, some_state(3))
+    assert checkpoints.load(path).step == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted({path.name, f"step-00000000{step}"})
+
+
+def test_two_writers_of_one_step_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The other one puts its checkpoint in place between this one's look and its own rename."""
+    rename, others = Path.rename, [1]
+
+    def rename_late(self: Path, target: Path) -> Path:
+        if target.name == "step-000000003" and others and others.pop():
+            checkpoints.save(tmp_path, some_state(3))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename_late)
+    assert checkpoints.load(checkpoints.save(tmp_path, some_state(3))).step == 3
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000003"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2])
+def test_values_that_are_no_numbers_are_found_by_name(dtype: torch.dtype):
+    good = {"w": torch.ones(3).to(dtype), "count": torch.tensor(4), "empty": torch.zeros(0)}
+    nan, inf = (torch.tensor([1.0, value]).to(dtype) for value in (float("nan"), -float("inf")))
+    assert checkpoints.find_broken(good) is None
+    assert checkpoints.find_broken({**good, "b": nan}) == "b"
+    assert checkpoints.find_broken({**good, "b": inf}) == "b"
+    assert checkpoints.find_broken({**good, "b": inf}, {"w"}) is None
+    assert checkpoints.find_broken({**good, "b": nan}, {"w"}) == "b"
 
 
 def test_the_last_k_and_the_best_are_kept(tmp_path: Path):

@@ -64,6 +64,17 @@ def test_any_optimizer_of_torch_can_be_named(kind: str):
     ("settings", "message"),
     [
         (OptimizerSettings("adm"), "optimizer.kind: found 'adm'.*did you mean 'adam'"),
+        (OptimizerSettings("sgd", {"lr": True}), "optimizer.lr: found True, expected a number"),
+        (
+            OptimizerSettings("sgd", {"weight_decay": False}),
+            "optimizer.weight_decay: found False, expected",
+        ),
+        (OptimizerSettings("adam", {"betas": [True, 0.9]}), "optimizer.betas: found True, expected a number"),
+        (
+            OptimizerSettings("builtins:max"),
+            "builtins:max returned .*, expected a torch.optim",
+        ),
+        (OptimizerSettings("builtins:dict"), "optimizer: builtins:dict refused {}"),
         (
             OptimizerSettings("sgd", {"momentun": 1}),
             "optimizer.momentun: SGD takes no.*did you mean 'momentum'",

@@ -33,7 +33,15 @@ from plait.schema.topology_spec import TopologySpec
 from plait.training import checkpoint
 from plait.training.engines.pipeline import check_pipeline
 from support.plans import placed, planned
-from support.training import digits_job, largest_difference, saved_weights, train_here, train_rank
+from support.training import (
+    PlainWorker,
+    digits_job,
+    largest_difference,
+    saved_weights,
+    train_here,
+    train_rank,
+    train_with,
+)
 from support.world import run_ranks
 
 
@@ -334,18 +342,21 @@ def test_replicas_of_a_stage_sum_over_the_topology_that_was_asked_for(tmp_path: 
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
 
 
-def open_for_another_model(rank: int, settings: TrainSettings, folder: Path) -> str:
+def open_for_another_model(rank: int, settings: TrainSettings, folder: Path) -> tuple[str, list[Any]]:
+    worker = PlainWorker()
     with pytest.raises(JobError) as caught:
-        train_rank(rank, settings, folder)
-    return str(caught.value)
+        train_with(worker, settings, folder)
+    return str(caught.value), worker.reports
 
 
-def test_a_plan_for_another_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_plan_for_another_model_is_refused_by_name_before_the_run_begins(tmp_path: Path) -> None:
     settings = planned((1, 1), Schedule.FLUSH)
     assert settings.pipeline is not None
     stages = [dict(stage) for stage in settings.pipeline.plan["stages"]]
     stages[0] = stages[0] | {"layers": ["elsewhere", *stages[0]["layers"]]}
     other = replace(settings.pipeline, plan=settings.pipeline.plan | {"stages": stages})
-    words = run_ranks(2, open_for_another_model, replace(settings, pipeline=other), tmp_path / "run")[0]
-    assert "parallel.plan: the plan is for another model than" in words
+    refused = replace(settings, pipeline=other)
+    words, reports = run_ranks(2, open_for_another_model, refused, tmp_path / "run")[0]
+    assert words.startswith("parallel.plan: the plan is for another model than")
     assert "it has layer 'elsewhere'" in words
+    assert reports == []

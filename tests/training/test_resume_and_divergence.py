@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from plait.core.errors import CheckpointError, JobError
 from plait.core.events import read
@@ -18,6 +20,7 @@ from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluateSettings,
+    ModelSettings,
     OptimizerSettings,
     SyncSettings,
     TrainSettings,
@@ -150,6 +153,57 @@ def test_a_loss_that_is_no_number_ends_the_run_and_costs_no_good_checkpoint(kind
     assert result.reason == "diverged"
     assert result.step < 400
     assert all(torch.isfinite(value).all() for value in saved_weights(tmp_path).values())
+
+
+LAST = CheckpointSettings(every_steps=3, keep_last=1, keep_best="loss")
+GOOD = replace(JOB, steps=3, checkpoint=LAST)
+BROKEN = replace(GOOD, steps=4, loss="support.training:broken_gradient")
+
+
+def break_each(rank: int, jobs: dict[str, TrainSettings], folder: Path, address: str) -> dict[str, str]:
+    """How runs end, one after the other, that go on from the state of the run in `folder / "one"`."""
+    found = {}
+    for name, settings in jobs.items():
+        if rank == 0:
+            shutil.copytree(folder / "one", folder / name, symlinks=True)
+        dist.barrier()
+        given = {"address": address} if name == "local-sgd" else {}
+        result, _ = train_rank(rank, settings, folder / name, True, in_pieces=name == "pieces", **given)
+        found[name] = result.reason
+    return found
+
+
+def test_weights_that_are_no_numbers_end_the_run_and_cost_no_good_checkpoint(tmp_path: Path):
+    """Also where the loss of the step is a number still, whoever holds the weights."""
+    train_here(GOOD, tmp_path / "one")
+    cut = cut_in_two(BROKEN, Schedule.FLUSH, 4)
+    averaged = replace(BROKEN, sync=SyncSettings("local-sgd"))
+    jobs = {"two": BROKEN, "pipeline": cut, "pieces": cut, "local-sgd": averaged}
+    with job_store() as address:
+        found = run_ranks(2, break_each, jobs, tmp_path, address)
+    assert found[0] == dict.fromkeys(jobs, "diverged")
+    assert train_here(BROKEN, tmp_path / "one", resume=True)[0].reason == "diverged"
+    for name in ("one", *jobs):
+        kept = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
+        assert kept == ["best", "step-000000003"], name
+        assert all(value.isfinite().all() for value in saved_weights(tmp_path / name).values())
+
+
+def test_weights_that_are_no_numbers_are_not_saved_where_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    train_here(GOOD, tmp_path)
+    result, _ = train_here(replace(BROKEN, stop_on_nan=False), tmp_path, resume=True)
+    assert (result.reason, result.step) == ("finished", 4)
+    (kept,) = checkpoints.list_checkpoints(tmp_path / "checkpoints")
+    assert kept.name == "step-000000003"
+    assert "no checkpoint of step 4: '0.weight' holds values that are no numbers" in caplog.text
+
+
+def test_infinities_that_training_does_not_touch_are_saved(tmp_path: Path):
+    result, _ = train_here(replace(GOOD, model=ModelSettings("support.training:Masked")), tmp_path)
+    assert result.reason == "finished"
+    assert saved_weights(tmp_path)["mask"].isinf().any()
 
 
 def test_such_a_run_goes_on_where_that_is_asked_for(tmp_path: Path):

@@ -242,3 +242,16 @@ def test_texts_and_vocabularies_that_cannot_be_used_are_refused_with_their_line(
     folder = shards_in(tmp_path)
     with pytest.raises(DataError, match="has shards already; choose another folder"):
         make_shards([text_file(tmp_path)], folder)
+
+
+def test_a_vocabulary_that_is_there_already_is_used_or_refused_and_never_rewritten(tmp_path: Path) -> None:
+    folder, text = shards_in(tmp_path), text_file(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    words = other / "vocab.txt"
+    words.write_bytes((folder / "vocab.txt").read_bytes().rstrip())
+    before = words.read_bytes()
+    with pytest.raises(DataError, match=r"vocab\.txt: there already, .* use it: --vocabulary"):
+        make_shards([text], other, 80)
+    make_shards([text], other, words, ShardSettings(length=24))
+    assert words.read_bytes() == before

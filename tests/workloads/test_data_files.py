@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import random
 import struct
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,12 @@ IMAGES = idx((3, 2, 3), bytes(18))
     ("name", "data", "message"),
     [
         ("train-images-idx3-ubyte", IMAGES[:-1], "found 17 bytes after the header, .* 3 x 2 x 3 = 18"),
-        ("train-images-idx3-ubyte", IMAGES + b"\0", "found 19 bytes after the header"),
+        ("train-images-idx3-ubyte", IMAGES + b"\0", "found more bytes after the header"),
+        (
+            "train-images-idx3-ubyte",
+            idx((1 << 31, 2, 3), b""),
+            "header promises 2147483648 x 2 x 3 = 12,",
+        ),
         ("train-images-idx3-ubyte", b"", "found 0 bytes, expected an IDX file .* header alone has 16"),
         (
             "train-images-idx3-ubyte",
@@ -153,6 +159,18 @@ def test_a_broken_idx_file_names_itself_and_what_is_wrong(tmp_path, name, data, 
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=f"{name}: .*{message}.*set data.path"):
         build("fashion-mnist", "train", path=tmp_path)
+
+
+def test_no_more_of_a_zipped_file_is_unpacked_than_its_header_promises(tmp_path):
+    write_fashion(tmp_path, zipped=True)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(IMAGES + bytes(1 << 26), 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="found more bytes after the header"):
+            build("fashion-mnist", "train", path=tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 23
+    finally:
+        tracemalloc.stop()
 
 
 def test_missing_or_empty_idx_files_are_refused(tmp_path):

@@ -65,6 +65,19 @@ def test_a_loss_takes_options_and_refuses_those_it_has_not():
         build_loss("cross-entropy", {"label_smothing": 0.1})
 
 
+@pytest.mark.parametrize("value", [2, -0.1, True, "much", float("nan")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("cross-entropy", "label_smoothing"),
+        ("plait.workloads.translation.loss:label_smoothing", "smoothing"),
+    ],
+)
+def test_only_a_share_is_taken_for_label_smoothing(kind, name, value):
+    with pytest.raises(JobError, match=f"loss_args.{name}: found .*, expected a number from 0 to 1"):
+        build_loss(kind, {name: value})
+
+
 def test_accuracy_counts_samples_and_tokens():
     logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
     assert accuracy(logits, torch.tensor([1, 1, 1])) == (2, 3)

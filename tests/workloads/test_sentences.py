@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.aliases
 import gettext
 from collections import Counter
 from pathlib import Path
@@ -259,6 +260,18 @@ def test_a_file_that_is_no_catalogue_and_wrong_letters_are_refused(tmp_path):
     (tmp_path / "x.mo").write_bytes(content.replace(b"ISO-8859-1", b"UTF-8     "))
     with pytest.raises(DataError, match="a message is not in UTF-8, as the catalogue says"):
         read_mo(tmp_path / "x.mo")
+
+
+def test_a_catalogue_that_names_any_codec_of_pythons_is_read_or_refused_in_words(tmp_path):
+    refused = []
+    for charset in sorted({*encodings.aliases.aliases.values(), "undefined", "idna", "punycode", "nothing"}):
+        description = f"Content-Type: text/plain; charset={charset}\n"
+        write_mo(tmp_path / "x.mo", {"": description, "Close it": "Schließen"}, None)
+        try:
+            read_mo(tmp_path / "x.mo")
+        except DataError:
+            refused.append(charset)
+    assert {"undefined", "hex_codec", "nothing", "ascii"} <= set(refused)
 
 
 def test_messages_are_cleaned():

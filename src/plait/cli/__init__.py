@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ from plait.cli.shards import shards
 from plait.cli.sweep import sweep
 from plait.cli.train import train
 from plait.core.errors import PlaitError
+from plait.core.shown import printable
 from plait.launch.preload import remove_empty_cache
 
 app = typer.Typer(
@@ -49,8 +51,10 @@ def root(
 
 def main() -> None:
     """Run the verb that the arguments name; a person's mistake or a failed run ends with one message."""
-    # A user's own modules are looked for in the folder they stand in, as the workers do.
-    sys.path.insert(0, os.getcwd())
+    _open_closed_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     try:
         with os_errors_as_messages():
             app()
@@ -66,8 +70,19 @@ def main() -> None:
         remove_empty_cache()
 
 
+def _open_closed_streams() -> None:
+    """Open standard streams that this process was started without, before another file gets their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
 def _end(message: str, status: int) -> NoReturn:
-    print(f"plait: {message}", file=sys.stderr)
+    print(printable(f"plait: {message}"), file=sys.stderr)
     if "--json" in sys.argv:
         print(json.dumps({"error": message}))
     sys.exit(status)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from plait.core.errors import InputError
 from plait.core.files import write_atomic
 from plait.core.units import show_seconds
 
@@ -44,7 +45,11 @@ def demo(
 
     started = time.monotonic()
     job, measured, picture = run_dir / "demo.yaml", run_dir / "demo.profile.json", run_dir / "demo.png"
-    write_atomic(job, f"{DIGITS}run_dir: {run_dir}\n")
+    text = f"{DIGITS}run_dir: {run_dir}\n"
+    if not job.exists():
+        write_atomic(job, text)
+    elif job.read_bytes() != text.encode():
+        raise InputError(f"{job}: there already, and not the tour's; say with --run-dir where to write")
     if json_:
         results = {
             "profile": _json_of(lambda: profile(job, output=measured, batch=16, json_=True)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
+import os
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import typer
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import InputError
+from plait.core.names import searching
 from plait.core.shown import shown
 from plait.core.units import parse_bytes, show_bytes, show_seconds
 from plait.schema.schedules import Schedule
@@ -59,7 +60,8 @@ def profile(
     placement = replace(asked.placement(), threads=threads)
     together = links and sum(host.slots for host in placement.hosts) > 1
     measure = _measure_together if together else _measure_alone
-    found = measure(asked.settings(), placement, batch, repeats, quiet or json_)
+    with searching(os.getcwd(), asked.folder):
+        found = measure(asked.settings(), placement, batch, repeats, quiet or json_)
     from plait.profiler.profile import save_profile
 
     target = output or Path(f"{asked.name}.profile.json")
@@ -85,9 +87,9 @@ def _measure_together(
 
     console = Console(stderr=True)
     size = batch or settings.data.batch_size
-    with tempfile.TemporaryDirectory() as logs, _spinner(console, quiet):
+    with _spinner(console, quiet):
         (found,) = profile_together(
-            settings, placement, (size,), Path(logs), repeats, verify=settings.verify.start != "off"
+            settings, placement, (size,), repeats, verify=settings.verify.start != "off"
         )
         return found
 
@@ -351,16 +353,18 @@ def _extras(
         from plait.pipeline.cutting.to_code import write_code
         from plait.schema.job import read_job
 
-        settings = read_job(job).settings()
+        asked = read_job(job)
+        settings = asked.settings()
         if measured is not None and measured.model != settings.model.factory:
             raise InputError(
                 f"--job: {job} has the model {settings.model.factory}, but the profile is of {measured.model}"
             )
-        traced = trace_job(settings)
         stages = [stage.layers for stage in made.stages]
-        if settings.verify.start != "off":
-            verify_job(settings, traced, stages)
-        with os_errors_as_messages():
-            written = write_code(traced, stages, to_code)
+        with searching(os.getcwd(), asked.folder):
+            traced = trace_job(settings)
+            if settings.verify.start != "off":
+                verify_job(settings, traced, stages)
+            with os_errors_as_messages():
+                written = write_code(traced, stages, to_code)
         wrote += [str(path) for path in written]
     return wrote

@@ -16,8 +16,10 @@ from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.status_file import read_cause, read_status
 from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
+from plait.core.names import searching
+from plait.core.shown import printable
 from plait.core.units import count_of, show_seconds
-from plait.launch.run_dir import RunDir, find_run
+from plait.launch.run_dir import RunDir, RunKind, find_run
 from plait.schema.results import show_metrics
 
 RunArgument = Annotated[
@@ -46,14 +48,15 @@ def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag
     from plait.cli.show import describe
 
     age = show_seconds(max(0.0, time.time() - found["updated"]))
-    print(f"{folder.path}: {found['state']}, last word {age} ago")
+    lines = [f"{folder.path}: {found['state']}, last word {age} ago"]
     if found["progress"]:
-        print(describe(found["progress"]))
+        lines.append(describe(found["progress"]))
     if found["state"] == "failed" and cause is not None:
-        print(f"it ended with: {cause} (see {folder.failure})")
+        lines.append(f"it ended with: {cause} (see {folder.failure})")
     for worker in found["workers"]:
         alive = "alive" if worker["alive"] else "ended"
-        print(f"worker {worker['rank']} on {worker['host']}: pid {worker['pid']}, {alive}")
+        lines.append(f"worker {worker['rank']} on {worker['host']}: pid {worker['pid']}, {alive}")
+    print(printable("\n".join(lines)))
 
 
 def stop(
@@ -82,10 +85,9 @@ def stop(
     if json_:
         print(json.dumps({"run": str(folder.path), **found}))
     else:
-        print(f"{folder.path}: {found['state']} at step {found['progress'].get('step', 0)}")
-        is_sweep = (folder.path / "sweep.json").exists()
-        on = f"sweep {folder.job} --resume" if is_sweep else f"train {folder.job} --resume --run"
-        print(f"next: plait {on} {folder.path}")
+        print(printable(f"{folder.path}: {found['state']} at step {found['progress'].get('step', 0)}"))
+        kind = RunKind.SWEEP if folder.sweep.exists() else RunKind.TRAIN
+        print(f"next: {kind.how_to_go_on(folder.path, folder.job)}")
 
 
 def resize(
@@ -181,6 +183,9 @@ def evaluate(
     beam: Annotated[int, typer.Option(help="With --bleu: hypotheses a sentence; 1 is greedy.")] = 5,
     length_penalty: Annotated[float, typer.Option(help="With --bleu: 0 is none.")] = 0.6,
     coverage_penalty: Annotated[float, typer.Option(help="With --bleu: 0 is none.")] = 0.1,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Also a run of another user, whose code runs.")
+    ] = False,
     json_: JsonFlag = False,
 ) -> None:
     """Measure a run's checkpoint on the test split.
@@ -189,18 +194,33 @@ def evaluate(
     """
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
+        if not trust:
+            _check_owner(folder)
+        modules = folder.read_record().modules if folder.record.exists() else ()
     show_logs()
-    if bleu:
-        _evaluate_bleu(folder, best, beam, (length_penalty, coverage_penalty), json_)
-        return
-    from plait.training.evaluate_run import measure_run
+    with searching(os.getcwd(), *modules):
+        if bleu:
+            _evaluate_bleu(folder, best, beam, (length_penalty, coverage_penalty), json_)
+            return
+        from plait.training.evaluate_run import measure_run
 
-    found = measure_run(folder, best)
+        found = measure_run(folder, best)
     if json_:
         print(json.dumps({"run": str(folder.path), **found}))
         return
     words = show_metrics(found["metrics"])
     print(f"{folder.path} at step {found['step']}: {words}")
+
+
+def _check_owner(folder: RunDir) -> None:
+    """Refuse to execute what a run of another user names."""
+    for file in (folder.settings, folder.record):
+        owner = file.stat().st_uid if file.exists() else 0
+        if owner not in (0, os.geteuid()):
+            raise InputError(
+                f"{file}: belongs to another user ({owner}), and to evaluate a run executes the code that it "
+                f"names, such as its model's; look at {folder.settings} first, then say --trust"
+            )
 
 
 def _evaluate_bleu(

@@ -24,7 +24,7 @@ from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.shown import shown
 from plait.core.units import count_of, show_rate, show_seconds
-from plait.launch.run_dir import RunDir
+from plait.launch.run_dir import RunDir, RunKind
 from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
 from plait.schema.settings import SEARCHES, SearchSettings
 
@@ -249,6 +249,6 @@ def show_result(result: SweepResult, job: Path) -> None:
     rate = f"{show_rate(result.trial_steps_per_s)} trial steps/s on {workers}"
     print(f"{result.step} of {result.steps} trials in {show_seconds(result.seconds)}, {rate}")
     if result.reason == "stopped":
-        print(f"stopped; go on with: plait sweep {job} --resume {folder.path}")
+        print(f"stopped; go on with: {RunKind.SWEEP.how_to_go_on(folder.path, job)}")
         return
     print(f"wrote {folder.path} (trials.csv, curves.png, sweep.html); next: plait evaluate {folder.path}")

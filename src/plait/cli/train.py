@@ -13,7 +13,7 @@ from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import JobError
 from plait.core.shown import shown
 from plait.core.yaml_text import YamlError, load_yaml
-from plait.launch.run_dir import RunDir
+from plait.launch.run_dir import RunDir, RunKind
 from plait.schema.results import RunResult
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def show_result(result: RunResult) -> None:
     folder = RunDir(Path(result.run))
     print_table(result_table(result))
     if result.reason == "stopped":
-        print(f"stopped; go on with: plait train {folder.job} --resume --run {folder.path}")
+        print(f"stopped; go on with: {RunKind.TRAIN.how_to_go_on(folder.path, folder.job)}")
         return
     if result.reason == "early-stop":
         print("ended early: the watched metric stopped improving")

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from plait.comm.rendezvous import CHECK_S, Rendezvous
 from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
+from plait.core.shown import shortened
 
 ATTEMPTS = 5
 # For a proof that its sender says is on its way.
@@ -136,21 +137,22 @@ def new_group(
 def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[int], Any]) -> Any:
     """What `make` returned, once all members have proven themselves in it; all ranks agree on that."""
     group_name = rendezvous.next_group(ranks)
+    failed = ""
     for attempt in range(ATTEMPTS):
         name = f"{group_name}/{attempt}"
         with _sealing():
             group, fine = None, True
             try:
                 group = make(attempt)
-            except RuntimeError:
-                fine = False
+            except RuntimeError as failure:
+                fine, failed = False, f"; the last error here: {shortened(str(failure), 300)}"
                 if rendezvous.check is not None:
                     rendezvous.check()
             if _is_proven(rendezvous, name, ranks, group, fine):
                 return group
     raise PeerError(
         f"a process group of workers {list(ranks)} could not be made in {ATTEMPTS} attempts: some "
-        f"connections came from elsewhere, or broke",
+        f"connections came from elsewhere, or broke{failed}",
         LostPeer.GONE,
     )
 

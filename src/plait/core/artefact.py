@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError
-from plait.core.files import read_text, write_atomic
+from plait.core.files import read_text, write_output
 from plait.core.shown import shown
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ MOST_BYTES = 64_000_000
 def save(value: Any, path: Path, kind: str, version: int) -> None:
     """Write `value`, a frozen dataclass, to `path` under its `kind` ("profile", "plan") and version."""
     text = json.dumps({"plait": kind, "version": version, **encode(value)}, indent=1)
-    write_atomic(path, text + "\n")
+    write_output(path, text + "\n")
 
 
 def load(cls: type[T], path: Path, kind: str, version: int) -> T:

@@ -47,6 +47,11 @@ def decode(cls: type[T], data: Any, where: str = "") -> T:
     return cast("T", _decode(cls, data, where or cls.__name__))
 
 
+def decode_over(value: T, data: Mapping[str, Any], where: str) -> T:
+    """A copy of `value`, a dataclass, with the fields of `data` as `decode` reads them."""
+    return cast("T", dataclasses.replace(cast("Any", value), **_decode_fields(type(value), data, where)))
+
+
 @cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
@@ -126,16 +131,20 @@ def _decode_tuple(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
 
 def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
     _expect(isinstance(data, Mapping), data, cls, where)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    for field in dataclasses.fields(cls):
+        optional = field.default is not dataclasses.MISSING or not field.init
+        if field.name not in data and not optional and field.default_factory is dataclasses.MISSING:
+            raise ArtefactError(f"{where}: field {field.name!r} is missing")
+    return cls(**_decode_fields(cls, data, where))
+
+
+def _decode_fields(cls: Any, data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    fields = [f.name for f in dataclasses.fields(cls) if f.init]
     hints = _hints(cls)
     for name in data:
         if name not in fields:
             raise ArtefactError(f"{where}: unknown field {shown(name)}{did_you_mean(name, fields)}")
-    for name, field in fields.items():
-        optional = field.default is not dataclasses.MISSING
-        if name not in data and not optional and field.default_factory is dataclasses.MISSING:
-            raise ArtefactError(f"{where}: field {name!r} is missing")
-    return cls(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in data})
+    return {name: _decode(hints[name], data[name], f"{where}.{name}") for name in data}
 
 
 def _one_of(choices: Sequence[Any]) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import stat
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from plait.core.errors import DiskError, InputError
 from plait.core.shown import shortened
@@ -16,16 +20,16 @@ from plait.core.units import show_bytes
 def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:
     """Put `data` at `path` so that a reader, or a crash, never meets half of it.
 
-    With `private` only its owner may read it. DiskError where the disk does not take it.
+    For files of Plait's own: a link at `path` is replaced, not followed. With `private` nobody but its owner
+    can ever read it. DiskError where the disk does not take it.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
         try:
-            with aside.open("wb") as file:
-                if private:
-                    os.fchmod(file.fileno(), 0o600)
-                file.write(data.encode() if isinstance(data, str) else data)
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(_as_bytes(data))
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(path)
@@ -33,6 +37,45 @@ def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
         sync_folder(path.parent)
+
+
+def write_output(path: Path, data: bytes | str) -> None:
+    """Put `data` where a person asked for it; a link is followed.
+
+    A file is replaced whole. What is no file cannot be replaced and is written to: a device, a pipe, or this
+    process's own standard output under whatever name.
+    """
+    with writing(path):
+        there = path.stat() if path.exists() else None
+        own = None if there is None else _own_stream(there)
+        if own is None and (there is None or stat.S_ISREG(there.st_mode)):
+            write_atomic(Path(os.path.realpath(path)), data)
+            return
+        if own is not None:
+            own.flush()
+        descriptor = os.open(path, os.O_WRONLY) if own is None else os.dup(own.fileno())
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_as_bytes(data))
+
+
+def write_picture(path: Path, figure: Any, **options: Any) -> None:
+    """Put a figure of matplotlib's, as a PNG, where a person asked for it."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", **options)
+    write_output(path, picture.getvalue())
+
+
+def _own_stream(there: os.stat_result) -> IO[str] | None:
+    """Standard output or error, where it is the file that `there` describes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or no file
+            if os.path.samestat(os.fstat(stream.fileno()), there):
+                return stream
+    return None
+
+
+def _as_bytes(data: bytes | str) -> bytes:
+    return data.encode() if isinstance(data, str) else data
 
 
 @contextlib.contextmanager

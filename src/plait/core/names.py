@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from plait.core.aliases import ALIASES
@@ -41,6 +47,31 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
     return f"; valid: {listed(sorted(valid), 500)}" if valid else ""
 
 
+def own_folders() -> list[str]:
+    """The folders on the Python path that are neither Python's own nor those of installed packages."""
+    paths = sysconfig.get_paths()
+    installed = {paths["purelib"], paths["platlib"], paths["scripts"], *site.getsitepackages()}
+    installed.add(site.getusersitepackages())
+    folders = dict.fromkeys(os.path.abspath(folder) for folder in sys.path)
+    own = [folder for folder in folders if folder not in installed and os.path.isdir(folder)]
+    return [folder for folder in own if not f"{folder}{os.sep}".startswith(paths["stdlib"] + os.sep)]
+
+
+@contextlib.contextmanager
+def searching(*folders: str | None) -> Iterator[None]:
+    """Look for modules in `folders` too, while the block runs.
+
+    They come last: no module of a user's, or of a stranger where others may write, takes the place of one
+    of Python's or of an installed package.
+    """
+    before = list(sys.path)
+    sys.path += [each for each in folders if each and each not in before]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
 def resolve(path: str, key: str, error: type[InputError] = InputError) -> Any:
     """The object that `package.module:name` points to.
 
@@ -58,6 +89,7 @@ def resolve(path: str, key: str, error: type[InputError] = InputError) -> Any:
             suggestion = f"; did you mean {hint!r}?" if hint else ""
             raise error(
                 f"{key}: found {shown(path)}, but {shortened(module_name)} has no {shown(part)}{suggestion}"
+                f"{_hidden(module_name)}"
             ) from None
         except Exception as failure:  # a module may make its names when they are asked for
             raise error(f"{key}: {shown(path)} cannot be read: {in_words(failure)}") from failure
@@ -72,16 +104,37 @@ def _import(module_name: str, path: str, key: str, error: type[InputError]) -> A
         if missing.name is not None and (module_name + ".").startswith(missing.name + "."):
             raise error(
                 f"{key}: found {shown(path)}, but there is no module {shown(missing.name)} on the Python "
-                f"path; expected an importable 'package.module:name' (the current folder is searched too)"
+                f"path; expected an importable 'package.module:name' (the current folder and the job file's "
+                f"are searched too)"
             ) from None
-        raise error(f"{failed}: {shortened(str(missing), 500)}") from missing
+        raise error(f"{failed}: {shortened(str(missing), 500)}{_hidden(module_name)}") from missing
     except (Exception, SystemExit) as failure:  # a user's module may fail in any way while it is imported
         raise error(f"{failed}: {in_words(failure)}") from failure
+
+
+def _hidden(module_name: str) -> str:
+    """What to do where a module of the user's is not found because another one has its name."""
+    name = module_name.partition(".")[0]
+    used = getattr(sys.modules.get(name), "__file__", None)
+    for folder in map(Path, own_folders()):
+        for file in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if file.is_file() and not (used is not None and file.samefile(used)):
+                what = f"the module in {used}" if used is not None else "a module of Python's own"
+                return f" ({file} is hidden by {what} of the same name; give it another one)"
+    return ""
 
 
 def in_words(failure: BaseException) -> str:
     """`ValueError: what it says`, in few letters."""
     return f"{type(failure).__name__}: {shortened(str(failure), 500)}".removesuffix(": ")
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function or class; none of a builtin that says nothing of them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def check_arguments(

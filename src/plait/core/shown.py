@@ -39,6 +39,11 @@ def shortened(text: str, most: int = 80) -> str:
     return _cut(text, most)
 
 
+def printable(text: str) -> str:
+    """`text` with its control characters spelt out: a terminal obeys them, and files may be anybody's."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+
+
 def _cut(text: str, most: int) -> str:
     if len(text) <= most:
         return text

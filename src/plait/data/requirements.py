@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from plait.core.errors import DataError, JobError
+from plait.core.names import parameters_of
 from plait.schema.settings import DataSettings, TrainSettings
 from plait.workloads.language.carried_state import CarriedState
 
@@ -117,7 +117,7 @@ def check_length(
     # Rotary and relative places have no weights, and take any length.
     tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     if shape[0] > places and places in tables - {getattr(config, "vocab_size", None)}:
-        names = _arguments_of(factory)
+        names = parameters_of(factory)
         key = "model_args.context" if "context" in names else "model_args.config.max_position_embeddings"
         raise JobError(
             f"data.length: found samples of {shape[0]:,} tokens in {settings.data.kind}, but the model has "
@@ -125,16 +125,9 @@ def check_length(
         )
 
 
-def _arguments_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # no function of Python's
-        return {}
-
-
 def _known_tokens(settings: TrainSettings, factory: Callable[..., Any], model: nn.Module) -> tuple[str, Any]:
     """Where the model says how many tokens it knows, and how many: its arguments, or its configuration."""
-    parameter = _arguments_of(factory).get("vocabulary")
+    parameter = parameters_of(factory).get("vocabulary")
     if parameter is not None:
         return "model_args.vocabulary", settings.model.args.get("vocabulary", parameter.default)
     own = getattr(getattr(model, "config", None), "vocab_size", None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.codec import encode
-from plait.core.files import write_atomic
+from plait.core.files import write_output
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
@@ -107,7 +107,7 @@ def write_csv(bench: Bench, path: Path) -> None:
     writer = csv.DictWriter(text, _columns(bench.rows), lineterminator="\n")
     writer.writeheader()
     writer.writerows(bench.rows)
-    write_atomic(path, text.getvalue())
+    write_output(path, text.getvalue())
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plait.core.files import read_text, write_atomic
+from plait.core.files import read_text, write_output
 from plait.core.shown import shown
 from plait.graph.graph import Edge, Graph, GraphError, Node
 
@@ -132,7 +132,7 @@ def read(path: Path) -> Document:
 
 def write(document: Document, path: Path) -> None:
     """Write `document` to the file `path`."""
-    write_atomic(path, str(document))
+    write_output(path, str(document))
 
 
 def parse(text: str, name: str = "graph") -> Document:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import Any
 from plait.core.artefact import load
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError, JobError
-from plait.core.names import did_you_mean
+from plait.core.names import did_you_mean, searching
 from plait.core.shown import shown
 from plait.fusion.errors import FusionError
 from plait.launch.display import Display, Silent
-from plait.launch.run import launch_entry, tracing_modules
-from plait.launch.run_dir import RunDir, choose_folder, find_run
+from plait.launch.run import check_alone, launch_entry, tracing_modules
+from plait.launch.run_dir import RunKind, choose_folder, new_run
 from plait.report.sweep import write_sweep
 from plait.schema.aliases import KEY_ALIASES, canonical_value
 from plait.schema.hosts import LOCAL, Host
@@ -40,10 +40,8 @@ from plait.sweeping.trial_settings import check_key
 from plait.sweeping.worker_group import check_worker_groups
 
 KIND, VERSION = "sweep", 1
-# Combinations that are checked one by one before anything starts; of more, each value is, and of more
-# values of one key than a few, those that stand for all.
+# Combinations that are checked one by one before anything starts; of more, the values of each key are.
 CHECKED = 2000
-FEW = 100
 
 Over = Sequence[str] | Mapping[str, Any]
 
@@ -73,31 +71,46 @@ def sweep(
     plan, as many as that has stages. With `resume` the sweep in that folder goes on, as it was asked for;
     `job` then says where its workers run, and `replicas`, where given, how many share an array.
     """
+    check_alone()
     job = as_job(job)
-    if resume is not None:
-        folder = find_run(resume, Path(job.run_dir))
-        settings = read_sweep(folder)
-        if replicas is not None:
-            settings = replace(settings, replicas=replicas)
-            check(settings)
-        _check_workers(job, settings)
-    else:
-        settings = make_sweep(
-            job, over, search, trials, width, eta, least_steps, metric=metric, seed=seed, replicas=replicas
+    run_dir = Path(job.run_dir)
+    with searching(os.getcwd(), job.folder):
+        named = run_folder if resume is None else resume
+        folder = choose_folder(run_dir, job.name, resume is not None, named, RunKind.SWEEP)
+        if resume is not None and folder is not None:
+            settings = load(SweepSettings, folder.sweep, KIND, VERSION)
+            if replicas is not None:
+                settings = replace(settings, replicas=replicas)
+                check(settings)
+            _check_workers(job, settings)
+            files = {}
+        else:
+            settings = make_sweep(
+                job,
+                over,
+                search,
+                trials,
+                width,
+                eta,
+                least_steps,
+                metric=metric,
+                seed=seed,
+                replicas=replicas,
+            )
+            folder = folder or new_run(run_dir, job.name)
+            files = {folder.sweep: _text(settings)}
+        found = launch_entry(
+            "plait.sweeping.worker",
+            RunKind.SWEEP,
+            settings,
+            placement_of(job, settings),
+            folder,
+            display or Silent(),
+            resume is not None,
+            files,
+            "" if resume is not None else job.text(),
+            preload=tracing_modules(settings.train),
         )
-        folder = choose_folder(Path(job.run_dir), job.name, False, run_folder)
-    files = {folder.path / "sweep.json": _text(settings), folder.job: job.text()}
-    found = launch_entry(
-        "plait.sweeping.worker",
-        "sweep",
-        settings,
-        placement_of(job, settings),
-        folder,
-        display or Silent(),
-        resume is not None,
-        {} if resume is not None else files,
-        preload=tracing_modules(settings.train),
-    )
     result = replace(decode(SweepResult, found, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
     return result
@@ -211,31 +224,19 @@ def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> No
     Where all combinations are `listed`, refuse too many of them.
     """
     content = job.content
-    ends = [Dimension(d.key, _ends(d)) for d in dimensions]
-    for dimension in ends:
-        for value in dimension.values:
-            _check(content, {dimension.key: value})
     try:
         if listed:
             combinations(dimensions)
-        few = combinations(ends) if count_combinations(ends) <= CHECKED else []
+        samples = [Dimension(d.key, d.samples()) for d in dimensions]
+        together = len(samples) > 1 and count_combinations(samples) <= CHECKED
+        few = combinations(samples) if together else []
     except FusionError as failure:
         raise InputError(str(failure)) from None
+    for dimension in samples:
+        for value in dimension.values:
+            _check(content, {dimension.key: value})
     for values in few:
         _check(content, values)
-
-
-def _ends(dimension: Dimension) -> tuple[Any, ...]:
-    """Values that stand for all of a dimension; of many numbers the smallest and the largest do."""
-    values = dimension.ends()
-    if len(values) <= FEW:
-        return values
-    numbers: dict[type, list[Any]] = {int: [], float: []}
-    others: list[Any] = []
-    for value in values:
-        is_number = type(value) is int or (type(value) is float and math.isfinite(value))
-        (numbers[type(value)] if is_number else others).append(value)
-    return (*others, *(end(kind) for kind in numbers.values() if kind for end in (min, max)))
 
 
 def _check(content: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -247,11 +248,3 @@ def _check(content: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 
 def _text(settings: SweepSettings) -> str:
     return json.dumps({"plait": KIND, "version": VERSION, **encode(settings)}, indent=1) + "\n"
-
-
-def read_sweep(folder: RunDir) -> SweepSettings:
-    """What the sweep in `folder` was asked for."""
-    path = folder.path / "sweep.json"
-    if not path.exists():
-        raise InputError(f"--resume: {folder.path} holds no sweep; start one without --resume")
-    return load(SweepSettings, path, KIND, VERSION)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from plait.core.names import searching
 from plait.launch.display import Display, Silent
-from plait.launch.run import launch
-from plait.launch.run_dir import choose_folder
+from plait.launch.run import check_alone, launch
+from plait.launch.run_dir import RunKind, choose_folder, new_run
 from plait.schema.job import Job, as_job
 from plait.schema.results import RunResult
 
@@ -22,18 +24,23 @@ def train(
 ) -> RunResult:
     """Run `job`, or the one in a file, on its workers to its end; what it came to.
 
-    The same as `plait train`: the folder is new, `run_folder`, or on resume the latest of this job.
+    The same as `plait train`: the folder is new, `run_folder`, or on resume that of the job's latest run.
+    Modules that the job names are looked for where this process finds them, in the current folder and in that
+    of the job file.
     """
+    check_alone()
     job = as_job(job)
     display = display or Silent()
     settings, placement = job.settings(), job.placement()
-    folder = choose_folder(Path(job.run_dir), job.name, resume, run_folder)
-    if job.parallel.plan != "data-parallel":
-        from plait.measure.auto_plan import plan_job, settings_before  # imports torch
+    run_dir = Path(job.run_dir)
+    with searching(os.getcwd(), job.folder):
+        folder = choose_folder(run_dir, job.name, resume, run_folder, RunKind.TRAIN)
+        if job.parallel.plan != "data-parallel":
+            from plait.measure.auto_plan import plan_job, settings_before  # imports torch
 
-        with folder.removed_on_failure():
-            before = settings_before(folder.settings)
+            before = settings_before(folder.settings) if folder is not None and resume else None
             settings, placement, notes = plan_job(job, settings, placement, before)
-        for note in notes:
-            display.printed(note)
-    return launch(settings, placement, folder, display, resume=resume, job_text=job.text())
+            for note in notes:
+                display.printed(note)
+        folder = folder or new_run(run_dir, job.name)
+        return launch(settings, placement, folder, display, resume=resume, job_text=job.text())

@@ -20,7 +20,6 @@ import json
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -32,7 +31,7 @@ from plait.comm.store import StoreServer
 from plait.core.errors import InputError
 from plait.launch.fork_server import ForkServer, ServerGoneError
 from plait.launch.host_links import watch_hosts
-from plait.launch.lines import LineBuffer
+from plait.launch.lines import LineBuffer, as_shown
 from plait.launch.verdict import describe_status
 from plait.schema.hosts import address_of, interface_of
 
@@ -40,6 +39,8 @@ BEAT_S = 5.0
 TICK_S = 0.5
 # What the supervisor has not read yet: beyond this, lines that workers print are left to their logs.
 MOST_UNREAD_BYTES = 4 << 20
+# What workers print without ends of lines, such as progress bars, is shown now and then.
+LONGEST_LINE = 1 << 16
 DRAIN_S = 2.0
 
 
@@ -51,9 +52,6 @@ def main() -> None:
         return
     os.chdir(order["cwd"])
     os.environ.update(order["environment"])
-    folders = [order["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    sys.path[:0] = folders
-    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
     order["threads"] = order["threads"] or max(1, len(_cores()) // max(1, order["slots"]))
     os.environ["OMP_NUM_THREADS"] = str(order["threads"])
@@ -165,7 +163,7 @@ class _Output:
         self.read, self.write = os.pipe()
         os.set_blocking(self.read, False)
         self._prefix = prefix
-        self._lines = LineBuffer()
+        self._lines = LineBuffer(LONGEST_LINE)
         self._log = log.open("ab", buffering=0) if log is not None else None
         # Its descriptor may be another worker's by now.
         self.closed = False
@@ -180,7 +178,7 @@ class _Output:
             with contextlib.suppress(OSError):  # a full disk: the lines are shown all the same
                 self._log.write(data)
         for line in self._lines.take(data) if data else self._lines.rest():
-            supervisor.send(line=f"{self._prefix}{line.decode(errors='replace')}")
+            supervisor.send(line=f"{self._prefix}{as_shown(line)}")
         return bool(data)
 
     def close(self) -> None:
@@ -252,7 +250,7 @@ class Agent:
         self._starting: deque[_WorkerProcess] = deque()
         self._selector = selectors.DefaultSelector()
         self._beat = time.monotonic()
-        self._server = ForkServer([order["entry"].partition(":")[0], *order["preload"]])
+        self._server = ForkServer([order["entry"].partition(":")[0], *order["preload"]], order["modules"])
         self._store: StoreServer | None = None
         self._store_address = ""
         self._address = ""

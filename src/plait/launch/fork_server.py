@@ -47,11 +47,13 @@ class ServerGoneError(Exception):
 class ForkServer:
     """The agent's side: starts the server, forks workers from it and receives how they end."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], folders: Sequence[str] = ()) -> None:
+        """Start it with `modules` imported; workers look for others in `folders` too, after all else."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        arguments = [str(theirs.fileno()), str(os.getpid()), *modules]
+        arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(list(folders)), *modules]
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", __name__, *arguments],
+            # Without the current folder on the path, which comes before Python's own modules.
+            [sys.executable, "-P", "-u", "-m", __name__, *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
@@ -115,7 +117,8 @@ def main() -> NoReturn:
     die_with_parent(agent)
     # The terminal's Ctrl-C is for the supervisor alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import_all(sys.argv[3:])
+    import_all(sys.argv[4:])
+    sys.path += [folder for folder in json.loads(sys.argv[3]) if folder not in sys.path]
     remove_empty_cache()
     _Server(socket.socket(fileno=link)).serve()
 

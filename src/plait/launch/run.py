@@ -16,7 +16,7 @@ from plait.core.errors import ArtefactError, DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.core.units import count_of
 from plait.launch.display import Display, WorkerState
-from plait.launch.run_dir import RunDir
+from plait.launch.run_dir import RunDir, RunKind
 from plait.launch.supervisor import Launch, Supervisor
 from plait.schema.placement import Placement
 from plait.schema.results import RunResult
@@ -116,24 +116,24 @@ def launch(
 ) -> RunResult:
     """Run `settings` to its end on the workers of `placement`; what it came to.
 
-    The folder is held while the run goes on, and left as it was when the settings are refused.
+    The folder is held while the run goes on, and left as it was when the settings are refused. `job_text` is
+    kept in it.
     """
     files = {folder.settings: json.dumps(encode(settings), indent=1)}
-    if job_text:
-        files[folder.job] = job_text
 
     def finish(result: dict[str, Any]) -> dict[str, Any]:
         return (_earlier_result(folder, result) if resume else None) or result
 
     result = launch_entry(
         "plait.training.worker",
-        "train",
+        RunKind.TRAIN,
         settings,
         placement,
         folder,
         display,
         resume,
         files,
+        job_text,
         finish,
         preload=tracing_modules(settings),
     )
@@ -150,29 +150,36 @@ def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
 
 def launch_entry(
     module: str,
-    entry: str,
+    kind: RunKind,
     settings: Any,
     placement: Placement,
     folder: RunDir,
     display: Display,
     resume: bool,
     files: Mapping[Path, str],
+    job_text: str,
     finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: result,
     preload: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Run a module's `entry` on all workers in a run folder, once its `check_order` accepts the order.
+    """Run the function of that kind on all workers in a run folder, once its module's `check_order` accepts.
 
     `files` say what the run is. A new run has them before any worker starts, a resumed one once the workers
     have taken it up: until then they may refuse. `finish` may change what rank 0 returned. `preload` names
     modules that are imported once a host, before its workers are forked.
     """
-    _check_alone()
+    folder.claim(kind, resume)
+    order = {
+        "settings": encode(settings),
+        "folder": str(folder.path.absolute()),
+        "resume": resume,
+        "run": folder.read_record().id,
+    }
     with folder.lock():
-        return _Run(folder, display, resume, files).supervise(
+        return _Run(folder, display, resume, files, job_text).supervise(
             Launch(
                 placement,
-                f"{module}:{entry}",
-                {"settings": encode(settings), "folder": str(folder.path.absolute()), "resume": resume},
+                f"{module}:{kind.value}",
+                order,
                 folder.logs.absolute(),
                 check=f"{module}:check_order",
                 preload=preload,
@@ -181,7 +188,7 @@ def launch_entry(
         )
 
 
-def _check_alone() -> None:
+def check_alone() -> None:
     """Refuse to start all workers once more in each process that torchrun has started."""
     if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
@@ -194,19 +201,27 @@ def _check_alone() -> None:
 class _Run:
     """One launch in its folder: what it writes, and what it takes back where it is refused."""
 
-    def __init__(self, folder: RunDir, display: Display, resume: bool, files: Mapping[Path, str]) -> None:
+    def __init__(
+        self, folder: RunDir, display: Display, resume: bool, files: Mapping[Path, str], job_text: str
+    ) -> None:
         self._folder = folder
         self._resume = resume
         self._files = files
+        self._job_text = job_text
         self._status = StatusFile(folder, display, self._write_files)
         self._before = folder.status.read_bytes() if folder.status.exists() else None
 
     def supervise(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         folder = self._folder
+        # A worker that was killed may have left some, then and now; meanwhile others write theirs.
+        folder.remove_unfinished()
         try:
             supervisor = Supervisor(task, self._status)
-            with _controlled(supervisor, task.placement, folder):
-                result = finish(_of_lowest(supervisor.run(self._prepare)))
+            try:
+                with _controlled(supervisor, task.placement, folder):
+                    result = finish(_of_lowest(supervisor.run(self._prepare)))
+            finally:
+                folder.remove_unfinished()
             write_atomic(folder.result, json.dumps(result, indent=1))
             folder.failure.unlink(missing_ok=True)
             self._status.finish(result)
@@ -225,7 +240,9 @@ class _Run:
 
     def _write_files(self) -> None:
         for path, text in self._files.items():
-            write_atomic(path, text, private=path == self._folder.job)
+            write_atomic(path, text)
+        if self._job_text:
+            self._folder.write_job(self._job_text)
 
     def _is_refused(self, failure: BaseException) -> bool:
         """Whether nothing was trained and the input is to blame, or nothing was started at all."""
@@ -244,7 +261,7 @@ class _Run:
             if self._before is not None:
                 write_atomic(self._folder.status, self._before)
         else:
-            self._folder.remove_untrained(self._files)
+            self._folder.remove_untrained()
 
     def _note(self, failure: BaseException) -> None:
         self._status.write(state="failed")

@@ -23,6 +23,7 @@ from typing import Any
 from plait.comm.handshake import new_secret
 from plait.core.codec import encode
 from plait.core.errors import InputError, LaunchError
+from plait.core.names import own_folders
 from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers, as_message
 from plait.launch.membership import Membership
@@ -54,10 +55,14 @@ class Launch:
     logs: Path | None = None  # the folder for what workers print; none is kept where there is none
     check: str | None = None
     preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
+    saves: bool = True  # whether workers that are asked to stop have something to save first
 
 
 class Supervisor:
-    """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one ends them at once."""
+    """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one ends them at once.
+
+    Where workers have nothing to save, the first one does.
+    """
 
     def __init__(self, launch: Launch, display: Display) -> None:
         self._launch = launch
@@ -169,18 +174,13 @@ class Supervisor:
 
     def _start_agent(self, index: int) -> None:
         host = self._placement.hosts[index]
-        command = [*self._shell_of(host), self._placement.interpreter, "-u", "-m", "plait.launch.agent"]
+        command = agent_command(self._placement, host)
         try:
             agent = _AgentProcess(index, command, self._messages)
         except OSError as failure:
             raise LaunchError(f"{host.name}: cannot run {shlex.join(command)}: {failure.strerror}") from None
         self._agents.append(agent)
         agent.send(self._order(index))
-
-    def _shell_of(self, host: Host) -> list[str]:
-        if host.name == LOCAL:
-            return []
-        return shlex.split(self._placement.shell.format(host=shlex.quote(host.name)))
 
     def _order(self, index: int) -> dict[str, Any]:
         launch, host = self._launch, self._placement.hosts[index]
@@ -196,6 +196,7 @@ class Supervisor:
             "membership": encode(self._first_membership()),
             "secret": self._secret.hex(),
             "cwd": os.getcwd(),
+            "modules": own_folders(),
             "entry": launch.entry,
             "check": launch.check,
             "preload": launch.preload,
@@ -245,6 +246,8 @@ class Supervisor:
             )
         if not self._begun:
             raise Interrupted("stopped before any worker had started; nothing was run")
+        if not self._launch.saves:
+            raise Interrupted("stopped while measuring; nothing was trained")
         self._display.stopping()
         if self._elastic is not None:
             self._elastic.stop()
@@ -452,7 +455,7 @@ class Supervisor:
         where = (
             ""
             if host == LOCAL
-            else f" (reached by {shlex.join(self._shell_of(self._placement.hosts[index]))})"
+            else f" (reached by {shlex.join(shell_of(self._placement, self._placement.hosts[index]))})"
         )
         # What it said last may still be on its way.
         end = time.monotonic() + 0.3
@@ -494,6 +497,19 @@ class Supervisor:
             index, kind, value = self._messages.get()
             if kind == "line" or (kind == "message" and "line" in value):
                 self._print(index, value if kind == "line" else value["line"])
+
+
+def shell_of(placement: Placement, host: Host) -> list[str]:
+    """The command that runs another one on `host`; none where it is this one."""
+    return [] if host.name == LOCAL else shlex.split(placement.shell.format(host=shlex.quote(host.name)))
+
+
+def agent_command(placement: Placement, host: Host) -> list[str]:
+    """What starts the agent of `host`, without the current folder on its Python path."""
+    shell, agent = shell_of(placement, host), [placement.interpreter, "-P", "-u", "-m", "plait.launch.agent"]
+    # ssh puts its arguments together with spaces, for a shell on the other side to take apart.
+    is_ssh = any(os.path.basename(word) == "ssh" for word in shell)
+    return [*shell, *(map(shlex.quote, agent) if is_ssh else agent)]
 
 
 class _AgentProcess:

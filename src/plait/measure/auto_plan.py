@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import math
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,8 +137,7 @@ def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, m
     """What the layers of a job cost whose plan was made elsewhere."""
     components.check(settings)
     size = max(1, round(settings.data.batch_size / plan.microbatches))
-    with tempfile.TemporaryDirectory() as logs:
-        (found,) = profile_together(settings, placement, [size], Path(logs), least_s=measure_s)
+    (found,) = profile_together(settings, placement, [size], least_s=measure_s)
     return found.loaded_graph()
 
 
@@ -226,8 +224,7 @@ def measure_and_plan(
     small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
     components.check(settings)
     sizes = {small, whole} if request.leaves_microbatches_open else {small}
-    with tempfile.TemporaryDirectory() as logs:
-        found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=measure_s)
+    found = profile_together(settings, placement, sorted(sizes), least_s=measure_s)
     profiles = dict(zip(sorted(sizes), found))
     cluster = _machines(placement, profiles[small])
     memory = MemorySettings(_optimizer_copies(settings.optimizer))

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +43,17 @@ from plait.training.optimizers.build import build_optimizer
 from plait.verification import same_random_numbers
 from plait.workloads.losses import build_loss
 
+# Samples of a microbatch: more would fill any memory, and take minutes to put together.
+MOST_SAMPLES = 1 << 20
+
+
+def _check_sizes(sizes: Sequence[int]) -> None:
+    if max(sizes) > MOST_SAMPLES:
+        raise InputError(
+            f"--batch: found microbatches of {max(sizes):,} samples, expected {MOST_SAMPLES:,} at most; if "
+            f"it is not given, data.batch_size counts"
+        )
+
 
 def profile_job(
     settings: TrainSettings,
@@ -60,11 +70,12 @@ def profile_job(
     `threads` is what one worker will have; the job's whole batch serves where no size is given. With `verify`
     the layers are compared with the model first, see `verify_layers`.
     """
+    sizes = (batch_size or settings.data.batch_size,)
+    _check_sizes(sizes)
     components.check(settings)
     verified = (
         verify_layers(settings, components.choose_device(settings.device, 0)) if verify else Verification()
     )
-    sizes = (batch_size or settings.data.batch_size,)
     (found,) = _profile_sizes(settings, sizes, threads, repeats, least_s, on_progress, local_rank=0)
     return verified.noted_in(found)
 
@@ -300,7 +311,6 @@ def profile_together(
     settings: TrainSettings,
     placement: Placement,
     batch_sizes: Sequence[int],
-    logs: Path,
     repeats: int = 5,
     least_s: float = 0.0,
     verify: bool = False,
@@ -313,10 +323,11 @@ def profile_together(
     threads, its libraries and its processors.
     """
     sizes = list(batch_sizes)
+    _check_sizes(sizes)
     order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
     order |= {"verify": verify}
     entry = "plait.measure.job:profile_worker"
-    launch = Launch(placement, entry, order, logs, preload=TRACING)
+    launch = Launch(placement, entry, order, preload=TRACING, saves=False)
     results = Supervisor(launch, Silent()).run()
     return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
 

@@ -36,7 +36,7 @@ def read_job(path: str | Path, overrides: Overrides = ()) -> Job:
     content = parse(text, str(path))
     if isinstance(kind := content.get("plait"), str):
         raise JobError(f"{path}: this is a {shortened(kind)} file, expected a job file (YAML)")
-    return make_job(content, overrides)
+    return replace(make_job(content, overrides), folder=str(Path(path).absolute().parent))
 
 
 def as_job(job: Job | str | Path | Mapping[str, Any]) -> Job:

@@ -9,7 +9,7 @@ from typing import Any
 from plait.core.errors import JobError
 from plait.core.yaml_text import dump_yaml
 from plait.schema.hosts import LOCAL, MAX_SLOTS, Host, parse_hosts
-from plait.schema.limits import AsGiven, NonEmpty
+from plait.schema.limits import AsGiven, NonEmpty, ReadFrom
 from plait.schema.placement import ElasticRules, HostAccess, Placement, WorkerLimits
 from plait.schema.settings import (
     ClusterSettings,
@@ -28,7 +28,8 @@ from plait.schema.topology_spec import read_topology_spec
 class Job(CommonSettings):
     """A job as the user specifies it, in a YAML file or in Python; made by `make_job` and `read_job`.
 
-    `content` holds the keys that were set, as plain values, without defaults.
+    `content` holds the keys that were set, as plain values, without defaults; `folder` is that of the job
+    file, where there is one.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Job(CommonSettings):
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     run_dir: NonEmpty = "runs"
     content: AsGiven = field(default_factory=dict, repr=False)
+    folder: ReadFrom = field(default=None, repr=False, compare=False)
 
     def hosts(self) -> tuple[Host, ...]:
         """The hosts, each with the number of workers it starts with."""

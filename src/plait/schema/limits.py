@@ -41,7 +41,7 @@ class MapContent(enum.Enum):
     """What a mapping contains."""
 
     EXTRA_KEYS = "keys of the section that have no field"
-    AS_GIVEN = "the keys of the job that were set, as plain values"
+    AS_GIVEN = "no key: what the job was made from"
     VARIABLES = "environment variables"
 
 
@@ -54,4 +54,5 @@ InFlight = Annotated[int, KeyLimits(ge=1, le=MAX_DEPTH)]
 NonEmpty = Annotated[str, KeyLimits(min_length=1)]
 ExtraKeys = Annotated[Mapping[str, Any], MapContent.EXTRA_KEYS]
 AsGiven = Annotated[Mapping[str, Any], MapContent.AS_GIVEN]
+ReadFrom = Annotated[str | None, MapContent.AS_GIVEN]
 Variables = Annotated[Mapping[str, str], MapContent.VARIABLES]

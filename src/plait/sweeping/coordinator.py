@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import time
@@ -69,6 +70,8 @@ class Coordinator:
         )
         self.scheduler.open(events)
         self.arrays = Arrays(events, go_on=takes_over)
+        # The trials whose states were removed; one that has ended makes no other.
+        self._removed: set[int] = set()
         self._remove_ended()
         self._assignments = Assignments(holders or ())
         self._on_holders = on_holders
@@ -293,9 +296,9 @@ class Coordinator:
         """Remove the states of the trials that ended, except the best one's."""
         best = self.scheduler.best()
         for trial in self.scheduler.trials:
-            folder = trial_folder(self._folder, trial.number).path
-            if trial.has_ended and trial is not best and folder.exists():
-                shutil.rmtree(folder, ignore_errors=True)
+            if trial.has_ended and trial is not best and trial.number not in self._removed:
+                shutil.rmtree(trial_folder(self._folder, trial.number).path, ignore_errors=True)
+                self._removed.add(trial.number)
 
     def _report(self) -> None:
         now = time.perf_counter()
@@ -345,7 +348,10 @@ class Coordinator:
         shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
         checkpoints.save(self._folder.checkpoints, state)
         if self.scheduler.is_over:
-            shutil.rmtree(trial_folder(self._folder, best.number).path.parent)
+            own = trial_folder(self._folder, best.number).path
+            shutil.rmtree(own)
+            with contextlib.suppress(OSError):  # something of somebody else's is in it
+                own.parent.rmdir()
 
 
 def choose_metric(settings: SweepSettings) -> str:

@@ -197,6 +197,7 @@ class SweepTraining:
         settings = with_values(self._settings.train, assignment["values"])
         state = newest(self._folder, assignment["trial"])
         position = position_of(state)
+        entry = make_entry(settings, state, self._device, self._sets)
         assert self._streams is not None
         trial = RunningTrial(
             trial=assignment["trial"],
@@ -207,10 +208,11 @@ class SweepTraining:
             stream=self._streams.find(settings, position, used),
             position=position,
             early_stopping=EarlyStopping(settings.early_stop),
+            weights=entry.parts.weights,
         )
         if state is not None:
             trial.load_progress(state.step, state.progress)
-        return Joining(trial, make_entry(settings, state, self._device, self._sets))
+        return Joining(trial, entry)
 
     def _separate(self, why: str) -> None:
         """Train the trials of this group one by one from now on, from their last checkpoints."""
@@ -301,8 +303,12 @@ class SweepTraining:
                 self._end(place, "early-stop", metrics[place])
             elif trial.has_reached:
                 self._reach(place, metrics[place])
-            elif trial.is_checkpoint_due or (self._members is not None and trial.is_evaluation_due):
-                self._save(place)
+            elif self._is_save_due(trial) and not self._save(place):
+                self._end(place, "diverged", {})
+
+    def _is_save_due(self, trial: RunningTrial) -> bool:
+        """Whether its state is kept now; where workers may be lost, after each evaluation."""
+        return trial.is_checkpoint_due or (self._members is not None and trial.is_evaluation_due)
 
     def _evaluate(self, places: Sequence[int]) -> dict[int, dict[str, float]]:
         trials = self._engine.trials
@@ -318,8 +324,10 @@ class SweepTraining:
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
         # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
         is_due = self._waits or self._members is not None or trial.is_checkpoint_due
-        if self._is_wanted(trial, result) if trial.step >= trial.steps else is_due:
-            self._save(place)
+        is_wanted = self._is_wanted(trial, result) if trial.step >= trial.steps else is_due
+        if is_wanted and not self._save(place):
+            self._end(place, "diverged", {})
+            return
         answer = self._coordinator.ask(
             ask="report", worker=self._worker.id, trial=trial.trial, step=trial.step, **result
         )
@@ -331,8 +339,8 @@ class SweepTraining:
         """Report a trial that ended by itself."""
         trial = self._engine.trials[place]
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
-        if state != "diverged" and self._is_wanted(trial, result):
-            self._save(place)
+        if state != "diverged" and self._is_wanted(trial, result) and not self._save(place):
+            state, result["metrics"] = "diverged", {}
         self._coordinator.ask(
             ask="stop", worker=self._worker.id, trial=trial.trial, step=trial.step, state=state, **result
         )
@@ -346,8 +354,8 @@ class SweepTraining:
     def _is_wanted(self, trial: RunningTrial, result: Mapping[str, Any]) -> bool:
         return bool(self._coordinator.ask(ask="wanted", trial=trial.trial, **result)["wanted"])
 
-    def _save(self, place: int) -> None:
-        save_trial(self._folder, self._engine.trials[place], self._engine.state(place))
+    def _save(self, place: int) -> bool:
+        return save_trial(self._folder, self._engine.trials[place], self._engine.state(place))
 
     def _give_back(self) -> None:
         """Save every trial of the array, for the worker that goes on with it."""

@@ -42,6 +42,8 @@ class RunningTrial:
     step: int = 0
     position: Position = field(default_factory=Position)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    # The names of the parameters that are trained.
+    weights: frozenset[str] = frozenset()
     loss_sum: float = 0.0
     loss_steps: int = 0
     train_loss: float | None = None
@@ -137,12 +139,19 @@ class RunningTrial:
         }
 
 
-def save_trial(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> None:
-    """Write the trial's checkpoint into its folder, which is that of an ordinary run; older ones go."""
+def save_trial(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> bool:
+    """Write the trial's checkpoint into its folder, which is that of an ordinary run; older ones go.
+
+    False where its state holds values that are no numbers: then the checkpoint before stays.
+    """
+    find_broken = checkpoints.find_broken
+    if find_broken(tensors.model, trial.weights) or find_broken(tensors.optimizer):
+        return False
     own = trial_folder(folder, trial.trial)
     write_atomic(own.settings, json.dumps(encode(trial.settings), indent=1))
     state = checkpoints.Checkpoint(trial.step, tensors.model, tensors.optimizer, trial.progress(tensors))
     save_state(folder, trial.trial, state)
+    return True
 
 
 def save_state(folder: RunDir, trial: int, state: checkpoints.Checkpoint) -> None:

@@ -253,8 +253,9 @@ class TrialScheduler:
 
     def _draw(self) -> None:
         number = len(self.trials)
-        past = [Past(t.values, t.result if t.reached else None, t.step, t.state) for t in self.trials]
-        values = self.search.values(number, past if self.search.learns else ())
+        known = self.trials if self.search.learns else ()
+        past = [Past(t.values, t.result if t.reached else None, t.step, t.state) for t in known]
+        values = self.search.values(number, past)
         trial = self._add(values)
         self._record(run_events.TrialDrawn(number, dict(values), trial.steps, trial.group))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import fields
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from plait.core.codec import decode, encode
+from plait.core.codec import decode_over, encode
 from plait.core.errors import JobError
+from plait.core.names import parameters_of
 from plait.fusion.check import shape_key
 from plait.schema.settings import (
     DataSettings,
@@ -56,7 +57,9 @@ def check_key(key: str) -> None:
 
 def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSettings:
     """`settings` with `values`, by their keys in a job file, put over them."""
-    tree = encode(settings)
+    # Of many trials, and few of their settings: what no key is of stays as it is.
+    changed = {_place(key)[0] for key in values}
+    tree = {name: encode(getattr(settings, name, None)) for name in changed}
     for key, value in values.items():
         *parents, last = _place(key)
         below = tree
@@ -65,7 +68,7 @@ def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSett
             if not isinstance(below, dict):
                 raise JobError(f"--over {key}: the job has no section {parent!r} to set it in")
         below[last] = encode(value)
-    return decode(TrainSettings, tree, "trial")
+    return decode_over(settings, tree, "trial")
 
 
 def _place(key: str) -> list[str]:
@@ -92,7 +95,7 @@ def array_key(settings: TrainSettings) -> str:
     tree["data"] = {**tree["data"], "batch_size": None}
     tree["optimizer"] = {**tree["optimizer"], "options": _switches(settings.optimizer.options)}
     tree["loss_args"] = _loss_switches(settings)
-    tree["model"] = _model_key(settings.model)
+    tree["model"] = _model_key(settings.model.factory, json.dumps(encode(settings.model.args)))
     text = json.dumps(tree, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -104,11 +107,7 @@ def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _loss_switches(settings: TrainSettings) -> dict[str, Any]:
     """The loss's options that are no floats, nor numbers in a float's place; of the others the names."""
-    loss = find_loss(settings.loss)
-    try:
-        usual = {name: p.default for name, p in inspect.signature(loss).parameters.items()}
-    except (TypeError, ValueError):  # some builtins have no signature
-        usual = {}
+    usual = {name: p.default for name, p in parameters_of(find_loss(settings.loss)).items()}
     return {
         name: "number" if isinstance(value, float) or _stands_for(value, usual.get(name)) else [value]
         for name, value in settings.loss_args.items()
@@ -127,12 +126,14 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _model_key(settings: ModelSettings) -> Any:
+@functools.lru_cache(maxsize=1024)
+def _model_key(factory: str, arguments: str) -> Any:
     """The shapes of the model and its arguments but for floats; all where it needs memory to be made.
 
     An argument that is no float, a tuple or a word say, may change what the model does without a trace in its
     shapes.
     """
+    settings = ModelSettings(factory, json.loads(arguments))
     others = {name: value for name, value in settings.args.items() if not isinstance(value, float)}
     try:
         with torch.device("meta"), _NoRandomNumbers():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def check_order(order: dict[str, Any]) -> None:
     components.check(settings.train)
     for dimension in settings.over:
         check_key(dimension.key)
-        for value in dimension.ends():
+        for value in dimension.samples():
             components.check(with_values(settings.train, {dimension.key: value}))
 
 
@@ -66,6 +65,8 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     if settings.workers_per_array > 1:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
         group = make_worker_group(worker, settings, device)
+    if worker.memberships is not None or worker.world_size > settings.workers_per_array:
+        check_shared(worker.host, folder, order.get("run"))
     try:
         if worker.memberships is None:
             result = _take_part(worker, settings, folder, device, group, order["resume"])
@@ -95,8 +96,6 @@ def _take_part(
         ArrayFollower(group, sets, device).run()
         return {}
     groups = worker.world_size // settings.workers_per_array
-    if groups > 1:
-        _check_shared(worker, folder)
     coordinator = Coordinator(worker, settings, folder, sets, resume) if worker.rank == 0 else None
     client = RemoteClient(worker.store, QUESTIONS) if coordinator is None else LocalClient(coordinator.answer)
     answers = None
@@ -129,7 +128,6 @@ def _take_part_while_needed(
     ) -> Coordinator:
         return Coordinator(worker, settings, folder, sets, resume, holders, on_holders)
 
-    _check_shared(worker, folder)
     members = SweepMembers(worker, make_coordinator)
     members.join()
     training = SweepTraining(worker, settings, folder, members, sets, device, members=members)
@@ -140,18 +138,14 @@ def _take_part_while_needed(
             return {}
 
 
-def _check_shared(worker: Worker, folder: RunDir) -> None:
-    """Refuse hosts that do not see one run folder: trials move between groups as files in it."""
-    token = folder.path / ".token"
-    if worker.rank == 0:
-        word = uuid.uuid4().hex
-        token.parent.mkdir(parents=True, exist_ok=True)
-        token.write_text(word)
-        worker.store.set("plait/sweeping/token", word)
-        return
-    word = worker.store.get("plait/sweeping/token").decode()
-    if not token.exists() or token.read_text() != word:
+def check_shared(host: str, folder: RunDir, run: str | None) -> None:
+    """Refuse a host that does not see the folder of `run`: trials move between groups as files in it."""
+    try:
+        found = None if run is None else folder.read_record().id
+    except InputError:
+        found = ""
+    if found != run:
         raise InputError(
-            f"run_dir: {worker.host} does not see {folder.path} as the first host does; a sweep over several "
-            f"hosts needs its run folder on a disk they share: set run_dir to one"
+            f"run_dir: {host} does not see {folder.path} as the host does that the sweep was started on; a "
+            f"sweep over several hosts needs its run folder on a disk they share: set run_dir to one"
         )

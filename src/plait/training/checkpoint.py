@@ -12,11 +12,13 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
+import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from plait.comm.collectives import broadcast_named, broadcast_value
 from plait.core.codec import decode
-from plait.core.errors import ArtefactError, CheckpointError, DiskError
+from plait.core.errors import ArtefactError, CheckpointError
 from plait.core.files import sync_folder, write_atomic, writing
 from plait.core.shown import shown
 from plait.data.sampler import Position
@@ -80,11 +82,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Written:
-    """Files of tensors of a checkpoint to come, and the further names of tied ones."""
+    """Files of tensors of a checkpoint to come, and the further names of tied ones.
+
+    `broken` is the first tensor among them that `find_broken` would find.
+    """
 
     model: Path
     optimizer: Path
     tied: Mapping[str, str]
+    broken: str | None = None
 
 
 def common_progress(
@@ -138,21 +144,39 @@ def broadcast(checkpoint: Checkpoint | None, source: int = 0) -> Checkpoint:
     return Checkpoint(step, model, optimizer, progress, sync)
 
 
+def find_broken(tensors: Mapping[str, Tensor], weights: Container[str] | None = None) -> str | None:
+    """The name of a tensor that no checkpoint should hold, if there is one: of values that are no numbers.
+
+    Infinities are let pass in what is not among `weights`, where these are given: training does not change a
+    mask, and whoever made it knows why. Values are looked at where they lie; the caller waits once a device.
+    """
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            values = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
+            largest = torch.linalg.vector_norm(values, math.inf).double()
+            by_device.setdefault(tensor.device, {})[name] = largest
+    for found in by_device.values():
+        for name, value in zip(found, torch.stack(list(found.values())).tolist()):
+            if math.isnan(value) or (math.isinf(value) and (weights is None or name in weights)):
+                return name
+    return None
+
+
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `checkpoint` below `folder`, whole or not at all; returns where it is.
 
-    DiskError where the disk does not take it; what was written of it is removed then.
+    DiskError where the disk does not take it. What was written of it is removed unless this process is
+    killed; several may write at once, also the same step.
     """
     final = folder / _name(checkpoint.step)
-    aside = folder / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = folder / f".{final.name}.{uuid.uuid4().hex}"
     try:
         with writing(final):
             _write(aside, checkpoint)
             _replace(aside, final)
-    except DiskError:
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        raise
     return final
 
 
@@ -193,8 +217,14 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
         raise OSError(number, os.strerror(number), str(path)) from failure
 
 
-def write_in_turn(path: Path, specs: Specs, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write named tensors, in the order of `specs`, into one file of safetensors as they come."""
+def write_in_turn(
+    path: Path, specs: Specs, tensors: Iterable[tuple[str, Tensor]], weights: Container[str] | None = None
+) -> str | None:
+    """Write named tensors, in the order of `specs`, into one file of safetensors as they come.
+
+    Returns the name of the first that `find_broken` finds.
+    """
+    broken = None
     header, offset = {}, 0
     for name, (dtype, shape) in specs.items():
         size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
@@ -206,10 +236,12 @@ def write_in_turn(path: Path, specs: Specs, tensors: Iterable[tuple[str, Tensor]
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in tensors:
+        for name, tensor in tensors:
+            broken = broken or find_broken({name: tensor}, weights)
             if tensor.numel():
                 content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                 file.write(content.numpy().data)
+    return broken
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -220,21 +252,21 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, tied: Mapping[str, str] | None = None) -> None:
         self._path = path
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        self._start = 8 + length
-        self._places = {**header, **{alias: header[name] for alias, name in (tied or {}).items()}}
+        header, self._start = _read_header(path)
+        self._places = dict(header)
+        for alias, name in (tied or {}).items():
+            if name not in header:
+                raise CheckpointError(f"{path}: {alias!r} is tied to {name!r}, which is not there")
+            self._places[alias] = header[name]
 
     def __getitem__(self, name: str) -> Tensor:
         place = self._places[name]
-        start, end = place["data_offsets"]
+        start, end = place.data_offsets
         content = torch.empty(end - start, dtype=torch.uint8)
         with self._path.open("rb") as file:
             file.seek(self._start + start)
             file.readinto(content.numpy().data)
-        return content.view(_BY_NAME[place["dtype"]]).reshape(place["shape"])
+        return content.view(_BY_NAME[place.dtype]).reshape(place.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -243,10 +275,47 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._places[name]["shape"])
+        return self._places[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return _BY_NAME[self._places[name]["dtype"]]
+        return _BY_NAME[self._places[name].dtype]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in a file of safetensors, counted from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _read_header(path: Path) -> tuple[dict[str, _Place], int]:
+    """The places of all tensors in a file of safetensors, and where its header ends; checked."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > size:
+            raise CheckpointError(
+                f"{path}: its header has {length:,} bytes, the file {size:,}; it is damaged"
+            )
+        try:
+            content = json.loads(file.read(length))
+            content.pop("__metadata__", None)
+            header = decode(dict[str, _Place], content, str(path))
+        except (ValueError, TypeError, AttributeError, RecursionError, ArtefactError) as failure:
+            raise CheckpointError(f"{path}: its header cannot be read ({failure}); it is damaged") from None
+    for name, place in header.items():
+        start, end = place.data_offsets
+        dtype = _BY_NAME.get(place.dtype)
+        expected = None if dtype is None else math.prod(place.shape) * dtype.itemsize
+        fits = 0 <= start <= end <= size - 8 - length and min(place.shape, default=0) >= 0
+        if not fits or end - start != expected:
+            raise CheckpointError(
+                f"{path}: {shown(name)} of type {shown(place.dtype)} and shape {shown(place.shape)} lies at "
+                f"bytes {start} to {end}; it is damaged"
+            )
+    return header, 8 + length
 
 
 @dataclass(frozen=True)
@@ -266,7 +335,7 @@ def open_stored(path: Path) -> StoredCheckpoint:
         _check_file(path / name, seal)
     try:
         model, optimizer = StoredTensors(path / MODEL, state.tied), StoredTensors(path / OPTIMIZER)
-    except (OSError, ValueError, KeyError) as failure:
+    except OSError as failure:
         raise CheckpointError(f"{path}: cannot be read: {failure}") from None
     return StoredCheckpoint(state.step, model, optimizer, state.progress)
 
@@ -286,12 +355,22 @@ def check_names(model: torch.nn.Module, stored: StoredTensors) -> None:
 
 def _replace(aside: Path, final: Path) -> None:
     """Put `aside` in the place of `final`; what was there is found by `list_checkpoints` until it is done."""
-    old = final.with_name(f"{_OLD}{final.name}.{os.getpid()}")
-    if final.exists():
-        final.rename(old)
-    aside.rename(final)
-    sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    while True:
+        old = final.with_name(f"{_OLD}{final.name}.{uuid.uuid4().hex}")
+        with contextlib.suppress(FileNotFoundError):
+            final.rename(old)
+        try:
+            aside.rename(final)
+        except OSError as failure:
+            # Another writer has put its own there in between.
+            if failure.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                continue
+            raise
+        finally:
+            if final.exists():
+                shutil.rmtree(old, ignore_errors=True)
+        sync_folder(final.parent)
+        return
 
 
 def _name(step: int) -> str:
@@ -434,16 +513,17 @@ def point_to_best(folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, step: int, keep_last: int, best: int | None) -> None:
-    """Keep the newest `keep_last` up to `step`, and the one of step `best`; remove what crashes left behind.
+    """Keep the newest `keep_last` up to `step`, and the one of step `best`.
 
     Later ones were refused when the run resumed; they count for nothing and stay until they are written anew.
+    What others are just writing is not touched.
     """
     listed = list_checkpoints(folder)
     whole = [path for path in listed if _named(path) <= _name(step)]
     kept = whole[:keep_last]
     if best is not None:
         kept.append(folder / _name(best))
-    unfinished = [*folder.glob(".step-*"), *(path for path in folder.glob(f"{_OLD}*") if path not in listed)]
-    for path in [*whole, *unfinished]:
+    replaced = [path for path in folder.glob(f"{_OLD}*") if path not in listed]
+    for path in [*whole, *replaced]:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)

@@ -65,6 +65,11 @@ class Components:
     # Where the model has no memory yet: what gives a worker's own tensors theirs.
     pieces: OwnTensors | None = None
 
+    @property
+    def weights(self) -> frozenset[str]:
+        """The names of the parameters that are trained."""
+        return frozenset(name for parameter, name in self.names.items() if parameter.requires_grad)
+
 
 def check(settings: TrainSettings) -> None:
     """Refuse settings that name what does not exist or takes other arguments; builds and reads nothing."""

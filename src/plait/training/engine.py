@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -23,7 +23,7 @@ from plait.data.sampler import Position
 from plait.pipeline import named_state
 from plait.pipeline.named_state import Tensors
 from plait.training.change.members import Mark
-from plait.training.checkpoint import Checkpoint, Written
+from plait.training.checkpoint import Checkpoint, Written, find_broken
 from plait.training.components import Components
 
 
@@ -51,6 +51,13 @@ class EngineState:
     sync: Tensors = field(default_factory=dict)
     # Where tensors were written to as they came, instead of in `model` and `optimizer`.
     written: Written | None = None
+
+    def find_broken(self, weights: Container[str]) -> str | None:
+        """The name of a tensor that no checkpoint should hold, if there is one; see `find_broken`."""
+        if self.written is not None:
+            return self.written.broken
+        others = {**self.optimizer, **self.sync}
+        return find_broken(self.model, weights) or find_broken(others)
 
     def discard(self) -> None:
         """Remove what was written aside and no checkpoint has taken."""

@@ -35,7 +35,7 @@ from plait.training.change.member_switch import MemberSwitch
 from plait.training.change.members import NO_STATE, ElasticMembers, Mark, WorkerLeft
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
-from plait.training.engine import Engine, Following, elastic_engine
+from plait.training.engine import Engine, EngineState, Following, elastic_engine
 from plait.training.loss_parts import describe_parts
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
@@ -124,7 +124,7 @@ class Loop(RunStart):
             return None
         self.engine.close()
         run.close()
-        if run.metrics.diverged_at is not None:
+        if run.metrics.diverged is not None:
             reason = "diverged"
         audited = (run.audits.steps, run.audits.largest) if run.audits.steps else None
         result = run.metrics.end(run.step, reason, metrics, self._best, audited)
@@ -150,6 +150,9 @@ class Loop(RunStart):
             keep_what_was_built()
             self._switch.to(self._switch.members.first)
             return
+        if self.run.worker.rank == 0:
+            # Nobody has begun to write; workers of another launch may have been killed while they did.
+            self.run.folder.remove_unfinished()
         self.start(resume)
         # Counted from the position: the batch size may have changed since the steps before were taken.
         self.begin(self._total_steps())
@@ -432,16 +435,19 @@ class Loop(RunStart):
     def _save(self, metrics: dict[str, float]) -> None:
         """One worker writes a checkpoint of the state after this step; the others go on."""
         run = self.run
-        is_best = self._is_best(metrics)
+        before, is_best = self._best, self._is_best(metrics)
         if is_best:
             self._best = {"step": run.step, **metrics}
         started = time.perf_counter()
         state = self.engine.state()
         if state is None:
             return
-        if run.settings.stop_on_nan and not run.metrics.is_loss_finite:
-            run.metrics.warn(f"no checkpoint of step {run.step}, whose loss is no number: earlier ones stay")
+        if (broken := self._find_broken(state)) is not None:
+            run.metrics.warn(f"no checkpoint of step {run.step}: {broken}; earlier ones stay")
+            if run.settings.stop_on_nan:
+                run.metrics.note_divergence(run.step, broken)
             state.discard()
+            self._best = before
             return
         rule, folder = run.settings.checkpoint, run.folder.checkpoints
         checkpoints.save(folder, self._checkpoint(state))
@@ -450,6 +456,14 @@ class Loop(RunStart):
             checkpoints.point_to_best(folder, run.step)
         checkpoints.prune(folder, run.step, rule.keep_last, self._best["step"] if self._best else None)
         run.metrics.saved(run.step, time.perf_counter() - started, is_best)
+
+    def _find_broken(self, state: EngineState) -> str | None:
+        """Why a state should not take the place of earlier checkpoints, in words."""
+        run = self.run
+        if run.settings.stop_on_nan and not run.metrics.is_loss_finite:
+            return "its loss is not a number"
+        name = state.find_broken(run.parts.weights)
+        return None if name is None else f"{name!r} holds values that are no numbers"
 
 
 class Follower(RunStart):

@@ -66,8 +66,8 @@ class MetricsLogger:
         self._warned_of_loss = False
         self._bad_reads = 0
         self._verified_s: float | None = None
-        # The step at which the run was seen to have diverged, where that ends it.
-        self.diverged_at: int | None = None
+        # How the run was seen to have diverged, where that ends it.
+        self.diverged: str | None = None
 
     def set_steps(self, steps: int) -> None:
         """Set the number of steps of a run for which it was unknown, or has changed."""
@@ -95,11 +95,13 @@ class MetricsLogger:
             )
         )
         self._progress = {"step": step, "steps": steps}
-        self._report(force=True)
-        self._mark = self._clock()
 
     def begin_steps(self) -> None:
-        """Count the seconds of the steps from now on: what came before was getting ready for them."""
+        """Count the seconds of the steps from now on: what came before was getting ready for them.
+
+        The first report says that the run has begun: until now it could be refused.
+        """
+        self._report(force=True)
         self._mark = self._clock()
 
     def step(
@@ -165,8 +167,13 @@ class MetricsLogger:
             self.warn(f"the loss is {mean} at step {step}; try a smaller learning rate, or clip_norm")
         # A step whose gradients overflow fp16 is left out by the loss scale, and the next ones are fine.
         overflows_allowed = 1 if self._settings.precision == "fp16" else 0
-        if self._settings.stop_on_nan and self._bad_reads > overflows_allowed and self.diverged_at is None:
-            self.diverged_at = step
+        if self._settings.stop_on_nan and self._bad_reads > overflows_allowed:
+            self.note_divergence(step, "the loss is not a number")
+
+    def note_divergence(self, step: int, words: str) -> None:
+        """The run is to end: `words` say what is wrong with it after that step."""
+        if self.diverged is None:
+            self.diverged = f"{words} at step {step}"
             self._worker.ask_to_stop()
 
     @property

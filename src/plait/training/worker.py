@@ -58,25 +58,26 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     # Where layers may move, each worker makes the model whole, and keeps its own.
     pieces = components.find_pieces(settings, device) if worker.memberships is None else None
     parts = components.build(settings, device, pieces=pieces)
-    result = make_loop(worker, settings, parts, folder).train(resume=order["resume"])
+    loop = make_loop(worker, settings, parts, folder)
+    result = loop.train(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and settings.sync.kind not in FAULT_TOLERANT and worker.memberships is None:
         dist.destroy_process_group()
     if result is None:  # it followed another worker, which keeps the record
         return {}
-    if result.reason == "diverged":
-        raise DivergedError(result.step, checkpoints.list_checkpoints(folder.checkpoints))
+    if loop.run.metrics.diverged is not None:
+        raise DivergedError(loop.run.metrics.diverged, checkpoints.list_checkpoints(folder.checkpoints))
     return result.to_dict()
 
 
 class DivergedError(PlaitError):
-    """The loss is no number any more."""
+    """The loss or the weights are no numbers any more."""
 
-    def __init__(self, step: int, kept: Sequence[Path]) -> None:
+    def __init__(self, words: str, kept: Sequence[Path]) -> None:
         where = f"the newest checkpoint is {kept[0]}" if kept else "there is no checkpoint from before"
         super().__init__(
-            f"the run has diverged: the loss is not a number at step {step}; {where}. Try a smaller learning "
-            f"rate, warm-up or clip_norm; stop_on_nan: false lets such a run go on"
+            f"the run has diverged: {words}; {where}. Try a smaller learning rate, warm-up or clip_norm; "
+            f"stop_on_nan: false lets such a run go on, without checkpoints until its state is finite again"
         )
 
 

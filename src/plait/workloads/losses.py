@@ -12,6 +12,7 @@ from torch import Tensor
 
 from plait.core.errors import JobError, PlaitError
 from plait.core.names import check_arguments, did_you_mean, resolve
+from plait.core.shown import shown
 
 Loss = Callable[[Any, Any], Tensor]
 # The model computes its loss itself.
@@ -30,10 +31,19 @@ def build_loss(kind: str, args: Mapping[str, Any] | None = None) -> Loss:
         return OwnLoss(kind, cast("Loss", _instance(loss, kind, args or {})))
     check_arguments(loss, args or {}, "loss_args", JobError, positional=2)
     options = dict(args or {})
+    if loss.__module__.startswith("plait."):
+        _check_smoothing(options)
     if loss is cross_entropy and options.get("weight") is not None:
         options["weight"] = ClassWeights(options["weight"])
     with_options = partial(loss, **options) if options else loss
     return with_options if kind in KINDS else OwnLoss(kind, with_options)
+
+
+def _check_smoothing(options: Mapping[str, Any]) -> None:
+    for name in ("label_smoothing", "smoothing"):
+        value = options.get(name, 0.0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise JobError(f"loss_args.{name}: found {shown(value)}, expected a number from 0 to 1")
 
 
 def find_loss(kind: str) -> Callable[..., Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from plait.adapt.changes import BatchSizeChange, SyncChange, TopologyChange, WorkersChange
 from plait.adapt.policies.policy import Decision, Proposal
 from plait.core.errors import JobError
-from plait.core.names import check_arguments, in_words, resolve
+from plait.core.names import check_arguments, in_words, parameters_of, resolve
 from plait.core.run_events import Signals
 from plait.core.shown import shown
 
@@ -31,7 +30,7 @@ class FunctionPolicy:
         if not callable(self._function):
             raise JobError(f"adapt.kind: {name} is {self._function!r}, expected a function of the signals")
         self._options = dict(options)
-        parameters = list(inspect.signature(self._function).parameters)
+        parameters = list(parameters_of(self._function))
         self._has_state = parameters[1:2] == ["state"]
         check_arguments(
             self._function, self._options, "adapt", JobError, positional=2 if self._has_state else 1
@@ -43,13 +42,22 @@ class FunctionPolicy:
             found = self._function(*given, **self._options)
         except Exception as failure:
             raise JobError(f"adapt: {self._name} failed with {in_words(failure)}") from failure
-        changes, after = found if self._has_state else (found, None)
+        if not self._has_state:
+            found = found, None
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0] or (), (list, tuple)):
+            raise self._wrong(found)
+        changes, after = found
         return Decision(tuple(self._proposal(each) for each in changes or ()), after)
 
     def _proposal(self, found: Any) -> Proposal:
         if isinstance(found, Proposal):
             return found
         if not isinstance(found, _CHANGES):
-            names = ", ".join(kind.__name__ for kind in _CHANGES)
-            raise JobError(f"adapt: {self._name} returned {shown(found)}, expected a list of {names}")
+            raise self._wrong(found)
         return Proposal(found, f"decided by {self._name}")
+
+    def _wrong(self, found: Any) -> JobError:
+        expected = f"a list of {', '.join(kind.__name__ for kind in _CHANGES)}"
+        if self._has_state:
+            expected = f"a pair of {expected}, and its state"
+        return JobError(f"adapt: {self._name} returned {shown(found)}, expected {expected}")

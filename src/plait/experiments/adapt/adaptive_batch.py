@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.core import events
+from plait.core.files import write_picture
 from plait.core.run_events import Changed, Evaluated, Step
 from plait.experiments.adapt.guests import train_as_guest
 from plait.experiments.bench import Bench, BenchClaim, Row
@@ -123,5 +124,5 @@ def write_plot(bench: Bench, path: Path) -> None:
     axis.set_xlim(left=0)
     axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, dpi=120)
     plt.close(figure)

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.core import events
+from plait.core.files import write_picture
 from plait.core.run_events import Changed, Signals, Step
 from plait.experiments.adapt.guests import train_as_guest
 from plait.experiments.bench import Bench, BenchClaim, Row
@@ -284,5 +285,5 @@ def write_plot(bench: Bench, path: Path) -> None:
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, dpi=120)
     plt.close(figure)

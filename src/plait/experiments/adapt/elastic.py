@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.core import events
+from plait.core.files import write_picture
 from plait.core.run_events import Step, WorkersChanged
 from plait.experiments.adapt import pipelines
 from plait.experiments.adapt.driver import Act, Driver, KillWorker
@@ -307,5 +308,5 @@ def write_plot(bench: Bench, path: Path) -> None:
         axis.set(ylabel="seconds a step")
         axis.set_title("a pipeline with\na slow worker", fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, dpi=120)
     plt.close(figure)

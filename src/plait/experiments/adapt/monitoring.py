@@ -19,6 +19,7 @@ import torch
 
 from plait.adapt.monitors.squared_norms import squared_norm
 from plait.comm.collectives import all_gather_values
+from plait.core.files import write_picture
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.experiments.bench import Bench, BenchClaim, Row
@@ -209,5 +210,5 @@ def write_plot(bench: Bench, path: Path) -> None:
     axis.set_ylabel("overhead, % of a step")
     axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, dpi=120)
     plt.close(figure)

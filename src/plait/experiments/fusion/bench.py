@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from plait.core.errors import InputError
+from plait.core.files import write_picture
 from plait.core.names import did_you_mean
 from plait.experiments.bench import Bench, BenchClaim, Row
 from plait.experiments.fusion.cases import (
@@ -306,5 +307,5 @@ def write_plot(bench: Bench, path: Path) -> None:
     # In a panel that no model needs, where there is one: elsewhere it hides curves.
     axes.flat[-1].legend(known.values(), known.keys(), fontsize=7, loc="best")
     figure.tight_layout()
-    figure.savefig(path, dpi=90)
+    write_picture(path, figure, dpi=90)
     plt.close(figure)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from plait.core.files import write_picture
 from plait.experiments.bench import BenchClaim, Row
 from plait.fusion import FusedOptimizer, Shared, fuse
 from plait.workloads import data
@@ -116,5 +117,5 @@ def write_curves(rows: Sequence[Row], path: Path) -> None:
     axis.set(xlabel="step", ylabel="training loss", yscale="log", title="ResNet-18 (tiny) on digits")
     axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, dpi=120)
     plt.close(figure)

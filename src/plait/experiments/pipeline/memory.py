@@ -135,8 +135,7 @@ def run(
     """
     rows: list[Row] = []
     for case in cases(device) if chosen is None else chosen:
-        with tempfile.TemporaryDirectory() as logs:
-            (profile,) = profile_together(case.settings, TWO, (case.microbatch,), Path(logs), repeats=2)
+        (profile,) = profile_together(case.settings, TWO, (case.microbatch,), repeats=2)
         for schedule in case.schedules:
             rows += _measure(case, case.plan(profile, schedule), steps)
     return rows, claims_of(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from plait.core.files import write_picture
 from plait.experiments.bench import Bench, BenchClaim, Row
 
 PARTS = {
@@ -93,7 +94,7 @@ def _draw(rows: Sequence[Row], panels: Sequence[tuple[str, str, str]], path: Pat
         axis.set_ylabel(label)
         axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, dpi=120)
     plt.close(figure)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from plait.core.files import write_picture
 from plait.experiments.bench import Bench, Row
 from plait.experiments.sync.claims import partial_reduce_claims
 from plait.experiments.sync.speed import speed_rows
@@ -51,5 +52,5 @@ def write_plot(bench: Bench, path: Path) -> None:
     axis.set(xlabel="workers", ylabel="steps a second, all workers")
     axis.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, dpi=120)
     plt.close(figure)

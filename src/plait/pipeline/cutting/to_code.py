@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.core.files import write_atomic
+from plait.core.files import write_output
 from plait.pipeline.cutting.constructors import NoConstructor, constructor
 from plait.pipeline.cutting.cut import StageError, check_buffers, check_stages
 from plait.profiler.build import all_attributes, write_evaluation
@@ -67,7 +67,7 @@ def _write_stage(traced: TracedModel, index: int, count: int, ids: Sequence[str]
         '        """Take this stage\'s part of the whole model\'s state_dict."""',
         "        self.load_state_dict({name: state[name] for name in self.state_dict()})",
     ]
-    write_atomic(path, "\n".join(lines) + "\n")
+    write_output(path, "\n".join(lines) + "\n")
     return path
 
 

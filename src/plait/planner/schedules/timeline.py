@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from plait.core.files import write_picture
 from plait.core.units import show_seconds
 from plait.planner.plan import Plan
 from plait.planner.predict import predict
@@ -66,8 +67,7 @@ def draw(simulation: Simulation, path: Path, title: str, names: dict[int, str] |
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    write_picture(path, figure)
 
 
 def _number_blocks(axes: Any, simulation: Simulation, row: dict[int, int]) -> None:

@@ -14,7 +14,10 @@ from plait.core.shown import shortened, shown
 from plait.fusion.errors import FusionError
 
 # Values of one key, and trials of a grid, at most.
-MOST_VALUES = 100_000
+MOST_VALUES = 10_000
+# Of values of one key that are no numbers each is checked, and of numbers so many.
+MOST_OTHERS = 2000
+FEW_VALUES = 100
 _FORM = "key=v1,v2,... or key=log:low:high[:count], also with linear or int in place of log"
 _KINDS = ("log", "linear", "int")
 
@@ -58,6 +61,23 @@ class Dimension:
         if not self.is_range:
             return self.values
         return (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
+
+    def samples(self) -> tuple[Any, ...]:
+        """Values that are checked for all: of many numbers the smallest and the largest."""
+        values = self.ends()
+        if len(values) <= FEW_VALUES:
+            return values
+        numbers: dict[type, list[Any]] = {int: [], float: []}
+        others: list[Any] = []
+        for value in values:
+            is_number = type(value) is int or (type(value) is float and math.isfinite(value))
+            (numbers[type(value)] if is_number else others).append(value)
+        if len(others) > MOST_OTHERS:
+            raise FusionError(
+                f"--over {shortened(self.key)}: found {len(others):,} values that are no numbers, such as "
+                f"{shown(others[0])}, expected {MOST_OTHERS:,} at most"
+            )
+        return (*others, *(end(kind) for kind in numbers.values() if kind for end in (min, max)))
 
 
 def parse_dimension(text: str) -> Dimension:

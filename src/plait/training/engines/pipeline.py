@@ -435,11 +435,13 @@ class PipelineEngine:
             model |= {name: own[name] for name in self._unused if name in own}
         folder = self._run.folder.checkpoints
         paths = folder / ".step-model.part", folder / ".step-optimizer.part"
-        for path, tensors in zip(paths, (model, optimizer)):
+        broken = None
+        for path, tensors, weights in zip(paths, (model, optimizer), (self._run.parts.weights, None)):
             specs, found = gather_in_turn(tensors, 0)
             if is_writer:
-                checkpoints.write_in_turn(path, specs, found)
-        return EngineState({}, {}, written=checkpoints.Written(*paths, self._tied)) if is_writer else None
+                broken = checkpoints.write_in_turn(path, specs, found, weights) or broken
+        written = checkpoints.Written(*paths, self._tied, broken)
+        return EngineState({}, {}, written=written) if is_writer else None
 
     def finish(self, save: Callable[[], None]) -> None:
         save()

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.comm.channels import Channels, connect
 from plait.comm.clock import clock_offset
 from plait.comm.collectives import broadcast_value
-from plait.core.errors import InputError, JobError
+from plait.core.errors import DataError, InputError, JobError
 from plait.core.files import write_atomic
 from plait.core.run_events import Verified
 from plait.data import loader
@@ -122,7 +122,7 @@ def prepare_together(
     if worker.world_size > 1:
         outcome = broadcast_value(outcome, 0)
     if outcome["failure"] is not None:
-        raise JobError(f"parallel.plan: {outcome['failure']}")
+        raise JobError(outcome["failure"])
     stages = tuple(tuple(ids) for ids in outcome["stages"])
     if own is None or own.fine != stages:
         own, _ = prepare_pipeline(settings, parts, replace(pipeline_layout, stages=stages), verify=False)
@@ -151,8 +151,10 @@ def _prepare_here(
             verify, pipeline_layout = False, replace(pipeline_layout, stages=known)
     try:
         found, _ = prepare_pipeline(settings, parts, pipeline_layout, verify)
-    except InputError as failure:
+    except (JobError, DataError) as failure:  # which name the key
         return outcome | {"failure": str(failure), "checked": None}
+    except InputError as failure:
+        return outcome | {"failure": f"parallel.plan: {failure}", "checked": None}
     if verify and folder is not None:
         _keep_stages(folder, settings, pipeline_layout, found.fine)
     outcome |= {"stages": found.fine, "notes": (*outcome["notes"], *found.notes), "seconds": found.seconds}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from plait.core.errors import JobError
-from plait.core.names import check_arguments, did_you_mean, resolve
+from plait.core.names import check_arguments, did_you_mean, parameters_of, resolve
 from plait.core.shown import shown
 from plait.schema.settings import GroupSettings, OptimizerSettings
 from plait.training.optimizers.fused import use_fused_kernels
@@ -51,7 +51,7 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
         )
         _check_numbers(factory, group.options, f"optimizer.groups[{number}]")
     take_step = getattr(factory, "step", None)
-    closure = inspect.signature(take_step).parameters.get("closure") if take_step is not None else None
+    closure = parameters_of(take_step).get("closure") if take_step is not None else None
     if closure is not None and closure.default is closure.empty:
         raise JobError(
             f"optimizer.kind: {kind} runs the model several times a step; expected one that takes a gradient"
@@ -60,12 +60,16 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
 
 
 def _check_numbers(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
-    """Refuse text where the optimizer's own value is a number."""
-    parameters = inspect.signature(factory).parameters
+    """Refuse text and truth values where the optimizer's own value is a number, or several."""
+    parameters = parameters_of(factory)
     for name, value in options.items():
         usual = parameters[name].default if name in parameters else None
-        if isinstance(value, str) and isinstance(usual, (int, float)):
-            raise JobError(f"{where}.{name}: found {value!r}, expected a number")
+        if isinstance(usual, tuple) and isinstance(value, (list, tuple)):
+            usual, wrong = usual[0], next((item for item in value if isinstance(item, (str, bool))), None)
+        else:
+            wrong = value if isinstance(value, (str, bool)) else None
+        if wrong is not None and isinstance(usual, (int, float)) and not isinstance(usual, bool):
+            raise JobError(f"{where}.{name}: found {wrong!r}, expected a number")
 
 
 def group_of(groups: Sequence[GroupSettings], name: str) -> int:
@@ -144,6 +148,11 @@ def build_plain_optimizer(
     if settings.groups:
         content = _grouped(settings.groups, content, names or {})
     try:
-        return factory(content, **options)
+        optimizer = factory(content, **options)
     except (ValueError, TypeError) as failure:
         raise JobError(f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}") from None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(
+            f"optimizer.kind: {settings.kind} returned {shown(optimizer)}, expected a torch.optim.Optimizer"
+        )
+    return optimizer

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from plait.core.errors import DataError
+from plait.core.files import write_atomic
 from plait.workloads.bert.build_vocabulary import build_vocabulary
 from plait.workloads.bert.pretraining_shards import VOCABULARY_FILE
 from plait.workloads.bert.wordpiece import SPECIAL, WordPieces, read_pieces, words_of
@@ -61,6 +62,14 @@ def make_shards(
     _check(settings)
     if old := sorted(folder.rglob("*.hdf5")):
         raise DataError(f"{old[0]}: {folder} has shards already; choose another folder, or remove them")
+    words = folder / VOCABULARY_FILE
+    given = vocabulary if isinstance(vocabulary, Path) and vocabulary.exists() else None
+    is_given = given is not None and words.exists() and words.samefile(given)
+    if words.exists() and not is_given:
+        raise DataError(
+            f"{words}: there already, and not written by this; choose another folder, or use it: "
+            f"--vocabulary {words}"
+        )
     lines = [line for text in texts for line in (*_lines(text), "")]
     if isinstance(vocabulary, Path):
         pieces = read_pieces(vocabulary)
@@ -75,7 +84,8 @@ def make_shards(
     tests = round(len(pairs) * settings.test_fraction)
     _write(folder / "test", pairs[:tests], max(1, settings.shards // 8), pieces, settings)
     _write(folder / "training", pairs[tests:], settings.shards, pieces, settings)
-    (folder / VOCABULARY_FILE).write_text("\n".join(pieces.pieces) + "\n")
+    if not is_given:
+        write_atomic(words, "\n".join(pieces.pieces) + "\n")
     return {"vocabulary": len(pieces), "training": len(pairs) - tests, "test": tests}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import struct
 import zlib
@@ -15,38 +16,55 @@ from plait.core.errors import DataError
 from plait.workloads.data.files import read_bytes
 
 _UNSIGNED_BYTE = 0x08
+# More than any data set in this format has.
+MOST_BYTES = 2 << 30
 
 
 def read_idx(path: Path, axes: int, remedy: str) -> Tensor:
     """The bytes in `path`, gzipped or plain, as a tensor with this many `axes`."""
     expected = f"an IDX file of bytes with {axes} axes"
     data = read_bytes(path, expected, remedy)
+    file: io.BufferedIOBase = io.BytesIO(data)
     if path.suffix == ".gz":
-        data = _unpacked(path, data, remedy)
-    magic = _UNSIGNED_BYTE << 8 | axes
-    header_bytes = 4 + 4 * axes
-    found = int.from_bytes(data[:4], "big")
-    if len(data) < header_bytes:
+        file = gzip.GzipFile(fileobj=file)
+    try:
+        shape = _read_shape(file, path, axes, expected, remedy)
+        promised = math.prod(shape)
+        if promised > MOST_BYTES:
+            raise DataError(
+                f"{path}: its header promises {_times(shape)} = {promised:,} bytes, expected "
+                f"{MOST_BYTES:,} at most; {remedy}"
+            )
+        # No more is unpacked: a small file could hold any amount.
+        content = file.read(promised + 1)
+    except (OSError, EOFError, zlib.error) as failure:
+        raise DataError(f"{path}: not a whole gzip file ({failure}); {remedy}") from None
+    if len(content) != promised:
+        found = f"{len(content):,} bytes" if len(content) < promised else "more bytes"
         raise DataError(
-            f"{path}: found {len(data)} bytes, expected {expected}, whose header alone has {header_bytes}; "
+            f"{path}: found {found} after the header, which promises {_times(shape)} = {promised:,}; {remedy}"
+        )
+    # A copy, because a tensor must be able to write to its memory; of nothing there is none to share.
+    return torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8)[:promised].view(shape)
+
+
+def _read_shape(
+    file: io.BufferedIOBase, path: Path, axes: int, expected: str, remedy: str
+) -> tuple[int, ...]:
+    magic, header_bytes = _UNSIGNED_BYTE << 8 | axes, 4 + 4 * axes
+    header = file.read(header_bytes)
+    if len(header) < header_bytes:
+        raise DataError(
+            f"{path}: found {len(header)} bytes, expected {expected}, whose header alone has {header_bytes}; "
             f"{remedy}"
         )
+    found = int.from_bytes(header[:4], "big")
     if found != magic:
         raise DataError(
             f"{path}: found the magic number 0x{found:08x}, expected 0x{magic:08x} ({expected}); {remedy}"
         )
-    shape = struct.unpack_from(f">{axes}I", data, 4)
-    if len(data) - header_bytes != math.prod(shape):
-        raise DataError(
-            f"{path}: found {len(data) - header_bytes:,} bytes after the header, which promises "
-            f"{' x '.join(str(size) for size in shape)} = {math.prod(shape):,}; {remedy}"
-        )
-    # A copy, because a tensor must be able to write to its memory.
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)[header_bytes:].view(shape)
+    return struct.unpack_from(f">{axes}I", header, 4)
 
 
-def _unpacked(path: Path, data: bytes, remedy: str) -> bytes:
-    try:
-        return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as failure:
-        raise DataError(f"{path}: not a whole gzip file ({failure}); {remedy}") from None
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(size) for size in shape)

@@ -78,7 +78,7 @@ def _charset_of(description: bytes) -> str | None:
 def _decoded(path: Path, text: bytes, charset: str) -> str:
     try:
         return text.decode(charset)
-    except (UnicodeDecodeError, LookupError) as failure:
+    except (UnicodeError, LookupError) as failure:
         raise DataError(
             f"{path}: a message is not in {charset}, as the catalogue says ({failure}); it is damaged: "
             f"{_REMEDY}"
