@@ -85,6 +85,21 @@ def test_the_folders_above_a_new_run_go_with_it(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_new_run_is_not_disturbed_by_one_that_takes_its_empty_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    runs, mkdir = tmp_path / "runs", Path.mkdir
+    others = [new_run(runs, "other")]
+
+    def make(self: Path, *given: Any, **options: Any) -> None:
+        if self.name == "t-001" and others:
+            others.pop().remove_made()
+        mkdir(self, *given, **options)
+
+    monkeypatch.setattr(Path, "mkdir", make)
+    assert new_run(runs, "t").path.is_dir()
+
+
 def test_a_folder_is_claimed_once(tmp_path: Path):
     claimed(tmp_path, RunKind.SWEEP)
     with pytest.raises(InputError, match="holds a sweep already; go on with --resume .plait sweep JOB"):

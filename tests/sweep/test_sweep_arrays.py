@@ -164,9 +164,9 @@ def test_patience_counts_evaluations_at_rungs_too(kind: str, tmp_path: Path):
 def test_checkpoints_are_written_at_rungs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved = []
 
-    def noted(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> None:
+    def noted(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> bool:
         saved.append((trial.trial, trial.step))
-        save_trial(folder, trial, tensors)
+        return save_trial(folder, trial, tensors)
 
     monkeypatch.setattr(loop, "save_trial", noted)
     job = job_of("norm_net", steps=12, checkpoint=CheckpointSettings(every_steps=6))

@@ -64,12 +64,14 @@ def searching(*folders: str | None) -> Iterator[None]:
     They come last: no module of a user's, or of a stranger where others may write, takes the place of one
     of Python's or of an installed package.
     """
-    before = list(sys.path)
-    sys.path += [each for each in folders if each and each not in before]
+    added = [each for each in dict.fromkeys(folders) if each and each not in sys.path]
+    sys.path += added
     try:
         yield
     finally:
-        sys.path[:] = before
+        for each in added:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(each)
 
 
 def resolve(path: str, key: str, error: type[InputError] = InputError) -> Any:

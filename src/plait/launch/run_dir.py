@@ -47,6 +47,7 @@ FILES = (
     ".lock",
 )
 FOLDERS = ("logs", "events", "tensorboard", "checkpoints", "trials")
+MOST_ATTEMPTS = 20
 # Checkpoints that are being written.
 UNFINISHED = ".step-*"
 
@@ -305,17 +306,21 @@ def _missing(path: Path) -> tuple[Path, ...]:
 
 def new_run(run_dir: Path, name: str) -> RunDir:
     """A fresh folder `run_dir/name-NNN`, numbered after the last one."""
-    made = _missing(run_dir)
+    made, attempts = _missing(run_dir), 0
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
         number = max((number for number, _ in _runs(run_dir, name)), default=0) + 1
         while True:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            path = run_dir / f"{name}-{number:03d}"
             try:
-                path = run_dir / f"{name}-{number:03d}"
                 path.mkdir()
                 return RunDir(path, (path, *made))
             except FileExistsError:  # another job of this name was quicker
                 number += 1
+            except FileNotFoundError:  # one that was refused has just removed the empty folder above
+                attempts += 1
+                if attempts == MOST_ATTEMPTS:
+                    raise
     except OSError as failure:
         raise InputError(
             f"run_dir: found {str(run_dir)!r}, but no folder can be made there: {failure.strerror}; set it "
