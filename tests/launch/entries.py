@@ -67,7 +67,9 @@ def work_until_stopped(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def work_elastic(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """As a member of an elastic job that nobody joins or leaves."""
+    """As a member of an elastic job; whoever is to join it lacks the data."""
+    if worker.rank < 0:
+        raise FileNotFoundError("no such folder: /data/digits")
     worker.join("gloo")
     worker.report_joined()
     while not worker.stop_requested():

@@ -14,6 +14,7 @@ import pytest
 
 from plait.core.errors import LaunchError
 from plait.launch import supervisor
+from plait.launch.elastic import ControlRequest
 from plait.launch.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules
@@ -144,6 +145,22 @@ def test_paused_agents_and_frozen_containers_cost_no_worker_and_a_stalled_disk_h
     assert sorted(results) == [0, 1]
     assert [line for line in memory.lines if "warning" in line] == []
     assert "[localhost 0] worker 0 stops" in memory.lines
+
+
+def test_workers_that_fail_before_they_join_are_given_up_and_the_rest_goes_on(tmp_path: Path):
+    class UntilGivenUp(Memory):
+        def printed(self, line: str) -> None:
+            super().printed(line)
+            if "no more workers" in line:
+                self.supervisor.request_stop()
+
+    memory = UntilGivenUp(lambda m: m.supervisor.request_control(ControlRequest(workers=3)))
+    results = launch_entry("work_elastic", tmp_path, memory, elastic=ElasticRules(2, 3))
+    assert sorted(results) == [0, 1]
+    said = [line for line in memory.lines if line.startswith("warning")]
+    reason = "could not join (FileNotFoundError: no such folder: /data/digits); the rest goes on"
+    assert said[:3] == [f"warning: worker {worker} on localhost {reason}" for worker in (2, 3, 4)]
+    assert said[3].startswith("warning: no more workers are started after 3 that could not join (its log: ")
 
 
 # Reaches no other host, but a process stands between its input and what it runs.

@@ -27,7 +27,7 @@ from plait.core.running_clock import RunningClock
 from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers, as_message
 from plait.launch.membership import Membership
-from plait.launch.roster import Roster, Start
+from plait.launch.roster import MOST_FAILED_STARTS, Roster, Start
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_conclusive
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import HostAccess, Placement, WorkerLimits
@@ -323,17 +323,27 @@ class Supervisor:
             self._elastic.on_done(rank)
 
     def _note_elastic_trouble(self, elastic: ElasticWorkers, state: RankState) -> None:
-        """Leave a worker out that has ended or hangs, unless it reports what others would meet too."""
+        """Leave a worker out that has ended or hangs, unless it reports what others would meet too.
+
+        One that never took part is given up whatever it reports: those that train have not met it.
+        """
         if state.done or state.ended_here:
             return
-        if state.failure is not None and state.lost_peer is None:
+        has_joined = elastic.roster.has_joined(state.rank)
+        if state.failure is not None and state.lost_peer is None and has_joined:
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
             words = str(state.failure["summary"]) if state.failure else describe_status(state.status)
             if state.silent_s is not None:
                 words = f"hung: no sign of life for {state.silent_s:.0f} s"
-            self.warn(f"worker {state.rank} on {state.host} is lost ({words}); the rest goes on")
+            lost = "is lost" if has_joined else "could not join"
+            self.warn(f"worker {state.rank} on {state.host} {lost} ({words}); the rest goes on")
             elastic.on_gone(state.rank, words)
+            if not has_joined and elastic.roster.gives_up_joiners:
+                self.warn(
+                    f"no more workers are started after {MOST_FAILED_STARTS} that could not join"
+                    f"{self._log_of(state.rank)}; try again with plait resize"
+                )
         elif state.silent_s is not None:
             self._broadcast(end=[state.rank])
 
