@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from plait.comm.heartbeat import Presence
-from plait.core.running_clock import RunningClock
+from plait.comm.running_clock import RunningClock
 
 
 def test_a_clock_of_silence_stands_still_while_its_owner_is_paused():

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from plait.core.running_clock import RunningClock
+from plait.comm.running_clock import RunningClock
 
 BEATS = 5
 

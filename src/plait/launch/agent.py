@@ -29,13 +29,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from plait.comm.running_clock import RunningClock
 from plait.comm.store import StoreServer
 from plait.core.errors import InputError
-from plait.core.running_clock import RunningClock
 from plait.launch.fork_server import ForkServer, ServerGoneError
 from plait.launch.host_links import watch_hosts
-from plait.launch.lines import LineBuffer
-from plait.launch.log_writer import LogWriter
+from plait.launch.lines import LineBuffer, LogWriter
 from plait.launch.verdict import describe_status
 from plait.schema.hosts import address_of, interface_of
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from plait.comm.handshake import new_secret
+from plait.comm.running_clock import RunningClock
 from plait.core.codec import encode
 from plait.core.errors import InputError, LaunchError
-from plait.core.running_clock import RunningClock
 from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers, as_message
 from plait.launch.membership import Membership
