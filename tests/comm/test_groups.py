@@ -97,6 +97,17 @@ def test_no_port_is_opened_before_all_members_have_come():
     assert run_ranks(2, join_late) == [([], True)] * 2
 
 
+def test_a_port_that_stays_open_is_said_once(caplog: pytest.LogCaptureFixture):
+    """Nobody waits for what comes to this one, as gloo does, so nothing can take its place."""
+    before = listening()
+    with socket.create_server(("127.0.0.1", 0)):
+        for _ in range(2):
+            close_ports(before)
+    assert caplog.messages == [
+        "1 of this process's ports could not be closed to strangers; see docs/faults.md"
+    ]
+
+
 def join_with_another_secret(rank: int) -> str:
     rendezvous = rendezvous_of(rank, ["a"] * 3)
     if rank == 1:

@@ -52,20 +52,18 @@ def _watch_others(listener: Listener, others: int, timeout_s: float, on_lost: Ca
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
-                if key.fileobj is listener:
-                    for index, connection in listener.poll(0.0):
-                        _probe(connection, timeout_s)
-                        selector.register(connection, selectors.EVENT_READ, index)
-                        others -= 1
-                    if not others:
-                        selector.unregister(listener)
-                        listener.close()
-                    continue
-                assert isinstance(key.fileobj, socket.socket)
-                selector.unregister(key.fileobj)
-                if _is_cut(key.fileobj):
-                    on_lost(key.data)
+            for key, _ in selector.select(PROBE_S if others else None):
+                if isinstance(key.fileobj, socket.socket):
+                    selector.unregister(key.fileobj)
+                    if _is_cut(key.fileobj):
+                        on_lost(key.data)
+            for index, connection in listener.poll(0.0) if others else ():
+                _probe(connection, timeout_s)
+                selector.register(connection, selectors.EVENT_READ, index)
+                others -= 1
+                if not others:
+                    selector.unregister(listener)
+                    listener.close()
 
 
 def _watch_first(
