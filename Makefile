@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where it is set, every process would compile torch's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint types unit quick format bench clean
+.PHONY: setup demo test test-unprivileged test-container lint types unit quick format bench clean
 
 setup: .venv/ready
 
@@ -27,6 +27,7 @@ demo: setup
 # Types are checked beside the tests, which often wait.
 test: lint
 	$(MAKE) --jobs 2 types unit
+	$(MAKE) test-unprivileged test-container
 
 lint: setup
 	$(BIN)/ruff check .
@@ -38,6 +39,18 @@ types: setup
 # Three at a time on two cores: many tests wait for processes.
 unit: .venv/compiled
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
+
+# When started as root: what depends on the rights of a process, once more with those of an ordinary user, and
+# what depends on a container's limits within these. All tests pass there.
+CONFINED = OMP_NUM_THREADS=1 tests/support/confined.sh
+test-unprivileged: .venv/compiled
+	$(CONFINED) user $(BIN)/pytest -n 3 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
+	  tests/comm/test_handshake.py tests/launch/test_launch.py tests/launch/test_launch_faults.py \
+	  tests/launch/test_control.py tests/cli/test_os_errors.py tests/cli/test_status.py
+
+test-container: .venv/compiled
+	$(CONFINED) container $(BIN)/pytest -n 3 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
+	  tests/comm/test_channels.py tests/data/test_loaders.py tests/launch/test_control.py
 
 # What starts no workers and no commands and takes no second: for a look between two edits.
 quick: .venv/compiled

@@ -5,8 +5,8 @@
 A trial starts `plait train` (or `sweep`) in a temporary folder and a /dev/shm of its own, waits until a step
 chosen at random is done, does something terrible, and looks: the exit status, who is named, whether
 processes, shared memory or temporary files are left; then it resumes and compares the final checkpoint, bit
-by bit, with that of a run in peace, where that is promised. Needs Linux and, for private mounts and hosts,
-root.
+by bit, with that of a run in peace, where that is promised. A run whose agents or whose processes are all
+paused for a while has to go on by itself. Needs Linux and, for private mounts and hosts, root.
 """
 
 from __future__ import annotations
@@ -120,8 +120,11 @@ MODES: dict[str, Mode] = {
 }
 FAULTS = (
     "kill-worker", "kill-agent", "kill-server", "kill-launcher", "kill-all", "kill-early", "stop-worker",
-    "full-disk", "cut-link",
+    "full-disk", "cut-link", "pause-agents", "pause-all",
 )  # fmt: skip
+# Longer than any limit of the launcher's own, and shorter than what the job allows.
+PAUSE_S = 13.0
+PAUSES = ("pause-agents", "pause-all")
 
 
 @dataclass
@@ -157,9 +160,9 @@ class Trial:
         self.job = folder / "job.yaml"
         self._content = _job(name, mode, folder, shell)
 
-    def start(self, resume: bool = False) -> subprocess.Popen[bytes]:
-        if resume:
-            # No fault is to be noticed any more, and a busy machine may take long for a step.
+    def start(self, resume: bool = False, patient: bool = False) -> subprocess.Popen[bytes]:
+        if resume or patient:
+            # No worker's silence is to be noticed, and a busy machine may take long for a step.
             self._content["parallel"]["timeout_s"] = LONGEST_S
         self.job.write_text(yaml.safe_dump(self._content))
         command = [
@@ -251,9 +254,7 @@ class Trial:
         return left
 
     def end(self) -> None:
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _signal(list(self.processes()), signal.SIGKILL)
 
 
 @functools.cache
@@ -358,7 +359,7 @@ class Chaos:
         return Trial("chaos", MODES[mode], folder, shell)
 
     def _disturb(self, trial: Trial, row: Row, draw: random.Random) -> None:
-        process = trial.start()
+        process = trial.start(patient=row.fault in PAUSES)
         begun = time.monotonic()
         if row.fault == "kill-early":
             _wait_for_start(trial, process, draw.random())
@@ -396,6 +397,8 @@ class Chaos:
             "stop-worker": (0,) if tolerant else (1,),
             "full-disk": (1,),
             "cut-link": (1,),
+            "pause-agents": (0,),
+            "pause-all": (0,),
         }
         if row.status not in expected[row.fault]:
             row.wrong.append(f"status {row.status}, expected {expected[row.fault]}")
@@ -409,7 +412,8 @@ class Chaos:
         if "Traceback" in text:
             row.wrong.append("a traceback")
         limits = {"stop-worker": TIMEOUT_S + 15, "cut-link": 25}
-        if row.seconds > limits.get(row.fault, 15) and not (tolerant and row.status == 0):
+        late = row.seconds > limits.get(row.fault, 15)
+        if late and row.fault not in PAUSES and not (tolerant and row.status == 0):
             row.wrong.append(f"noticed after {row.seconds} s")
         if row.fault == "full-disk" and "No space left" not in text:
             row.wrong.append("nothing is said of the disk")
@@ -516,6 +520,25 @@ def _is_first(pid: int, name: str) -> bool:
     return False
 
 
+def _pause(name: str) -> Callable[[Act], None]:
+    def pause(act: Act) -> None:
+        named = [pid for pid, line in act.trial.processes().items() if name in line]
+        act.draw.shuffle(named)
+        _signal(named, signal.SIGSTOP)
+        try:
+            time.sleep(PAUSE_S)
+        finally:
+            _signal(named, signal.SIGCONT)
+
+    return pause
+
+
+def _signal(pids: Sequence[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def _kill_launcher(act: Act) -> None:
     act.process.kill()
 
@@ -523,9 +546,7 @@ def _kill_launcher(act: Act) -> None:
 def _kill_all(act: Act) -> None:
     pids = list(act.trial.processes())
     act.draw.shuffle(pids)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    _signal(pids, signal.SIGKILL)
 
 
 def _kill_any(act: Act) -> None:
@@ -553,6 +574,8 @@ FAULT_ACTIONS: dict[str, Callable[[Act], None]] = {
     "stop-worker": _stop_worker,
     "full-disk": _fill_disk,
     "cut-link": _cut_link,
+    "pause-agents": _pause("plait.launch.agent"),
+    "pause-all": _pause(""),
 }
 
 

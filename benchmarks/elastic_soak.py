@@ -226,6 +226,8 @@ class _Faults:
             ("kill", lambda now: self._signal(now, signal.SIGKILL), 4),
             ("hang", lambda now: self._signal(now, signal.SIGSTOP), 1),
             ("pause", self._pause, 2),
+            ("pause an agent", self._pause_agent, 1),
+            ("pause everything", self._pause_everything, 1),
             ("kill a joiner", self._kill_joiner, 1),
             ("resize", self._resize, 3),
             ("leave", self._leave, 1),
@@ -254,10 +256,33 @@ class _Faults:
 
     def _pause(self, now: dict[str, Any]) -> bool:
         pid = now["pids"][str(self._draw.choice(now["members"]))]
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(self._draw.uniform(0.05, HEARTBEAT_S / 3))
-        os.kill(pid, signal.SIGCONT)
+        self._pause_for([psutil.Process(pid)], self._draw.uniform(0.05, HEARTBEAT_S / 3))
         return True
+
+    def _pause_agent(self, now: dict[str, Any]) -> bool:
+        """Pause an agent, which may hold the job's store, for longer than its workers may be silent."""
+        agent = self._draw.choice(self._job.children())
+        self._pause_for([agent], HEARTBEAT_S * self._draw.uniform(1.1, 1.6))
+        return True
+
+    def _pause_everything(self, now: dict[str, Any]) -> bool:
+        """Pause all processes of the job, as one pauses a container."""
+        processes = [self._job, *self._job.children(recursive=True)]
+        self._draw.shuffle(processes)
+        self._pause_for(processes, HEARTBEAT_S * self._draw.uniform(1.1, 1.6))
+        return True
+
+    @staticmethod
+    def _pause_for(processes: Sequence[psutil.Process], seconds: float) -> None:
+        try:
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.suspend()
+            time.sleep(seconds)
+        finally:
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.resume()
 
     def _kill_joiner(self, now: dict[str, Any]) -> bool:
         workers = [

@@ -7,7 +7,8 @@ recorded bytes of a real greeting, and thousands of connections that stay open: 
 (uid 65534) and, with --hosts, from a host of the same network that is none of the job's. Phases of attack
 and of peace follow each other. What must hold: the job ends well, nobody gets an answer beyond the listener's
 own nonce, nothing runs, no descriptor stays behind, and steps take no longer than in peace (the attackers run
-at the lowest priority: their own processor time is not the question). Needs root.
+at the lowest priority: their own processor time is not the question). Needs root; the job itself runs without
+any capability unless there are several hosts.
 """
 
 from __future__ import annotations
@@ -197,6 +198,9 @@ def job(folder: Path, hosts: Hosts | None) -> Iterator[subprocess.Popen[bytes]]:
         content["cluster"] = {"hosts": ["w0:1", "w1:1"], "shell": hosts.shell, "nic": "eth0"}
     (folder / "job.yaml").write_text(yaml.safe_dump(content))
     command = [sys.executable, "-m", "plait", "train", str(folder / "job.yaml"), "--run", str(folder / "run")]
+    if hosts is None:
+        # With no more than an ordinary user may do, and as many descriptors as a login shell gives.
+        command = ["prlimit", "--nofile=1024", "setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -72,6 +73,21 @@ def violations() -> list[str]:
 
 def test_no_package_imports_one_that_lies_below_it():
     assert violations() == []
+
+
+# Modules and functions that unpickle what they are given.
+UNPICKLERS = re.compile(
+    r"^\s*(?:import|from) (?:pickle|cloudpickle|dill|shelve|marshal)\b.*"
+    r"|\btorch\.load\((?!.*weights_only=True).*"
+    r"|\bdist\.\w*_object\w*.*",
+    re.MULTILINE,
+)
+
+
+def test_nothing_that_a_peer_sends_is_unpickled():
+    sources = {str(path.relative_to(SOURCE)): path.read_text() for path in SOURCE.rglob("*.py")}
+    found = {path: UNPICKLERS.findall(text) for path, text in sources.items()}
+    assert {path: uses for path, uses in found.items() if uses} == {}
 
 
 def test_importing_plait_loads_neither_torch_nor_any_optional_dependency():

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -263,8 +264,33 @@ def ring_at_ten(signals: list[Signals]) -> list[Any]:
     return [TopologyChange("ring")] if signals[-1].step == 10 else []
 
 
-def returns_words(signals: list[Signals]) -> list[Any]:
-    return ["ring"]
+NONSENSE = {
+    "words": "ring",
+    "a list of words": ["ring"],
+    "one change": BatchSizeChange(64),
+    "half a worker": [WorkersChange(2.5)],
+    "workers in words": [WorkersChange("3")],
+    "truth": [BatchSizeChange(True)],
+    "a proposal of words": [Proposal("ring", "why")],
+    "a reason that is none": [Proposal(BatchSizeChange(64), 7)],
+    "a number": 7,
+}
+
+
+def returns_nonsense(signals: list[Signals], which: str) -> Any:
+    return NONSENSE[which]
+
+
+def returns_no_pair(signals: list[Signals], state: Any) -> Any:
+    return [BatchSizeChange(64)]
+
+
+def returns_an_object(signals: list[Signals], state: Any) -> Any:
+    return [], object()
+
+
+def counts_in_numpy(signals: list[Signals]) -> list[Any]:
+    return [BatchSizeChange(numpy.int64(128), numpy.float32(2.0))]
 
 
 def fails(signals: list[Signals]) -> list[Any]:
@@ -303,15 +329,11 @@ def test_what_no_policy_can_be_made_of_is_refused_in_words(kind: str, options: d
         make_policy(kind, options)
 
 
-def returns_no_pair(signals: list[Signals], state: Any) -> Any:
-    return [TopologyChange("ring")]
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("test_policies:returns_words", "'ring', expected"),
-        ("test_policies:returns_no_pair", "expected a pair of a list of .*, and its state"),
+        ("test_policies:returns_no_pair", r"returned \[BatchSizeChange.*\], expected \(changes, state\)"),
+        ("test_policies:returns_an_object", "returned <object object.*, expected a state of numbers"),
         ("test_policies:fails", "no luck"),
         # Builtins, of which some have no signature.
         ("builtins:max", "returned .*, expected a list of"),
@@ -322,6 +344,21 @@ def returns_no_pair(signals: list[Signals], state: Any) -> Any:
 def test_a_users_function_that_answers_wrongly_is_named(name: str, words: str):
     with pytest.raises(JobError, match=f"{name}.*{words}"):
         replay(make_policy(name, {}), [signals_at(1)])
+
+
+@pytest.mark.parametrize("which", NONSENSE)
+def test_what_a_users_function_returns_wrongly_is_shown(which: str):
+    with pytest.raises(JobError) as caught:
+        replay(make_policy("test_policies:returns_nonsense", {"which": which}), [signals_at(1)])
+    found = NONSENSE[which]
+    shown = repr(found[0] if isinstance(found, list) else found)
+    assert str(caught.value).startswith(f"adapt: test_policies:returns_nonsense returned {shown}, expected ")
+
+
+def test_numbers_of_numpy_are_numbers():
+    ((_, asked),) = replay(make_policy("test_policies:counts_in_numpy", {}), [signals_at(1)])
+    assert asked.change == BatchSizeChange(128, 2.0)
+    assert type(asked.change.batch_size) is int
 
 
 def test_a_table_is_exact_and_due_where_it_says():

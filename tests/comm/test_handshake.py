@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from plait.comm.handshake import MOST_PENDING, Address, Listener, StrangerError, connect, new_secret
+from support.capabilities import may
 
 SECRET = new_secret()
 
@@ -152,7 +153,7 @@ def _kind(made: socket.socket) -> tuple[int, int]:
         return made.family, made.type
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+@pytest.mark.skipif(not may("setuid"), reason="needs root, with its capabilities, to become another user")
 def test_a_process_of_another_user_is_dropped_before_it_says_anything():
     listener = Listener(SECRET, "a test")
     read, write = os.pipe()
@@ -168,9 +169,9 @@ def test_a_process_of_another_user_is_dropped_before_it_says_anything():
     with pytest.raises(TimeoutError):
         listener.accept(time.monotonic() + 1.0)
     os.waitpid(child, 0)
+    os.close(write)
     assert os.read(read, 100) == b"dropped"
     os.close(read)
-    os.close(write)
     listener.close()
 
 

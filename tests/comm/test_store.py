@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,7 +14,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.comm.handshake import connect, new_secret
+from plait.comm import store
+from plait.comm.handshake import Listener, connect, new_secret
 from plait.comm.store import PURPOSE, StoreClient, StoreServer
 from plait.core.errors import LostPeer, PeerError
 from plait.launch.worker import JobStore
@@ -105,6 +108,23 @@ def test_a_store_that_is_gone_is_reported_as_such():
     with pytest.raises(PeerError, match="store does not answer") as caught:
         client.get("x")
     assert caught.value.kind is LostPeer.GONE
+
+
+def test_a_store_that_is_paused_may_answer_as_late_as_the_job_allows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(store, "ANSWER_S", 0.05)
+    listener = Listener(SECRET, PURPOSE)
+
+    def answer_late() -> None:
+        _, connection = listener.accept(time.monotonic() + 20)
+        connection.recv(100)
+        time.sleep(0.3)
+        connection.sendall(struct.pack("<IB", 1, 0))
+
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(answer_late)
+        StoreClient(listener.address, SECRET, 0, timeout_s=20.0).set("key", "value")
+        late.result(20)
+    listener.close()
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from chaos import Chaos
+from support.capabilities import may
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="a /dev/shm of a run's own needs Linux and root"
+    not may("sys_admin"), reason="a /dev/shm of a run's own needs Linux and root, with its capabilities"
 )
 
 

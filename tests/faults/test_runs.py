@@ -22,6 +22,7 @@ from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
 from plait.training.evaluate_run import measure_run
+from support.capabilities import may
 
 HERE = str(Path(__file__).parent)
 
@@ -182,7 +183,7 @@ def test_a_folder_that_cannot_be_written_to_ends_in_one_message(tmp_path: Path):
         plait.train(job(tmp_path, run_dir="/proc/nope"))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
+@pytest.mark.skipif(not may("sys_admin"), reason="needs root, with its capabilities, to mount a small disk")
 @pytest.mark.parametrize(
     "parallel", [{"workers": 2}, {"workers": 3, "sync": "partial-reduce"}], ids=["all-reduce", "partial"]
 )

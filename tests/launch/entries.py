@@ -66,6 +66,21 @@ def work_until_stopped(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "stopped": bool(stop.item()), "store": worker.store.address}
 
 
+def work_elastic(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """As a member of an elastic job; whoever is to join it lacks the data."""
+    if worker.rank < 0:
+        raise FileNotFoundError("no such folder: /data/digits")
+    worker.join("gloo")
+    worker.report_joined()
+    while not worker.stop_requested():
+        worker.store.add("steps", 1)
+        if worker.rank == 0:
+            worker.report({"step": worker.store.add("steps", 0)})
+        time.sleep(0.02)
+    print(f"worker {worker.rank} stops")
+    return {"rank": worker.rank}
+
+
 def refuse(settings: dict[str, Any]) -> None:
     raise InputError("model: no such thing")
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
+import struct
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 
 from plait.core.errors import InputError
+from plait.launch import control
 from plait.launch.control import ask_job, serving
 from plait.launch.roster import StaleVersionError
 from plait.launch.run_dir import RunDir
@@ -83,6 +88,49 @@ def test_a_request_that_makes_no_sense_is_refused_in_words(folder: RunDir, body:
     assert status == 400
     assert words in found["error"]
     assert ask_job(folder)["version"] == 1
+
+
+def connect(folder: RunDir) -> socket.socket:
+    host, port = urllib.parse.urlsplit(json.loads(folder.control.read_text())["url"]).netloc.split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def test_connections_without_the_token_are_few_and_short_and_keep_nobody_out(
+    folder: RunDir, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(control, "MOST_PENDING", 4)
+    idle = [connect(folder) for _ in range(20)]
+    assert ask_job(folder, {"workers": 3})["workers"] == 3
+    crowded_out = [stranger for stranger in idle if is_closed(stranger, 0.0)]
+    assert 15 <= len(crowded_out) < 20
+    for stranger in set(idle) - set(crowded_out):
+        stranger.sendall(b"GET /workers HTTP/1.1\r\nHost: x\r\n")  # and no more of it
+    monkeypatch.setattr(control, "PROVE_S", 0.1)
+    late = connect(folder)
+    assert is_closed(late, 20.0)
+    for stranger in [*idle, late]:
+        stranger.close()
+
+
+def is_closed(connection: socket.socket, seconds: float) -> bool:
+    """Whether the other end has closed the connection, at the latest after `seconds`."""
+    ready, _, _ = select.select([connection], [], [], seconds)
+    return bool(ready) and connection.recv(1) == b""
+
+
+def test_a_connection_that_a_stranger_resets_is_no_error(
+    folder: RunDir, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    for sent in (b"", b"GET", b"PUT /workers HTTP/1.1\r\nContent-Length: 9\r\n\r\n"):
+        stranger = connect(folder)
+        stranger.sendall(sent)
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.close()
+    # Requests are served one thread each: these have begun after the resets.
+    for _ in range(5):
+        ask_job(folder)
+    assert capfd.readouterr().err == ""
+    assert caplog.messages == []
 
 
 def test_a_job_that_does_not_run_has_no_workers_to_change(tmp_path: Path):

@@ -14,10 +14,12 @@ import pytest
 
 from plait.core.errors import LaunchError
 from plait.launch import supervisor
+from plait.launch.elastic import ControlRequest
 from plait.launch.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import ElasticRules
 from support.hosts import Hosts
-from support.launching import Memory, launch_entry, left_behind
+from support.launching import Memory, agents, launch_entry, left_behind, pause_agents_then_stop
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +93,7 @@ def stop_a_worker_and_kill(what: Callable[[Memory], int]) -> Callable[[Memory], 
 
 
 def agent_of(memory: Memory) -> int:
-    (agent,) = (p for p in psutil.Process().children() if "plait.launch.agent" in " ".join(p.cmdline()))
+    (agent,) = agents()
     return agent.pid
 
 
@@ -130,6 +132,79 @@ def test_an_agent_that_is_stopped_is_noticed(tmp_path: Path, monkeypatch: pytest
     memory = Memory(lambda m: os.kill(agent_of(m), signal.SIGSTOP))
     with pytest.raises(LaunchError, match="the agent on localhost has shown no sign of life for 1 s"):
         launch_entry("work_until_stopped", tmp_path, memory, link_timeout_s=0.3)
+
+
+def test_paused_agents_and_frozen_containers_cost_no_worker_and_a_stalled_disk_holds_up_nobody(
+    tmp_path: Path,
+):
+    """The pauses are longer than a worker may be silent. Nobody reads the first log, as if its disk hung."""
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / "rank0.out")
+    memory = Memory(pause_agents_then_stop(2.6, workers_too=(False, True)))
+    results = launch_entry("work_elastic", tmp_path, memory, elastic=ElasticRules(2, 2, heartbeat_s=2.0))
+    assert sorted(results) == [0, 1]
+    assert [line for line in memory.lines if "warning" in line] == []
+    assert "[localhost 0] worker 0 stops" in memory.lines
+
+
+def test_workers_that_fail_before_they_join_are_given_up_and_the_rest_goes_on(tmp_path: Path):
+    class UntilGivenUp(Memory):
+        def printed(self, line: str) -> None:
+            super().printed(line)
+            if "no more workers" in line:
+                self.supervisor.request_stop()
+
+    memory = UntilGivenUp(lambda m: m.supervisor.request_control(ControlRequest(workers=3)))
+    results = launch_entry("work_elastic", tmp_path, memory, elastic=ElasticRules(2, 3))
+    assert sorted(results) == [0, 1]
+    said = [line for line in memory.lines if line.startswith("warning")]
+    reason = "could not join (FileNotFoundError: no such folder: /data/digits); the rest goes on"
+    assert said[:3] == [f"warning: worker {worker} on localhost {reason}" for worker in (2, 3, 4)]
+    assert said[3].startswith("warning: no more workers are started after 3 that could not join (its log: ")
+
+
+# Reaches no other host, but a process stands between its input and what it runs.
+RELAY = """
+link="${0%/*}/link"
+mkfifo "$link"
+exec 3<&0
+cat <&3 >"$link" 2>/dev/null &
+shift
+exec "$@" <"$link" 3<&-
+"""
+
+
+def test_what_is_left_on_a_host_that_is_cut_off_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What the supervisor says goes through a process that is stopped: no end of the stream is seen."""
+    monkeypatch.setattr(supervisor, "CUT_OFF", 0.1)
+    monkeypatch.setattr(supervisor, "BEAT_S", 0.2)
+    relay, cut = tmp_path / "relay.sh", list[psutil.Process]()
+    relay.write_text(RELAY)
+
+    def cut_off(memory: Memory) -> None:
+        cut.extend(p for p in psutil.Process().children(recursive=True) if p.name() == "cat")
+        cut[0].suspend()
+
+    try:
+        with pytest.raises(LaunchError, match="the agent on away"):
+            launch_entry(
+                "work_until_stopped",
+                tmp_path,
+                Memory(cut_off),
+                hosts=(Host("away", 1),),
+                shell=f"sh {relay} {{host}}",
+                nic="lo",
+            )
+        end = time.monotonic() + 20
+        while left_behind() and time.monotonic() < end:
+            os.sched_yield()
+        assert left_behind() == []
+        assert (tmp_path / "logs" / "rank0.err").read_text().endswith("all workers on this host are ended\n")
+    finally:
+        for process in cut:
+            process.kill()
 
 
 def test_what_workers_printed_before_stays_in_their_logs(tmp_path: Path):

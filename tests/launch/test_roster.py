@@ -63,6 +63,35 @@ def test_nobody_joins_or_leaves_while_members_take_their_places():
     assert published.members == (0,)
 
 
+def test_workers_that_fail_before_they_take_part_are_started_elsewhere_and_then_no_more():
+    roster = Roster((Host("w0", 2), Host("w1", 0), Host("w2", 0)), [2, 2, 2], ElasticRules(1, 6))
+    join(roster)
+    roster.resize(3)
+    hosts = []
+    for stage in ("starting", "ready", "member"):
+        (start,) = roster.next_steps().start
+        hosts.append(start.host)
+        if stage != "starting":
+            roster.on_ready(start.worker)
+        if stage == "member":
+            assert roster.next_steps().publish is not None
+        roster.on_gone(start.worker, "FileNotFoundError: no data")
+        if stage == "member":
+            assert roster.next_steps().publish is not None
+            join(roster)
+    assert hosts == [1, 2, 1]
+    assert roster.gives_up_joiners
+    assert roster.next_steps() == NextSteps()
+    roster.resize(4)
+    assert [start.host for start in roster.next_steps().start] == [2, 2]
+
+
+@pytest.mark.parametrize("workers", [2.5, "3", True, None])
+def test_a_number_of_workers_that_is_none_is_refused(workers: object):
+    with pytest.raises(InputError, match=r"workers: found .*, expected a whole number"):
+        roster_of(2).resize(workers)
+
+
 def test_any_worker_may_leave():
     roster = roster_of(3)
     roster.resize(2, without=[0])

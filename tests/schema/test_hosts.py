@@ -9,15 +9,24 @@ import pytest
 from plait.core.errors import LaunchError
 from plait.schema.hosts import Host
 from support.hosts import Hosts
-from support.launching import Memory, launch_entry
+from support.launching import Memory, launch_entry, pause_agents_then_stop
 
 TWO = (Host("w0", 2), Host("w1", 2))
 
 
-def test_one_job_runs_and_stops_over_two_hosts_with_two_workers_each(hosts: Hosts, tmp_path: Path):
+def test_one_job_runs_over_two_hosts_and_stops_though_its_agents_were_paused(hosts: Hosts, tmp_path: Path):
+    """The pause is longer than hosts may be out of each other's reach: only their processes were."""
     hosts.make("w0", "w1")
-    memory = Memory(lambda m: m.supervisor.request_stop())
-    results = launch_entry("work_until_stopped", tmp_path, memory, hosts=TWO, shell=hosts.shell, nic="eth0")
+    memory = Memory(pause_agents_then_stop(2.5, workers_too=(False,)))
+    results = launch_entry(
+        "work_until_stopped",
+        tmp_path,
+        memory,
+        hosts=TWO,
+        shell=hosts.shell,
+        nic="eth0",
+        link_timeout_s=1.0,
+    )
     assert all(results[rank]["stopped"] for rank in range(4))
     assert [worker.host for worker in memory.workers] == ["w0", "w0", "w1", "w1"]
     assert "[w1 2] worker 2 starts" in memory.lines

@@ -10,7 +10,7 @@ from plait.adapt.changes import Change, ChangeRequest
 class StepTable:
     """Changes at steps that are known beforehand."""
 
-    def __init__(self, changes: Mapping[int, Change]) -> None:
+    def __init__(self, changes: Mapping[int, Change | None]) -> None:
         self._changes = dict(changes)
 
     def next_due(self, step: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.adapt.changes import ChangeRequest, WorkersChange
+from plait.adapt.changes import BatchSizeChange, ChangeRequest, WorkersChange
 from plait.comm.store import StoreServer
+from plait.core.errors import LostPeer, PeerError
 from plait.launch.membership import Membership, Memberships
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import LaunchedWorker
@@ -66,11 +67,12 @@ class Announcements:
         self._at = {step: membership(n, members) for n, (step, members) in enumerate(versions, 1)}
 
     def next_due(self, step: int) -> int | None:
+        # The loop looks for what comes next on every worker.
+        if step in self._at and self._at[step].version > self._memberships.latest().version:
+            self._memberships.put(self._at[step])
         return min((at for at in self._at if at > step), default=None)
 
     def due(self, step: int) -> list[ChangeRequest]:
-        if step in self._at and self._at[step].version > self._memberships.latest().version:
-            self._memberships.put(self._at[step])
         return []
 
 
@@ -101,10 +103,12 @@ def train_elastic(
     versions: Versions,
     victim: int | None = None,
     after_loss: Membership | None = None,
+    half_told: bool = False,
 ) -> dict[str, Any]:
     """Train as the worker of that number; its result, weights and what it said to its agent.
 
-    Where there is a `victim`, its `MortalNet` kills it.
+    Where there is a `victim`, its `MortalNet` kills it. With `half_told`, worker 0 asks for a change and dies
+    when worker 1 knows of it and others do not.
     """
     torch.set_num_threads(1)
     dist.destroy_process_group()
@@ -121,7 +125,10 @@ def train_elastic(
         result = Loop(run, PipelineEngine(run), [table]).train(resume=False)
     else:
         requests = StepTable({3: WorkersChange(4)})
-        result = Loop(run, DataParallelEngine(run), [table, requests]).train(resume=False)
+        if half_told:
+            requests = StepTable({3: BatchSizeChange(30)} if rank == 0 else {3: None})
+        engine = HalfTold(run) if half_told else DataParallelEngine(run)
+        result = Loop(run, engine, [table, requests]).train(resume=False)
     return {
         "result": result,
         "weights": {name: value.tolist() for name, value in run.parts.model.state_dict().items()},
@@ -141,6 +148,18 @@ def run_elastic(
         return run_ranks(workers, train_elastic, *arguments, may_die=may_die, **more)
     finally:
         store.close()
+
+
+class HalfTold(DataParallelEngine):
+    """Its first worker dies before all others know what it has decided."""
+
+    def ask_first(self, ask: Callable[[], Any]) -> Any:
+        answer = super().ask_first(ask)
+        if answer["requests"] and self._run.worker.id == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if answer["requests"] and self._run.worker.id == 2:
+            raise PeerError("worker 0 is lost", LostPeer.GONE, 0)
+        return answer
 
 
 class MortalNet(nn.Module):

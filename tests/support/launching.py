@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,31 @@ def launch_entry(
     order = Launch(Placement(**placed), f"entries:{entry}", settings or {}, logs=folder / "logs", **others)
     memory.supervisor = Supervisor(order, memory)
     return memory.supervisor.run(prepare)
+
+
+def agents() -> list[psutil.Process]:
+    """The agents that this process has started."""
+    children = psutil.Process().children()
+    return [child for child in children if "plait.launch.agent" in " ".join(child.cmdline())]
+
+
+def pause_agents_then_stop(seconds: float, *, workers_too: Sequence[bool]) -> Callable[[Memory], None]:
+    """For `on_start`: pauses all agents, or all processes below this one, in turn, and then stops the job."""
+
+    def act(memory: Memory) -> None:
+        for everything in workers_too:
+            paused = agents()
+            if everything:
+                paused += [child for agent in paused for child in agent.children(recursive=True)]
+            for process in paused:
+                process.suspend()
+            time.sleep(seconds)
+            for process in paused:
+                process.resume()
+        assert memory.supervisor is not None
+        memory.supervisor.request_stop()
+
+    return lambda memory: threading.Thread(target=act, args=(memory,)).start()
 
 
 def left_behind() -> list[str]:

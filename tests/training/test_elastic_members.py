@@ -70,6 +70,21 @@ def test_the_step_in_which_a_worker_dies_is_taken_again_by_the_rest(
     assert (change.step, change.members, change.lost) == (11, rest, (victim,))
 
 
+def test_a_change_that_only_some_workers_know_of_is_taken_back_when_the_first_dies(tmp_path: Path):
+    settings = digits_job(steps=12, data=DataSettings("digits", 60))
+    found = run_elastic(
+        settings,
+        tmp_path / "elastic",
+        [(0, (0, 1, 2))],
+        victim=0,
+        after_loss=membership(2, (1, 2), lost=(0,)),
+        half_told=True,
+    )
+    _, alone = train_here(settings, tmp_path / "alone")
+    for rank in (1, 2):
+        assert largest_difference(found[rank]["weights"], alone) < 1e-9
+
+
 @pytest.mark.parametrize(("kind", "loaders"), [("digits", 2), ("support.elastic:DigitStream", 1)])
 def test_loader_processes_and_streams_go_on_at_the_same_sample(kind: str, loaders: int, tmp_path: Path):
     data = DataSettings(kind, 60, loaders=loaders)

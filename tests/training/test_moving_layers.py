@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from plait.adapt.changes import PlanChange
+from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyChange
 from plait.core import events
+from plait.core.errors import PlaitError
 from plait.core.run_events import Changed, LayersMoved
 from plait.graph.graph import Edge, Graph, Node
 from plait.launch.run_dir import RunDir
@@ -73,11 +74,12 @@ def test_the_state_to_go_on_from_is_whole_and_no_later_one_is(workers: list[tupl
         assert marks[found] == min(mark for mark in marks if mark[0] == steps[found])
 
 
-def train_under(rank: int, settings: TrainSettings, folder: Path, change: PlanChange) -> None:
+def train_under(rank: int, settings: TrainSettings, folder: Path, change: Change) -> str:
     torch.set_num_threads(1)
     parts = components.build(settings, torch.device("cpu"))
     run = Run(PlainWorker(), settings, parts, RunDir(folder))
     Loop(run, PipelineEngine(run), [StepTable({7: change})]).train(resume=False)
+    return run.settings.topology.name
 
 
 def test_a_pipeline_that_changes_its_plan_trains_as_one_process_does(tmp_path: Path):
@@ -97,6 +99,57 @@ def test_a_pipeline_that_changes_its_plan_trains_as_one_process_does(tmp_path: P
     # The convolution and its norm stay with worker 0 and go to nobody; worker 1 takes the linear layer.
     assert moved.names == ("5.bias", "5.weight")
     assert [event.kind_of_change for event in found if isinstance(event, Changed)] == ["PlanChange"]
+
+
+@pytest.mark.parametrize("schedule", [Schedule.FLUSH, Schedule.STASH])
+def test_replicas_of_stages_go_over_to_another_topology_between_two_steps(schedule: Schedule, tmp_path: Path):
+    """Compared with a run that drains after the same step."""
+    settings = planned((2, 1), schedule, steps=10, verify="off")
+    size = settings.data.batch_size
+    weights = []
+    for name, change in (("changed", TopologyChange("ring")), ("same", BatchSizeChange(size))):
+        found = run_ranks(3, train_under, settings, tmp_path / name, change)
+        assert found == ["ring" if name == "changed" else "default"] * 3
+        kept = checkpoints.list_checkpoints(tmp_path / name / "checkpoints")[0]
+        weights.append(checkpoints.load(kept).model)
+    assert largest_difference(*weights) < 1e-9
+
+
+def refusals(rank: int, settings: TrainSettings, folder: Path, names: list[str]) -> list[str]:
+    """What a pipeline says to topologies that its stages cannot have."""
+    torch.set_num_threads(1)
+    parts = components.build(settings, torch.device("cpu"))
+    engine = PipelineEngine(Run(PlainWorker(), settings, parts, RunDir(folder)))
+    engine.open()
+    found = []
+    for name in names:
+        with pytest.raises(PlaitError) as caught:
+            engine.apply(TopologyChange(name))
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        ((1, 1), {"ring": "a pipeline with one worker a stage has no topology that can change"}),
+        (
+            (2, 1),
+            {
+                "star:2": "found 'star:2'",
+                "ringg": "did you mean 'ring'",
+                "my_graphs:two": "the replicas of each stage need a topology of their own",
+            },
+        ),
+    ],
+)
+def test_a_topology_that_stages_cannot_have_is_refused_on_all_workers(
+    replicas: tuple[int, ...], expected: dict[str, str], tmp_path: Path
+):
+    settings = planned(replicas, Schedule.FLUSH, verify="off")
+    for found in run_ranks(sum(replicas), refusals, settings, tmp_path, list(expected)):
+        for said, words in zip(found, expected.values(), strict=True):
+            assert words in said
 
 
 def chain(seconds: list[float]) -> Graph:

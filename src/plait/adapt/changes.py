@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from plait.core.codec import decode, encode
+
 
 @dataclass(frozen=True)
 class TopologyChange:
@@ -62,6 +64,12 @@ class Replan:
 Change = TopologyChange | BatchSizeChange | WorkersChange | SyncChange | PlanChange | Replan
 
 
+CHANGES: Mapping[str, type[Change]] = {
+    kind.__name__: kind
+    for kind in (TopologyChange, BatchSizeChange, WorkersChange, SyncChange, PlanChange, Replan)
+}
+
+
 @dataclass(frozen=True)
 class ChangeRequest:
     """A change, who asks for it, and why: all three go into the run's record."""
@@ -70,15 +78,24 @@ class ChangeRequest:
     by: str
     why: str
 
+    def as_values(self) -> list[Any]:
+        """As plain values, for other workers."""
+        return [type(self.change).__name__, encode(self.change), self.by, self.why]
+
+    @staticmethod
+    def from_values(values: Sequence[Any]) -> ChangeRequest:
+        kind, change, by, why = values
+        return ChangeRequest(decode(CHANGES[kind], change), by, why)
+
 
 class ChangeSource(Protocol):
     """Where changes come from: a table, policies, requests from outside.
 
-    All workers call each method together, after the same step, and get the same answer.
+    The loop asks it on the first worker, and gives the answer to all: it may decide by whatever it likes.
     """
 
     def next_due(self, step: int) -> int | None:
-        """The first step after `step` at which `due` must be called; None where none is known."""
+        """The first step after `step` at which it is to be asked, the same on all workers; None for never."""
 
     def due(self, step: int) -> Sequence[ChangeRequest]:
         """The changes to apply now that `step` steps are done, in this order."""
@@ -86,10 +103,10 @@ class ChangeSource(Protocol):
 
 @runtime_checkable
 class SavedSource(ChangeSource, Protocol):
-    """A source whose state checkpoints hold, as plain values."""
+    """A source with a state, as plain values, which checkpoints and workers that are not asked have too."""
 
     def state(self) -> Any:
         """What `load` goes on from."""
 
     def load(self, state: Any) -> None:
-        """Go on from the state of a checkpoint."""
+        """Go on from the state of a checkpoint, or of the worker that was asked."""

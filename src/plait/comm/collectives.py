@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Named = dict[str, Tensor]
+# The first message of a value that is broadcast.
+_HEAD_BYTES = 1024
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -32,12 +34,23 @@ def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """What rank `source` (of the world) gave; the others' values do not matter."""
-    content = _bytes(value) if dist.get_rank() == source else torch.zeros(0, dtype=torch.uint8)
-    length = torch.tensor([content.numel()])
-    dist.broadcast(length, source, group=group)
+    """What rank `source` (of the world) gave; the others' values do not matter.
+
+    A small value takes one message, with its length.
+    """
+    head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+    length, start = head[:8].view(torch.int64), head[8:]
+    content = torch.zeros(0, dtype=torch.uint8)
+    if dist.get_rank() == source:
+        content = _bytes(value)
+        length.fill_(content.numel())
+        start[: content.numel()] = content[: start.numel()]
+    dist.broadcast(head, source, group=group)
+    count = int(length.item())
+    if count <= start.numel():
+        return _value(start[:count])
     if dist.get_rank() != source:
-        content = torch.zeros(int(length.item()), dtype=torch.uint8)
+        content = torch.zeros(count, dtype=torch.uint8)
     dist.broadcast(content, source, group=group)
     return _value(content)
 

@@ -2,21 +2,19 @@
 
 gloo listens on TCP ports, and the first process that connects there is taken for a peer. So the members of a
 new group prove to each other, over the group itself, that they know the job's secret, and a group that a
-stranger has entered is made again. After that the kernel drops whatever else comes to the group's port: gloo
-would keep every such connection open for ever.
+stranger has entered is made again. No port is opened before all members have come, and it is closed once they
+have proven themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import hmac
 import os
 import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from plait.comm.ports import close_ports, listening, raise_descriptor_limit, stop_accepting, tcp_sockets
 from plait.comm.rendezvous import CHECK_S, Rendezvous
 from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
@@ -32,7 +31,6 @@ from plait.core.shown import shortened
 ATTEMPTS = 5
 # For a proof that its sender says is on its way.
 PROOF_S = 5.0
-_SO_ATTACH_FILTER = 26
 
 
 class WorldConnections:
@@ -116,7 +114,7 @@ def _connected(rendezvous: Rendezvous) -> dict[int, int]:
         return {}
     store = getattr(rendezvous.store, "address", "")
     found = {}
-    for identity, descriptor in _tcp_sockets(listening=False).items():
+    for identity, descriptor in tcp_sockets(listening=False).items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
             host, port = copy.getpeername()[:2]
             if f"tcp:{host}:{port}" != store:
@@ -138,9 +136,12 @@ def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[i
     """What `make` returned, once all members have proven themselves in it; all ranks agree on that."""
     group_name = rendezvous.next_group(ranks)
     failed = ""
+    raise_descriptor_limit()
     for attempt in range(ATTEMPTS):
         name = f"{group_name}/{attempt}"
-        with _sealing():
+        _await_all(rendezvous, f"{name}/here", ranks)
+        before = listening()
+        try:
             group, fine = None, True
             try:
                 group = make(attempt)
@@ -149,7 +150,10 @@ def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[i
                 if rendezvous.check is not None:
                     rendezvous.check()
             if _is_proven(rendezvous, name, ranks, group, fine):
+                close_ports(before)
                 return group
+        finally:
+            stop_accepting(before)
     raise PeerError(
         f"a process group of workers {list(ranks)} could not be made in {ATTEMPTS} attempts: some "
         f"connections came from elsewhere, or broke{failed}",
@@ -161,15 +165,20 @@ def _is_proven(rendezvous: Rendezvous, name: str, ranks: Sequence[int], group: A
     """Whether every member of the group has proven to every other one that it is a worker of the job."""
     store, own = rendezvous.store, rendezvous.rank
     proofs = _Proofs(rendezvous, name, ranks, group) if fine and own in ranks and len(ranks) > 1 else None
-    if own in ranks:
-        store.set(f"{name}/sent/{own}", "")
-    _wait(rendezvous, [f"{name}/sent/{rank}" for rank in ranks])
+    _await_all(rendezvous, f"{name}/sent", ranks)
     if own in ranks:
         fine = fine and (proofs is None or proofs.all_are_right())
         store.set(f"{name}/fine/{own}", "1" if fine else "0")
     verdicts = [f"{name}/fine/{rank}" for rank in ranks]
     _wait(rendezvous, verdicts)
     return all(store.get(verdict) == b"1" for verdict in verdicts)
+
+
+def _await_all(rendezvous: Rendezvous, what: str, ranks: Sequence[int]) -> None:
+    """Wait until all of `ranks` have come here; others only wait."""
+    if rendezvous.rank in ranks:
+        rendezvous.store.set(f"{what}/{rendezvous.rank}", "")
+    _wait(rendezvous, [f"{what}/{rank}" for rank in ranks])
 
 
 def _wait(rendezvous: Rendezvous, keys: Sequence[str]) -> None:
@@ -212,61 +221,3 @@ class _Proofs:
             hmac.compare_digest(theirs.numpy().tobytes(), self._proof(peer, self._own))
             for peer, theirs in self._received.items()
         )
-
-
-@contextlib.contextmanager
-def _sealing() -> Iterator[None]:
-    """Have the kernel drop what comes to the ports that are opened here, once this is done."""
-    before = listening()
-    try:
-        yield
-    finally:
-        for identity, descriptor in listening().items():
-            if identity not in before:
-                _seal(descriptor)
-
-
-def listening() -> dict[int, int]:
-    """The descriptors on which this process listens for TCP connections, by a number that no other has."""
-    return _tcp_sockets(listening=True)
-
-
-def _tcp_sockets(listening: bool) -> dict[int, int]:
-    found: dict[int, int] = {}
-    if sys.platform != "linux":
-        return found
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                listens = bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-                if listens == listening and copy.family in (socket.AF_INET, socket.AF_INET6):
-                    found[os.fstat(int(name)).st_ino] = int(name)
-    return found
-
-
-class _Instruction(ctypes.Structure):
-    _fields_ = (
-        ("code", ctypes.c_uint16),
-        ("on_true", ctypes.c_uint8),
-        ("on_false", ctypes.c_uint8),
-        ("value", ctypes.c_uint32),
-    )
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction)))
-
-
-def _seal(descriptor: int) -> None:
-    """Let the socket receive nothing more; connections that it has accepted are sockets of their own."""
-    return_zero = _Instruction(6, 0, 0, 0)
-    program = _Program(1, ctypes.pointer(return_zero))
-    ctypes.CDLL(None).setsockopt(
-        descriptor,
-        socket.SOL_SOCKET,
-        _SO_ATTACH_FILTER,
-        ctypes.byref(program),
-        ctypes.sizeof(program),
-    )

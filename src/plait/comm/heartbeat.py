@@ -1,16 +1,18 @@
 """Who is there: every worker renews a lease in the job's store, and a lease that ran out is noticed by all.
 
 A lease distinguishes a slow worker from one that is stopped or cut off: a thread of its own renews it,
-so that a long step keeps it and a stopped process loses it. No clocks are compared between workers.
+so that a long step keeps it and a stopped process loses it. No clocks are compared between workers, and the
+time in which a worker or the store was itself paused counts against nobody.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 
 import torch.distributed as dist
+
+from plait.comm.running_clock import RunningClock
 
 BEATS = 5
 
@@ -34,9 +36,9 @@ class Presence:
         self._lock = threading.Lock()
         self._gone: set[int] = set()
         self._words: dict[int, bytes] = {}
-        now = time.monotonic()
-        self._last_seen_s = dict.fromkeys(self._others, now)
-        self._looked = now
+        # It passes only while the store answers.
+        self._clock = RunningClock(2 * lease_s / BEATS)
+        self._last_seen_s = dict.fromkeys(self._others, 0.0)
         self._ended = threading.Event()
         self._store.set(self._key(rank), "0")
         self._thread = threading.Thread(target=self._beat, name="plait-presence", daemon=True)
@@ -44,14 +46,12 @@ class Presence:
 
     def living(self) -> tuple[int, ...]:
         """The members that are there, this one among them, in order."""
-        now = time.monotonic()
         with self._lock:
-            # Right after this process was itself stopped, it knows nothing of the others.
-            judges = now - self._looked < 3 * self._lease_s / BEATS
+            now = self._clock.now
             found = [
                 other
                 for other in self._others
-                if other not in self._gone and not (judges and now - self._last_seen_s[other] > self._lease_s)
+                if other not in self._gone and now - self._last_seen_s[other] <= self._lease_s
             ]
         return tuple(sorted([self._rank, *found]))
 
@@ -82,13 +82,10 @@ class Presence:
             self._take(words)
 
     def _take(self, words: dict[int, bytes]) -> None:
-        now = time.monotonic()
         with self._lock:
-            # After a pause of this process everyone has a whole lease again.
-            paused = now - self._looked > 3 * self._lease_s / BEATS
-            self._looked = now
+            now = self._clock.read()
             for other, word in words.items():
-                if paused or self._words.get(other) != word:
+                if self._words.get(other) != word:
                     self._last_seen_s[other] = now
                 self._words[other] = word
                 if word == b"ended":

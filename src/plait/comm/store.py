@@ -23,7 +23,7 @@ from plait.core.errors import LostPeer, PeerError
 PURPOSE = "store"
 # More than anything that is kept here; a longer frame is a mistake.
 MOST_BYTES = 64 << 20
-# How much later than a wait's own end its answer may come.
+# The least time that an answer may take; the process that serves the store may be paused.
 ANSWER_S = 10.0
 
 _LENGTH = struct.Struct("<I")
@@ -269,7 +269,8 @@ class StoreTimeout(PeerError):
 class StoreClient:
     """The store as another process uses it, from any number of threads: each call has a connection to itself.
 
-    `timeout_s` is how long a wait lasts that says nothing else; `answer_s` how late an answer may be.
+    `timeout_s` is how long a wait lasts that says nothing else; `answer_s` how late an answer may be: unless
+    given, as long, but at least `ANSWER_S`.
     """
 
     def __init__(
@@ -278,13 +279,13 @@ class StoreClient:
         secret: bytes,
         rank: int,
         timeout_s: float = 300.0,
-        answer_s: float = ANSWER_S,
+        answer_s: float | None = None,
     ) -> None:
         self.address = address
         self._secret = secret
         self._rank = rank
         self.timeout_s = timeout_s
-        self._answer_s = answer_s
+        self._answer_s = max(ANSWER_S, timeout_s) if answer_s is None else answer_s
         self._idle: deque[socket.socket] = deque()
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -59,9 +59,10 @@ def stream_batches(
 
 def check_same_stream(batch: Batch) -> None:
     """Refuse workers that read unlike streams; all of them call it together with their first batch."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (batch.checksum, batch.total))
-    unlike = [rank for rank, one in enumerate(found) if one != found[0]]
+    own = torch.tensor([batch.checksum, batch.total])
+    found = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    unlike = [rank for rank, one in enumerate(found) if not one.equal(found[0])]
     if unlike:
         raise DataError(
             f"data.kind: worker {unlike[0]} read other samples from the stream than worker 0; every worker "

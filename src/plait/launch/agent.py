@@ -5,7 +5,8 @@ It exchanges JSON lines with the supervisor over its standard streams and decide
     in   the order (one line), then {"go": store}, then possibly {"stop": true}, {"end": [rank, ...]} and,
          where workers come and go, {"start": {"rank": rank, "slot": slot}}, {"members": membership},
          {"dismiss": [rank, ...]};
-         the end of the stream ends everything here, whether the supervisor is through or gone
+         the end of the stream ends everything here, whether the supervisor is through or gone; so does its
+         silence, for it sends {"beat": true} in between, where a network may have cut it off
     out  {"ready": store}, {"refused": message}, {"workers": {rank: pid}}, {"line": text}, {"progress": ...},
          {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...}, {"silent": ...},
          {"unreachable": host}, {"beat": true}, and reports of elastic workers (see `launch/worker.py`)
@@ -27,11 +28,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from plait.comm.running_clock import RunningClock
 from plait.comm.store import StoreServer
 from plait.core.errors import InputError
 from plait.launch.fork_server import ForkServer, ServerGoneError
 from plait.launch.host_links import watch_hosts
-from plait.launch.lines import LineBuffer, as_shown
+from plait.launch.lines import LineBuffer, LogWriter, as_shown
 from plait.launch.verdict import describe_status
 from plait.schema.hosts import address_of, interface_of
 
@@ -159,12 +161,13 @@ class SupervisorLink:
 class _Output:
     """What one worker prints to one of its streams: appended to its log and passed on line by line."""
 
-    def __init__(self, prefix: str, log: Path | None) -> None:
+    def __init__(self, prefix: str, log: Path | None, logs: LogWriter) -> None:
         self.read, self.write = os.pipe()
         os.set_blocking(self.read, False)
         self._prefix = prefix
         self._lines = LineBuffer(LONGEST_LINE)
-        self._log = log.open("ab", buffering=0) if log is not None else None
+        self._log, self._logs = log, logs
+        self.keep(b"")
         # Its descriptor may be another worker's by now.
         self.closed = False
 
@@ -174,32 +177,38 @@ class _Output:
             data = os.read(self.read, 1 << 16)
         except BlockingIOError:
             return True
-        if data and self._log is not None:
-            with contextlib.suppress(OSError):  # a full disk: the lines are shown all the same
-                self._log.write(data)
+        self.keep(data)
         for line in self._lines.take(data) if data else self._lines.rest():
             supervisor.send(line=f"{self._prefix}{as_shown(line)}")
         return bool(data)
+
+    def keep(self, data: bytes) -> None:
+        """Append to the log."""
+        if self._log is not None:
+            self._logs.append(self._log, data)
 
     def close(self) -> None:
         self.closed = True
         os.close(self.read)
         if self._log is not None:
-            self._log.close()
+            self._logs.close(self._log)
 
 
 class _WorkerProcess:
     """A worker as its agent knows it: its process, what it prints, and the socket between the two."""
 
-    def __init__(self, rank: int, host: str, logs: Path | None) -> None:
+    def __init__(
+        self, rank: int, host: str, folder: Path | None, logs: LogWriter, clock: RunningClock
+    ) -> None:
         self.rank = rank
         self.pid: int | None = None
         self.control, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.control.setblocking(False)
         prefix = f"[{host} {rank}] "
-        paths = [logs / f"rank{rank}.{kind}" if logs else None for kind in ("out", "err")]
-        self.outputs = [_Output(prefix, path) for path in paths]
-        self.last_seen_s = time.monotonic()
+        paths = [folder / f"rank{rank}.{kind}" if folder else None for kind in ("out", "err")]
+        self.outputs = [_Output(prefix, path, logs) for path in paths]
+        self._clock = clock
+        self.last_seen_s = clock.read()
         self.ended = False
         self.reported_silent = False
         self._lines = LineBuffer()
@@ -225,7 +234,7 @@ class _WorkerProcess:
                 data = b""
             if not data:
                 return found, False
-            self.last_seen_s = time.monotonic()
+            self.last_seen_s = self._clock.read()
             found += [json.loads(line) for line in self._lines.take(data)]
 
     def send(self, **message: Any) -> None:
@@ -250,6 +259,9 @@ class Agent:
         self._starting: deque[_WorkerProcess] = deque()
         self._selector = selectors.DefaultSelector()
         self._beat = time.monotonic()
+        self._clock = RunningClock(2 * TICK_S)
+        self._supervisor_seen_s = self._clock.read()
+        self._logs = LogWriter()
         self._server = ForkServer([order["entry"].partition(":")[0], *order["preload"]], order["modules"])
         self._store: StoreServer | None = None
         self._store_address = ""
@@ -263,7 +275,7 @@ class Agent:
             if self._order["check"]:
                 # In a process of its own, which has imported what it needs.
                 function = "plait.launch.worker:check"
-                self._start(_WorkerProcess(-1, self._order["host"], None), function, self._check_argument())
+                self._start(self._worker_process(-1, None), function, self._check_argument())
             else:
                 self._get_ready()
             while True:
@@ -293,6 +305,11 @@ class Agent:
         if now - self._beat > BEAT_S:
             self._beat = now
             self._supervisor.send(beat=True)
+        self._look_for_silence()
+
+    def _look_for_silence(self) -> None:
+        """Report workers that give no sign of life; end where the supervisor gives none."""
+        now = self._clock.read()
         for worker in self._workers:
             silent_s = now - worker.last_seen_s
             if worker.pid is None or worker.ended or worker.reported_silent:
@@ -300,6 +317,15 @@ class Agent:
             if silent_s > self._order["heartbeat_s"]:
                 worker.reported_silent = True
                 self._supervisor.send(silent={"rank": worker.rank, "seconds": silent_s})
+        longest_s = self._order["supervisor_timeout_s"]
+        if longest_s is not None and now - self._supervisor_seen_s > longest_s:
+            words = f"no sign of life of plait for {longest_s:.0f} s: all workers on this host are ended\n"
+            for worker in self._workers:
+                worker.outputs[1].keep(words.encode())
+            raise EOFError
+
+    def _worker_process(self, rank: int, folder: Path | None) -> _WorkerProcess:
+        return _WorkerProcess(rank, self._order["host"], folder, self._logs, self._clock)
 
     def _check_argument(self) -> dict[str, Any]:
         return {"check": self._order["check"], "settings": self._order["settings"]}
@@ -317,6 +343,7 @@ class Agent:
         self._supervisor.send(ready=self._store.address.text if self._store else "")
 
     def _read_supervisor(self) -> None:
+        self._supervisor_seen_s = self._clock.read()
         for message in self._supervisor.receive():
             if "go" in message:
                 self._go(message["go"])
@@ -340,16 +367,17 @@ class Agent:
     def _go(self, store: str) -> None:
         """Start the workers, which meet in the store, and watch the links between the hosts."""
         order = self._order
-        watch_hosts(order, store, self._secret, lambda index: self._supervisor.send(unreachable=index))
+        watch_hosts(order, self._address, store, self._secret, self._report_unreachable)
         self._store_address = store
-        if order["logs"]:
-            Path(order["logs"]).mkdir(parents=True, exist_ok=True)
         for local in range(order["slots"]):
             self._start_worker(order["first_rank"] + local, local)
 
+    def _report_unreachable(self, index: int) -> None:
+        self._supervisor.send(unreachable=index)
+
     def _start_worker(self, rank: int, local: int, joins: bool = False) -> None:
         order = self._order
-        worker = _WorkerProcess(rank, order["host"], Path(order["logs"]) if order["logs"] else None)
+        worker = self._worker_process(rank, Path(order["logs"]) if order["logs"] else None)
         argument = self._argument(rank, local, self._store_address)
         if joins:
             argument["membership"] = None
@@ -399,7 +427,7 @@ class Agent:
 
     def _note_start(self, worker: _WorkerProcess, pid: int) -> None:
         worker.pid = pid
-        worker.last_seen_s = time.monotonic()
+        worker.last_seen_s = self._clock.read()
         if worker.rank >= 0 and not self._starting:
             self._supervisor.send(
                 workers={w.rank: w.pid for w in self._workers if w.rank >= 0 and not w.ended}
@@ -443,6 +471,7 @@ class Agent:
                         self._pass_on(output)
         while self._supervisor.has_unsent and time.monotonic() < end:
             self._supervisor.flush()
+        self._logs.flush(DRAIN_S)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,23 @@
     PUT /workers   {"workers": 6, "version": 3} or {"hosts": ["w0:4", "w1:2"]}; 409 where the version is stale
 
 Where it listens and its token are in the run's folder, in a file that only its owner can read. Requests are
-answered by the supervisor's own thread, one after the other.
+answered by the supervisor's own thread, one after the other. Connections that have not shown the token are
+few and short: beyond some, the oldest is dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import http.client
 import json
+import logging
 import queue
 import secrets
+import socket
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -30,10 +36,16 @@ from plait.launch.roster import StaleVersionError
 from plait.launch.run_dir import RunDir
 from plait.schema.hosts import parse_hosts
 
+_log = logging.getLogger(__name__)
+
 MOST_BYTES = 64 << 10
-# For the supervisor to answer, and for a client to send what it has to say.
+# For the supervisor to answer, and for a client with the token to send what it has to say.
 ANSWER_S = 10.0
+# A connection has this long to show the token, and this many may be about to.
+PROVE_S = 5.0
+MOST_PENDING = 32
 PATH = "/workers"
+ATTEMPTS = 5
 # How long the end of a job waits for its endpoint.
 POLL_S = 0.05
 
@@ -44,7 +56,7 @@ def serving(folder: RunDir, address: str, ask: Callable[[ControlRequest], None])
     host, _, port = address.rpartition(":")
     token = secrets.token_urlsafe(32)
     try:
-        server = _ControlServer((host, int(port)), _ControlHandler)
+        server = _ControlServer((host, int(port)))
     except (OSError, OverflowError) as failure:
         raise InputError(
             f"parallel.control: found {shown(address)}, but nobody can listen there: {failure}; use a free "
@@ -65,8 +77,56 @@ def serving(folder: RunDir, address: str, ask: Callable[[ControlRequest], None])
 
 class _ControlServer(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
     token: str
     ask: Callable[[ControlRequest], None]
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__(address, _ControlHandler)
+        # Those that have not shown the token, oldest first, with when they are dropped; and all of them.
+        self._pending: dict[socket.socket, float] = {}
+        self._open: set[socket.socket] = set()
+        self._changed = threading.Condition()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._changed:
+            while len(self._pending) >= MOST_PENDING:
+                self._drop(next(iter(self._pending)))
+            # A dropped one has its descriptor until its thread has noticed.
+            self._changed.wait_for(lambda: len(self._open) < 2 * MOST_PENDING, timeout=ANSWER_S)
+            self._pending[request] = time.monotonic() + PROVE_S
+            self._open.add(request)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Drop those that have taken too long; the server calls it now and then."""
+        now = time.monotonic()
+        with self._changed:
+            for request in [each for each, end in self._pending.items() if end < now]:
+                self._drop(request)
+
+    def _drop(self, request: socket.socket) -> None:
+        """Wake the thread that reads from it, which closes it."""
+        del self._pending[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def on_proven(self, request: socket.socket) -> bool:
+        """The connection has shown the token; False where it was dropped before."""
+        with self._changed:
+            return self._pending.pop(request, None) is not None
+
+    def close_request(self, request: Any) -> None:
+        super().close_request(request)
+        with self._changed:
+            self._pending.pop(request, None)
+            self._open.discard(request)
+            self._changed.notify_all()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is no error of ours."""
+        if not isinstance(sys.exception(), OSError):
+            _log.exception("a request to the control endpoint failed")
 
 
 class _ControlHandler(BaseHTTPRequestHandler):
@@ -88,6 +148,8 @@ class _ControlHandler(BaseHTTPRequestHandler):
         known = f"Bearer {self.server.token}".encode()
         if not hmac.compare_digest(self.headers.get("Authorization", "").encode(errors="replace"), known):
             self._answer(HTTPStatus.UNAUTHORIZED, {"error": "the token of the run's folder is needed"})
+            return
+        if not self.server.on_proven(self.connection):
             return
         if self.path != PATH:
             self._answer(HTTPStatus.NOT_FOUND, {"error": f"found {shown(self.path)}, expected {PATH}"})
@@ -181,14 +243,22 @@ def ask_job(folder: RunDir, content: Mapping[str, Any] | None = None) -> dict[st
     )
     # No proxy stands between a machine and itself.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=ANSWER_S + 5.0) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-            return found
-    except urllib.error.HTTPError as failure:
-        raise _refusal(failure) from None
-    except OSError as failure:
-        raise PlaitError(f"{folder.path}: the job does not answer: {failure}") from None
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            with opener.open(request, timeout=ANSWER_S + 5.0) as answer:
+                found: dict[str, Any] = json.loads(answer.read())
+                return found
+        except urllib.error.HTTPError as failure:
+            raise _refusal(failure) from None
+        except (OSError, http.client.HTTPException) as failure:
+            if not left or not _was_dropped(failure):
+                raise PlaitError(f"{folder.path}: the job does not answer: {failure}") from None
+    raise AssertionError
+
+
+def _was_dropped(failure: Exception) -> bool:
+    """Whether strangers may have crowded the request out, before anybody looked at it."""
+    return isinstance(getattr(failure, "reason", failure), (ConnectionResetError, BrokenPipeError))
 
 
 def _refusal(failure: urllib.error.HTTPError) -> PlaitError:

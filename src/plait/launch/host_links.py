@@ -1,21 +1,32 @@
-"""Whether the hosts of a job reach each other: each renews a word in the store, the first one looks."""
+"""Whether the hosts of a job reach each other: the kernels ask each other, so that no paused process matters.
+
+Each agent holds a connection to that of the first host. Nothing is sent over it but TCP's own probes, which a
+host answers whether its processes run or not. A connection that is closed says that an agent has ended, of
+which the supervisor learns by itself.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import selectors
+import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plait.comm.handshake import Address
+from plait.comm.handshake import Address, Listener, connect
 from plait.comm.store import StoreClient
 from plait.core.errors import PeerError
 
-LOOK_S = 1.0
+PURPOSE = "hosts"
+PROBE_S = 1
+# For the agent of the first host to open its end.
+OPEN_S = 30.0
 
 
-def watch_hosts(order: Mapping[str, Any], store: str, secret: bytes, on_lost: Callable[[int], None]) -> None:
+def watch_hosts(
+    order: Mapping[str, Any], address: str, store: str, secret: bytes, on_lost: Callable[[int], None]
+) -> None:
     """From now on call `on_lost` with a host's index once it has not been reachable for `link_timeout_s`.
 
     The first host watches the others, and each of the others its link to the first: either side may be the
@@ -23,44 +34,71 @@ def watch_hosts(order: Mapping[str, Any], store: str, secret: bytes, on_lost: Ca
     """
     if order["hosts"] == 1:
         return
-    timeout_s = order["link_timeout_s"]
-    client = StoreClient(Address(store), secret, order["first_rank"], LOOK_S, answer_s=timeout_s / 2)
-    if order["index"] == 0:
-        arguments = (client, range(1, order["hosts"]), timeout_s, on_lost)
-        threading.Thread(target=_watch_others, args=arguments, daemon=True).start()
+    client = StoreClient(Address(store), secret, order["first_rank"], OPEN_S)
+    timeout_s, index = order["link_timeout_s"], order["index"]
+    if index == 0:
+        listener = Listener(secret, PURPOSE, address)
+        client.set(_KEY, listener.address.text)
+        watch = functools.partial(_watch_others, listener, order["hosts"] - 1, timeout_s, on_lost)
     else:
-        threading.Thread(
-            target=_watch_first, args=(client, order["index"], timeout_s, on_lost), daemon=True
-        ).start()
+        watch = functools.partial(_watch_first, client, secret, index, timeout_s, on_lost)
+    threading.Thread(target=watch, name="plait-hosts", daemon=True).start()
 
 
-def _watch_others(
-    client: StoreClient, others: range, timeout_s: float, on_lost: Callable[[int], None]
+_KEY = "plait/hosts"
+
+
+def _watch_others(listener: Listener, others: int, timeout_s: float, on_lost: Callable[[int], None]) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select(PROBE_S if others else None):
+                if isinstance(key.fileobj, socket.socket):
+                    selector.unregister(key.fileobj)
+                    if _is_cut(key.fileobj):
+                        on_lost(key.data)
+            for index, connection in listener.poll(0.0) if others else ():
+                _probe(connection, timeout_s)
+                selector.register(connection, selectors.EVENT_READ, index)
+                others -= 1
+                if not others:
+                    selector.unregister(listener)
+                    listener.close()
+
+
+def _watch_first(
+    client: StoreClient, secret: bytes, index: int, timeout_s: float, on_lost: Callable[[int], None]
 ) -> None:
-    last_beats = {index: (b"", time.monotonic()) for index in others}
-    while last_beats:
-        time.sleep(LOOK_S)
-        for index, (word, since) in list(last_beats.items()):
-            key = _key(index)
-            latest = client.get(key) if client.check([key]) else b""
-            if latest != word or not latest:  # before its first word a host may still be starting
-                last_beats[index] = (latest, time.monotonic())
-            elif time.monotonic() - since > timeout_s:
-                on_lost(index)
-                del last_beats[index]
+    try:
+        address = Address(client.get(_KEY).decode())
+        connection = connect(address, secret, PURPOSE, index, OPEN_S)
+    except (OSError, PeerError):
+        on_lost(index)
+        return
+    _probe(connection, timeout_s)
+    if _is_cut(connection):
+        on_lost(index)
 
 
-def _watch_first(client: StoreClient, index: int, timeout_s: float, on_lost: Callable[[int], None]) -> None:
-    reached = time.monotonic()
-    number = 0
-    while time.monotonic() - reached < timeout_s:
-        number += 1
-        with contextlib.suppress(PeerError):
-            client.set(_key(index), str(number))
-            reached = time.monotonic()
-        time.sleep(LOOK_S)
-    on_lost(index)
+def _probe(connection: socket.socket, timeout_s: float) -> None:
+    """Have the kernel ask the other host; the connection breaks once that has not answered for so long."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": PROBE_S,
+        "TCP_KEEPINTVL": PROBE_S,
+        "TCP_KEEPCNT": max(1, round(timeout_s / PROBE_S)),
+        "TCP_USER_TIMEOUT": round(1e3 * timeout_s),
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _key(index: int) -> str:
-    return f"plait/alive/{index}"
+def _is_cut(connection: socket.socket) -> bool:
+    """Wait until the connection ends; whether because the other host does not answer."""
+    with connection:
+        try:
+            connection.recv(1)
+        except OSError:
+            return True
+    return False

@@ -1,6 +1,18 @@
-"""Lines out of bytes that come in pieces."""
+"""What workers print: lines out of bytes that come in pieces, and their logs."""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+# What the disk has not taken yet: beyond this, output is left out of the logs.
+MOST_UNWRITTEN_BYTES = 64 << 20
 
 
 class LineBuffer:
@@ -43,3 +55,56 @@ class LineBuffer:
 def as_shown(line: bytes) -> str:
     """The line as a terminal shows it: what comes after a carriage return is written over the rest."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+class LogWriter:
+    """Appends to files, in a thread of its own: a disk that stalls holds up nobody who calls this."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unwritten_bytes = 0
+        self._left_out = Counter[Path]()
+        self._files: dict[Path, BinaryIO] = {}
+        threading.Thread(target=self._work, name="plait-logs", daemon=True).start()
+
+    def append(self, path: Path, data: bytes) -> None:
+        """Append to the file, which is made where there is none; called by one thread."""
+        with self._lock:
+            if self._unwritten_bytes + len(data) > MOST_UNWRITTEN_BYTES:
+                self._left_out[path] += len(data)
+                return
+            if left_out := self._left_out.pop(path, 0):
+                data = f"[{left_out} bytes left out: the disk was too slow]\n".encode() + data
+            self._unwritten_bytes += len(data)
+        self._tasks.put(functools.partial(self._append, path, data))
+
+    def close(self, path: Path) -> None:
+        """Nothing more comes for this file."""
+        self._tasks.put(functools.partial(self._close, path))
+
+    def flush(self, seconds: float) -> None:
+        """Return once all is written, or after `seconds`."""
+        reached = threading.Event()
+        self._tasks.put(reached.set)
+        reached.wait(seconds)
+
+    def _work(self) -> None:
+        while True:
+            # A full disk: the lines are shown all the same.
+            with contextlib.suppress(OSError):
+                self._tasks.get()()
+
+    def _append(self, path: Path, data: bytes) -> None:
+        try:
+            if path not in self._files:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._files[path] = path.open("ab", buffering=0)
+            self._files[path].write(data)
+        finally:
+            with self._lock:
+                self._unwritten_bytes -= len(data)
+
+    def _close(self, path: Path) -> None:
+        if path in self._files:
+            self._files.pop(path).close()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from plait.core.errors import InputError
+from plait.core.shown import shown
 from plait.launch.membership import Membership
 from plait.schema.hosts import Host
 from plait.schema.placement import ElasticRules
@@ -98,9 +100,19 @@ class Roster:
         self._holders: set[int] = set()
         self.has_begun = False
         self._failed_starts = 0
+        self._failed_on = Counter[int]()
         self._losses_at_step = 0
         self._step = -1
         self._stopping = False
+
+    def has_joined(self, worker: int) -> bool:
+        """Whether the worker has ever taken its place, so that it holds the state of the run."""
+        return worker in self._holders
+
+    @property
+    def gives_up_joiners(self) -> bool:
+        """Whether so many workers failed before they took part that no more are started, unless asked for."""
+        return self._failed_starts >= MOST_FAILED_STARTS
 
     @property
     def all_joined(self) -> bool:
@@ -134,6 +146,8 @@ class Roster:
                 f"version: found {version}, but the number of workers has changed since, to "
                 f"{self.wanted.workers} (version {self.wanted.version}); look at it again and ask anew"
             )
+        if type(workers) is not int:
+            raise InputError(f"workers: found {shown(workers)}, expected a whole number")
         most = min(self.rules.max_allowed, sum(self.capacity))
         if not self.rules.min_workers <= workers <= most:
             raise InputError(
@@ -182,9 +196,10 @@ class Roster:
     def on_ready(self, worker: int) -> None:
         if self._is(worker, _Stage.STARTING):
             self._entries[worker].stage = _Stage.READY
-            self._failed_starts = 0
 
     def on_joined(self, worker: int, version: int) -> None:
+        if worker not in self._holders and self.has_begun:
+            self._failed_starts = 0
         self._holders.add(worker)
         if version == self.membership.version:
             self._joined.add(worker)
@@ -204,9 +219,10 @@ class Roster:
     def on_gone(self, worker: int, why: str) -> None:
         """The worker has died, or is ended because nobody can reach it."""
         state, self._entries[worker].stage = self._entries[worker].stage, _Stage.GONE
-        if state in (_Stage.STARTING, _Stage.READY):
+        if self.has_begun and not self.has_joined(worker):
             self._failed_starts += 1
-        elif state is _Stage.MEMBER:
+            self._failed_on[self._entries[worker].host] += 1
+        if state is _Stage.MEMBER:
             self._fresh_losses.append((worker, why))
 
     def is_over(self) -> bool:
@@ -292,10 +308,11 @@ class Roster:
         return NextSteps(publish=self._publish(chosen, self.wanted.by, why))
 
     def _to_start(self, count: int) -> tuple[Start, ...]:
-        if self._failed_starts >= MOST_FAILED_STARTS:
+        if self.gives_up_joiners:
             return ()
         found: list[Start] = []
-        for host, slots in enumerate(self.capacity):
+        # Hosts on which workers have failed come last: they may lack something.
+        for host, slots in sorted(enumerate(self.capacity), key=lambda each: self._failed_on[each[0]]):
             here = [e for e in self._entries.values() if e.host == host and e.stage is not _Stage.GONE]
             taken = {entry.slot for entry in here}
             free = (slot for slot in range(len(here) + slots) if slot not in taken)

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from plait.comm.handshake import new_secret
+from plait.comm.running_clock import RunningClock
 from plait.core.codec import encode
 from plait.core.errors import InputError, LaunchError
 from plait.core.names import own_folders
 from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers, as_message
 from plait.launch.membership import Membership
-from plait.launch.roster import Roster, Start
+from plait.launch.roster import MOST_FAILED_STARTS, Roster, Start
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_conclusive
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import HostAccess, Placement, WorkerLimits
@@ -39,8 +40,11 @@ GRACE_S = 2.0
 # For workers that the others have long left out, once some are done.
 LINGER_S = 2.0
 END_S = 5.0
-# Agents send a sign of life every few seconds.
+# Agents send a sign of life every few seconds, and so does the supervisor.
 AGENT_SILENT_S = 30.0
+BEAT_S = 5.0
+# How much longer than that an agent that hears nothing goes on: by then the supervisor has given it up.
+CUT_OFF = 2.0
 TICK_S = 0.5
 LAST_LINES = 20
 
@@ -71,6 +75,7 @@ class Supervisor:
         self._secret = new_secret()
         self._messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._agents: list[_AgentProcess] = []
+        self._clock = RunningClock(TICK_S + 2.0)
         self._printed = [deque[str](maxlen=LAST_LINES) for _ in launch.placement.hosts]
         hosts = [host.name for host in launch.placement.hosts for _ in range(host.slots)]
         self._ranks = [RankState(rank, host) for rank, host in enumerate(hosts)]
@@ -176,7 +181,7 @@ class Supervisor:
         host = self._placement.hosts[index]
         command = agent_command(self._placement, host)
         try:
-            agent = _AgentProcess(index, command, self._messages)
+            agent = _AgentProcess(index, command, self._messages, self._clock.read())
         except OSError as failure:
             raise LaunchError(f"{host.name}: cannot run {shlex.join(command)}: {failure.strerror}") from None
         self._agents.append(agent)
@@ -189,6 +194,8 @@ class Supervisor:
             "slots": host.slots,
             "capacity": self._capacity()[index],
             "heartbeat_s": launch.placement.heartbeat_timeout_s,
+            # A process of this machine sees at once when this one ends. Across a network nobody may tell it.
+            "supervisor_timeout_s": None if host.name == LOCAL else CUT_OFF * self._agent_timeout_s,
             "index": index,
             "hosts": len(launch.placement.hosts),
             "first_rank": sum(each.slots for each in launch.placement.hosts[:index]),
@@ -228,7 +235,7 @@ class Supervisor:
             if kind == "control":
                 self._on_control(value)
                 continue
-            self._agents[index].last_seen_s = time.monotonic()
+            self._agents[index].last_seen_s = self._clock.read()
             if kind == "line" or (kind == "message" and "line" in value):
                 self._print(index, value if kind == "line" else value["line"])
             else:
@@ -281,11 +288,10 @@ class Supervisor:
 
     def _await_results(self) -> dict[int, Any]:
         while not self._is_over():
-            before = time.monotonic()
-            message = self._receive(before + TICK_S)
+            message = self._receive(time.monotonic() + TICK_S)
             if message is not None:
                 self._take(*message)
-            self._look_at_agents(before)
+            self._look_at_agents()
         return self._results
 
     def _take(self, index: int, kind: str, value: Any) -> None:
@@ -320,17 +326,27 @@ class Supervisor:
             self._elastic.on_done(rank)
 
     def _note_elastic_trouble(self, elastic: ElasticWorkers, state: RankState) -> None:
-        """Leave a worker out that has ended or hangs, unless it reports what others would meet too."""
+        """Leave a worker out that has ended or hangs, unless it reports what others would meet too.
+
+        One that never took part is given up whatever it reports: those that train have not met it.
+        """
         if state.done or state.ended_here:
             return
-        if state.failure is not None and state.lost_peer is None:
+        has_joined = elastic.roster.has_joined(state.rank)
+        if state.failure is not None and state.lost_peer is None and has_joined:
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
             words = str(state.failure["summary"]) if state.failure else describe_status(state.status)
             if state.silent_s is not None:
                 words = f"hung: no sign of life for {state.silent_s:.0f} s"
-            self.warn(f"worker {state.rank} on {state.host} is lost ({words}); the rest goes on")
+            lost = "is lost" if has_joined else "could not join"
+            self.warn(f"worker {state.rank} on {state.host} {lost} ({words}); the rest goes on")
             elastic.on_gone(state.rank, words)
+            if not has_joined and elastic.roster.gives_up_joiners:
+                self.warn(
+                    f"no more workers are started after {MOST_FAILED_STARTS} that could not join"
+                    f"{self._log_of(state.rank)}; try again with plait resize"
+                )
         elif state.silent_s is not None:
             self._broadcast(end=[state.rank])
 
@@ -437,13 +453,13 @@ class Supervisor:
                 self._note_trouble({"ended": {"rank": state.rank, "status": -signal.SIGKILL}})
         self._agents[index].end()
 
-    def _look_at_agents(self, before: float) -> None:
-        """Notice an agent that has said nothing for long, unless this process was itself stopped."""
-        now = time.monotonic()
-        if now - before > TICK_S + 2.0:
-            for agent in self._agents:
-                agent.last_seen_s = now
-        longest_s = max(AGENT_SILENT_S, 3 * self._placement.link_timeout_s)
+    @property
+    def _agent_timeout_s(self) -> float:
+        return max(AGENT_SILENT_S, 3 * self._placement.link_timeout_s)
+
+    def _look_at_agents(self) -> None:
+        """Notice an agent that has said nothing for long."""
+        now, longest_s = self._clock.read(), self._agent_timeout_s
         for agent in self._agents:
             if agent.is_running and now - agent.last_seen_s > longest_s:
                 agent.last_seen_s = now
@@ -519,10 +535,10 @@ class _AgentProcess:
     """
 
     def __init__(
-        self, index: int, command: list[str], messages: queue.SimpleQueue[tuple[int, str, Any]]
+        self, index: int, command: list[str], messages: queue.SimpleQueue[tuple[int, str, Any]], now: float
     ) -> None:
         self.index = index
-        self.last_seen_s = time.monotonic()
+        self.last_seen_s = now
         self._messages = messages
         self._process = subprocess.Popen(
             command,
@@ -579,9 +595,14 @@ class _AgentProcess:
         assert stream is not None
         # An agent that is gone is noticed by its closed output.
         with contextlib.suppress(OSError, ValueError):
-            while (line := self._unsent.get()) is not None:
+            line = self._unsent.get()  # the order
+            while line is not None:
                 stream.write(line)
                 stream.flush()
+                try:
+                    line = self._unsent.get(timeout=BEAT_S)
+                except queue.Empty:
+                    line = _BEAT
         with contextlib.suppress(OSError):
             stream.close()
 
@@ -593,6 +614,9 @@ class _AgentProcess:
             self._messages.put((self.index, *found))
         if kind == "message":
             self._messages.put((self.index, "ended", None))
+
+
+_BEAT = json.dumps({"beat": True}) + "\n"
 
 
 class WorkerError(LaunchError):

@@ -252,6 +252,10 @@ class Pipeline:
             self._carry_out(last, work)
         self._update(updates, work)
 
+    def switch_topology(self, topology: TopologySpec) -> None:
+        """Sum the gradients of replicas over `topology`; all workers call it when nothing is in flight."""
+        self._updates.switch(topology)
+
     def close(self) -> None:
         """End the threads that sum gradients; all workers call it after their last operation."""
         self._updates.close()

@@ -85,6 +85,7 @@ class GradientReducer:
         rank = rendezvous.rank
         shared = sorted({workers for workers in holders.values() if len(workers) > 1})
         self._sums: list[AllReduce] = []
+        self._members: list[Members] = []
         for workers in shared:
             group = new_group(rendezvous, workers)
             # In the order of the model, which is that of all holders: backward ends with the first.
@@ -92,15 +93,24 @@ class GradientReducer:
             if rank in workers:
                 # All holders go through their groups in this one order, so none waits in a circle.
                 members = Members(rendezvous, workers, group)
-                sum_ = AllReduce(parameters, group, members, may_fail=rendezvous.check is not None)
-                if topology is not None:
-                    device = parameters[0].device
-                    sum_.switch(resolve_topology(topology, members, sum_.gradient_bytes, device)[0])
-                self._sums.append(sum_)
+                self._sums.append(
+                    AllReduce(parameters, group, members, may_fail=rendezvous.check is not None)
+                )
+                self._members.append(members)
+        self._device = next((parameter.device for parameter in own.values()), torch.device("cpu"))
+        if topology is not None:
+            self.switch(topology)
         self._unshared = [own[name] for name in own if len(holders[name]) == 1]
         self._counted = [own[name] for name in own if holders[name][0] == rank]
         for reduce in self._sums:
             reduce.begin()
+
+    def switch(self, topology: TopologySpec) -> None:
+        """Sum over `topology` from the next update on; all workers call it together between two updates."""
+        # In one order for all holders, as some topologies are found by measuring.
+        for sum_, members in zip(self._sums, self._members):
+            found, _ = resolve_topology(topology, members, sum_.gradient_bytes, self._device)
+            sum_.switch(found)
 
     def close(self) -> None:
         """End the thread that sums; all holders call it after their last update."""

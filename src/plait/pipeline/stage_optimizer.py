@@ -14,6 +14,7 @@ from plait.pipeline.layout import PipelineLayout, oldest_needed, update_behind
 from plait.pipeline.tied_weights import TiedWeights, UpdateRounds
 from plait.pipeline.weight_stash import WeightVersions
 from plait.planner.schedules.operations import Backward, Forward, Update
+from plait.schema.topology_spec import TopologySpec
 
 
 class StageOptimizer:
@@ -53,6 +54,11 @@ class StageOptimizer:
         """Those of a stage's own weights, and of what it shares with others; none if updates wait."""
         own = [self._versions[stage]] if stage in self._versions else []
         return own + [each.versions for each in self._tied[stage]]
+
+    def switch(self, topology: TopologySpec) -> None:
+        """Sum the gradients of replicas over `topology`; all workers call it when nothing is in flight."""
+        for agreement in dict.fromkeys(self._agreements.values()):
+            agreement.switch(topology)
 
     def frozen(self, stage: int) -> list[Parameter]:
         """The parameters of a stage that were frozen in a version of its weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -18,8 +18,10 @@ from plait.adapt.changes import (
     TopologyChange,
     WorkersChange,
 )
+from plait.comm.collectives import broadcast_value
 from plait.core.errors import JobError, PeerError
 from plait.data.sampler import Position
+from plait.launch.worker import Worker
 from plait.pipeline import named_state
 from plait.pipeline.named_state import Tensors
 from plait.training.change.members import Mark
@@ -110,6 +112,9 @@ class Engine(Starting, Protocol):
     def finish(self, save: Callable[[], None]) -> None:
         """Have the last checkpoint saved by `save`, whoever is lost meanwhile."""
 
+    def ask_first(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` returns on the first worker, between two steps, on all of them; plain values."""
+
     def apply(self, change: Change) -> None:
         """Change the run between two steps; JobError where this engine cannot."""
 
@@ -150,6 +155,13 @@ class Following(Starting, Protocol):
 
     def follow(self, ready: Callable[[], None]) -> None:
         """Link up with the other workers, call `ready`, and follow to the end of the run."""
+
+
+def ask_rank_0(worker: Worker, ask: Callable[[], Any]) -> Any:
+    """What `ask` returns on rank 0, on all workers of the process group."""
+    if worker.world_size == 1:
+        return ask()
+    return broadcast_value(ask() if worker.rank == 0 else None, 0)
 
 
 def cannot_apply(change: Change, engine: str) -> JobError:

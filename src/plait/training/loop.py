@@ -106,6 +106,8 @@ class Loop(RunStart):
         # The step after which what was due is done, and what workers asked for in the steps up to it.
         self._checked_step: int | None = None
         self._stopped = self._change_asked = self._has_begun = False
+        # The step after which changes were made last, and how many.
+        self._changes = (0, 0)
         memberships = run.worker.memberships
         self._switch = None if memberships is None else MemberSwitch(ElasticMembers(run, memberships), self)
 
@@ -255,7 +257,9 @@ class Loop(RunStart):
     def mark(self) -> Mark:
         if self._checked_step is None and not self._has_begun:
             return NO_STATE
-        return (self.run.step, int(self._checked_step == self.run.step))
+        # Of those at one step, the one with the fewest changes is gone on from: the others take them back.
+        changes = self._changes[1] if self._changes[0] == self.run.step else 0
+        return (self.run.step, int(self._checked_step == self.run.step) + changes)
 
     def choose_source(self, marks: Sequence[Mark]) -> int | None:
         return elastic_engine(self.engine).choose_source(marks)
@@ -267,6 +271,7 @@ class Loop(RunStart):
         if not is_there:
             self._take_position(rest)
             self._load_checkpoint(state)
+            self.run.metrics.batch_size = self.run.batch_size
             self._checked_step = self.run.step if rest["is_checked"] else None
 
     def back_to_checkpoint(self) -> None:
@@ -278,7 +283,7 @@ class Loop(RunStart):
                 source.load({})
         elastic_engine(self.engine).begin_anew()
         # Until all have it, this worker has no state that others could go on from.
-        self._has_begun, self._checked_step = False, None
+        self._has_begun, self._checked_step, self._changes = False, None, (0, 0)
         self.start(resume=True)
         self._steps = self._total_steps()
 
@@ -302,12 +307,13 @@ class Loop(RunStart):
             "until_data_ends": self._until_data_ends,
             "stopped": self._stopped,
             "is_checked": self._is_checked(),
+            "changes": self._changes,
             "settings": encode(self.run.settings),
         }
 
     def _take_position(self, found: Mapping[str, Any]) -> None:
         self._steps, self._until_data_ends = found["steps"], found["until_data_ends"]
-        self._stopped = found["stopped"]
+        self._stopped, self._changes = found["stopped"], tuple(found["changes"])
         # As changes have left them.
         self.run.settings = decode(TrainSettings, found["settings"])
 
@@ -333,16 +339,37 @@ class Loop(RunStart):
         if not self._is_checked():
             return
         step = self.run.step
-        for source in self._sources:
-            for asked in source.due(step):
-                self._apply(asked)
-                kind = type(asked.change).__name__
-                self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
+        for asked in self._requests(step):
+            self._apply(asked)
+            self._changes = (step, self._changes[1] + 1 if self._changes[0] == step else 1)
+            kind = type(asked.change).__name__
+            self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
         if self._change_asked and self._switch is not None:
             membership = self._switch.members.agree()
             self.engine.synchronize()
             elastic_engine(self.engine).hand_over(self._switch.members.staying(membership))
             self._switch.to(lambda: membership)
+
+    def _requests(self, step: int) -> list[ChangeRequest]:
+        """What sources ask for now: the first worker asks them, and all workers get its answer."""
+        due = [source for source in self._sources if source.next_due(step - 1) == step]
+        if not due:
+            return []
+        own: Any = None
+
+        def ask() -> Any:
+            nonlocal own
+            own = _ask(due, step)
+            return own
+
+        answer = self.engine.ask_first(ask)
+        if answer["failed"] is not None:
+            raise JobError(answer["failed"])
+        if answer != own:
+            for source, state in zip(due, answer["states"]):
+                if isinstance(source, SavedSource):
+                    source.load(state)
+        return [ChangeRequest.from_values(values) for values in answer["requests"]]
 
     def _apply(self, asked: ChangeRequest) -> None:
         change = asked.change
@@ -464,6 +491,16 @@ class Loop(RunStart):
             return "its loss is not a number"
         name = state.find_broken(run.parts.weights)
         return None if name is None else f"{name!r} holds values that are no numbers"
+
+
+def _ask(sources: Sequence[ChangeSource], step: int) -> dict[str, Any]:
+    """What sources ask for, and their states, as plain values; what is wrong, in words, for all workers."""
+    try:
+        requests = [asked.as_values() for source in sources for asked in source.due(step)]
+    except JobError as failure:
+        return {"failed": str(failure)}
+    states = [source.state() if isinstance(source, SavedSource) else None for source in sources]
+    return {"failed": None, "requests": requests, "states": states}
 
 
 class Follower(RunStart):

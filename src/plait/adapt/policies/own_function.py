@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from plait.adapt.changes import BatchSizeChange, SyncChange, TopologyChange, WorkersChange
 from plait.adapt.policies.policy import Decision, Proposal
-from plait.core.errors import JobError
+from plait.core.codec import decode, encode
+from plait.core.errors import ArtefactError, JobError
 from plait.core.names import check_arguments, in_words, parameters_of, resolve
 from plait.core.run_events import Signals
 from plait.core.shown import shown
 
 _CHANGES = (BatchSizeChange, TopologyChange, WorkersChange, SyncChange)
+_EXPECTED = f"a list of {', '.join(kind.__name__ for kind in _CHANGES)}"
 
 
 class FunctionPolicy:
@@ -42,22 +45,37 @@ class FunctionPolicy:
             found = self._function(*given, **self._options)
         except Exception as failure:
             raise JobError(f"adapt: {self._name} failed with {in_words(failure)}") from failure
-        if not self._has_state:
-            found = found, None
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0] or (), (list, tuple)):
-            raise self._wrong(found)
-        changes, after = found
-        return Decision(tuple(self._proposal(each) for each in changes or ()), after)
+        after = None
+        if self._has_state:
+            if not isinstance(found, (tuple, list)) or len(found) != 2:
+                raise self._wrong(found, "(changes, state)")
+            found, after = found
+            self._check_state(after)
+        if found is not None and not isinstance(found, (list, tuple)):
+            raise self._wrong(found, _EXPECTED)
+        return Decision(tuple(self._proposal(each) for each in found or ()), after)
 
     def _proposal(self, found: Any) -> Proposal:
-        if isinstance(found, Proposal):
-            return found
-        if not isinstance(found, _CHANGES):
-            raise self._wrong(found)
-        return Proposal(found, f"decided by {self._name}")
+        proposal = found if isinstance(found, Proposal) else Proposal(found, f"decided by {self._name}")
+        change = proposal.change
+        if not isinstance(change, _CHANGES) or not isinstance(proposal.why, str):
+            raise self._wrong(found, _EXPECTED)
+        try:
+            return Proposal(decode(type(change), _plain(change)), proposal.why)
+        except ArtefactError as failure:
+            raise self._wrong(found, str(failure).rpartition("expected ")[2]) from None
 
-    def _wrong(self, found: Any) -> JobError:
-        expected = f"a list of {', '.join(kind.__name__ for kind in _CHANGES)}"
-        if self._has_state:
-            expected = f"a pair of {expected}, and its state"
+    def _check_state(self, state: Any) -> None:
+        try:
+            json.dumps(encode(state))
+        except (TypeError, ValueError):
+            raise self._wrong(state, "a state of numbers, text, lists and dicts") from None
+
+    def _wrong(self, found: Any, expected: str) -> JobError:
         return JobError(f"adapt: {self._name} returned {shown(found)}, expected {expected}")
+
+
+def _plain(change: Any) -> dict[str, Any]:
+    """The fields of a change, numbers of numpy's or torch's as Python's."""
+    fields = encode(change)
+    return {key: value.item() if hasattr(value, "item") else value for key, value in fields.items()}

@@ -30,7 +30,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Decides by signals and its own state alone, so all workers come to the same decision."""
+    """Decides by signals and its own state; the first worker asks it, for all."""
 
     # What `state` is made from when a checkpoint is read; None for plain values.
     state_type: type | None

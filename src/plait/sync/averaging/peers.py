@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
+from plait.comm.running_clock import RunningClock
 from plait.core.errors import LostPeer, PeerError
 from plait.schema.placement import WorkerLimits
 from plait.sync.averaging.mailbox import Mailbox
@@ -100,21 +101,17 @@ class WaitTimer:
     """Counts how long nothing has happened; time in which this process was itself stopped does not count."""
 
     def __init__(self, now: Callable[[], float], limit_s: float) -> None:
-        self._now = now
-        self._last = now()
-        self._waited_s = 0.0
+        self._clock = RunningClock(LONGEST_LOOK_S, now)
+        self._since = 0.0
         self.limit_s = limit_s
 
     def restart(self) -> None:
         """Something has happened."""
-        self._last, self._waited_s = self._now(), 0.0
+        self._since = self._clock.read()
 
     def is_over(self) -> bool:
         """Whether nothing has happened for `limit_s`; asked many times a second."""
-        now = self._now()
-        self._waited_s += min(now - self._last, LONGEST_LOOK_S)
-        self._last = now
-        return self._waited_s >= self.limit_s
+        return self._clock.read() - self._since >= self.limit_s
 
 
 class SharedClock:

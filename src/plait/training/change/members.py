@@ -20,7 +20,8 @@ from plait.schema.settings import TrainSettings
 if TYPE_CHECKING:
     from plait.training.run import Run
 
-# How far a worker is: its step, and whether what was due after that step is done. It holds no state below 0.
+# How far a worker is: its step, and how much of what comes between it and the next is done. It holds no state
+# below 0.
 Mark = Sequence[int]
 NO_STATE: Mark = (-1, 0)
 # A joiner waits for as long as the job needs to switch to it: the supervisor ends one it has no use for.

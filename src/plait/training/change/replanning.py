@@ -74,13 +74,13 @@ def why_to_move(
 class Replanning:
     """Answers requests to plan again: the planner runs beside the training, and steps go on meanwhile.
 
-    `source` is where requests come from. What it asks for besides goes through.
+    `source` is where requests come from. What it asks for besides goes through. The first worker plans.
     """
 
     def __init__(self, run: Run, source: SavedSource) -> None:
         self._run = run
         self._source = source
-        # The request that is being answered, on all workers; on rank 0 the thread, and what it found.
+        # The request that is being answered, the thread, and what it found.
         self._asked: ChangeRequest | None = None
         self._version: int | None = None
         self._planner: threading.Thread | None = None
@@ -109,11 +109,10 @@ class Replanning:
 
     def _begin(self, request: ChangeRequest, asked: Replan) -> None:
         self._asked, self._version = request, self._members_version()
-        if self._run.worker.rank == 0:
-            found = self._found = dict[str, Any]()
-            self._planner = threading.Thread(target=self._plan, args=(asked, found), name="plait-planner")
-            self._planner.daemon = True
-            self._planner.start()
+        found = self._found = dict[str, Any]()
+        self._planner = threading.Thread(target=self._plan, args=(asked, found), name="plait-planner")
+        self._planner.daemon = True
+        self._planner.start()
 
     def _members_version(self) -> int | None:
         members = self._run.worker.memberships
@@ -135,14 +134,8 @@ class Replanning:
 
     def _answers(self) -> list[ChangeRequest]:
         """The change to the plan that was found, once the planner is done and where it pays."""
-        asked = self._asked
-        if asked is None:
-            return []
-        own = None
-        if self._planner is not None and not self._planner.is_alive():
-            own = self._found
-        answer = broadcast_value(own, 0) if self._run.worker.world_size > 1 else own
-        if answer is None:
+        asked, planner, answer = self._asked, self._planner, self._found
+        if asked is None or planner is None or planner.is_alive():
             return []
         self._asked = self._planner = None
         if answer.get("plan") is None:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from plait.training.audit.schedule import is_audited
 from plait.training.audit.whole_model import AuditedStep
 from plait.training.change.members import Mark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint
-from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
+from plait.training.engine import EngineState, Trained, ask_rank_0, cannot_apply, whole_state
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import evaluate_parts
 from plait.training.monitoring.asked import is_monitored
@@ -174,6 +175,9 @@ class DataParallelEngine(WholeModelStart):
 
     def finish(self, save: Callable[[], None]) -> None:
         save()
+
+    def ask_first(self, ask: Callable[[], Any]) -> Any:
+        return ask_rank_0(self._run.worker, ask)
 
     def apply(self, change: Change) -> None:
         assert self._step is not None

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -231,7 +231,7 @@ class DecentralizedEngine:
         self._members = tuple(range(member.places))
         # Places whose workers serve the others take no work; the others share it.
         self._idle = _dedicated(options, member.places)
-        self._intervals = self._evaluations = 0
+        self._intervals = self._evaluations = self._asked = 0
         self._speed = Speed()
         # Keys in the store that someone who was stopped may still come to.
         self._stale: list[str] = []
@@ -444,6 +444,26 @@ class DecentralizedEngine:
                 save()
         if self._is_writer():
             store.set(saved, "1")
+
+    def ask_first(self, ask: Callable[[], Any]) -> Any:
+        """Of those that live: should the first be lost before it has answered, the next one is asked."""
+        self._asked += 1
+        key, store, worker = f"{self._prefix}/asked/{self._asked}", self._run.worker.store, self._run.worker
+        self._stale.append(key)
+        waited = WaitTimer(time.monotonic, worker.timeout_s)
+        while not store.check([key]):
+            first = min(set(self._members) & set(self._member.averaging.living()))
+            if self._member.place == first:
+                return json.loads(store.compare_set(key, "", json.dumps(ask())))
+            if waited.is_over():
+                asked = self._member.workers_at(first)[0]
+                raise PeerError(
+                    f"worker {worker.rank} waited {waited.limit_s:g} s for what worker {asked} decides",
+                    LostPeer.SILENT,
+                    asked,
+                )
+            time.sleep(LOOK_S)
+        return json.loads(store.get(key))
 
     def apply(self, change: Change) -> None:
         # Work is drawn anew for each interval.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from plait.adapt.changes import BatchSizeChange, Change, PlanChange
+from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyChange
 from plait.comm.collectives import all_gather_values, gather_in_turn
 from plait.core.codec import decode
 from plait.core.errors import JobError, PeerError
@@ -34,6 +34,7 @@ from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
+from plait.schema.topology_spec import check_topology, read_topology_spec
 from plait.training import checkpoint as checkpoints
 from plait.training.audit.schedule import is_audited, next_audited
 from plait.training.audit.stages import AuditedStages
@@ -50,7 +51,7 @@ from plait.training.change.replanning import replan_together
 from plait.training.change.step_commit import StepCommit
 from plait.training.checkpoint import Checkpoint
 from plait.training.components import UNKNOWN_STEPS, with_fresh_model
-from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
+from plait.training.engine import EngineState, Trained, ask_rank_0, cannot_apply, whole_state
 from plait.training.engines.data_parallel import load_whole
 from plait.training.engines.own_tensors import fill_pieces, names_by_stage, stages_by_name, unused_names
 from plait.training.engines.pipeline_setup import (
@@ -446,12 +447,34 @@ class PipelineEngine:
     def finish(self, save: Callable[[], None]) -> None:
         save()
 
+    def ask_first(self, ask: Callable[[], Any]) -> Any:
+        return ask_rank_0(self._run.worker, ask)
+
     def apply(self, change: Change) -> None:
         if isinstance(change, PlanChange):
             self._change_plan(change)
+        elif isinstance(change, TopologyChange):
+            self._change_topology(change)
         # Batches are cut anew for each interval; the number of microbatches stays, and their size changes.
         elif not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, "a pipeline")
+
+    def _change_topology(self, change: TopologyChange) -> None:
+        """Have the replicas of each stage sum over another topology."""
+        layout, spec = self._layout, read_topology_spec(change.topology)
+        sizes = {len(layout.holders(stage)) for stage in range(len(layout.stages))} - {1}
+        if not sizes:
+            raise cannot_apply(change, "a pipeline with one worker a stage")
+        if not spec.by_name:
+            raise JobError(
+                f"adapt: cannot apply {change}: the replicas of each stage need a topology of their own; use "
+                f"a name, such as ring"
+            )
+        for size in sizes:
+            check_topology(spec, size)
+        # Noted first: should a worker be lost now, the rest goes on with it.
+        self._run.set_topology(change.topology)
+        self._pipe.switch_topology(spec)
 
     def _change_plan(self, change: PlanChange) -> None:
         run = self._run
