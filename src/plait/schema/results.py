@@ -19,7 +19,8 @@ class RunResult:
 
     `reason` is why it ended: `finished`, `stopped` or `early-stop`. `steps` is its planned number of steps,
     None if the end of the data decides. A loss or metric is None if there is none, or if it is not a number.
-    `test` has the metrics of the last evaluation and `best` those of the best checkpoint, with its `step`.
+    `test` has the metrics of the last evaluation and `best` those of the best checkpoint, with its `step`;
+    `mode` says by name whether less (`min`) or more (`max`) is better, where that is known.
     `verified_s` is the time spent comparing stages with the plain model, None if that was not done. `run` is
     the run's folder.
     """
@@ -34,6 +35,7 @@ class RunResult:
     seconds: float
     workers: int
     device: str
+    mode: Mapping[str, str]
     verified_s: float | None = None
     run: str = ""
 
@@ -92,7 +94,8 @@ class ArrayResult:
 class SweepResult:
     """The result of a sweep; `trials` are sorted, best first, and `run` is the folder with the best one.
 
-    `step` counts the trials that have ended, of `steps`. `best` is None if no trial finished. Each array was
+    `step` counts the trials that have ended, of `steps`. Trials are compared by `metric`, of which less
+    (`mode` is `min`) or more (`max`) is better. `best` is None if no trial finished. Each array was
     trained by `replicas` workers.
     """
 
@@ -101,6 +104,7 @@ class SweepResult:
     steps: int
     search: str
     metric: str
+    mode: str
     best: TrialResult | None
     trials: tuple[TrialResult, ...]
     arrays: tuple[ArrayResult, ...]

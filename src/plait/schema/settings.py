@@ -31,6 +31,8 @@ Precision = Literal["float32", "float64", "bf16", "fp16"]
 Verify = Literal["off", "first", "every_run"]
 # A sync, or `auto`, which measures the first steps and chooses one.
 SyncName = Annotated[str, OneOf((*KINDS, "auto"))]
+# Whether less or more of a metric is better.
+Mode = Literal["min", "max"]
 Monitor = Literal["loss", "throughput", "step-time", "link-throughput", "noise-scale", "variance"]
 SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
 SEARCHES: tuple[SearchKind, ...] = get_args(SearchKind)
@@ -83,10 +85,14 @@ class LrScheduleSettings:
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """When to evaluate on the test split, and the metric to compute besides the loss."""
+    """When to evaluate on the test split, and the metric to compute besides the loss.
+
+    `mode` says whether less or more of the metric is better, of one that does not know it itself.
+    """
 
     every_steps: Count | None = None
     metric: str = "auto"
+    mode: Mode | None = None
     batch_size: Count | None = None
 
 
@@ -262,7 +268,7 @@ class SearchSettings:
     `trials` is the number of trials to sample, unless the search is a grid. Halving and ASHA keep one trial
     in `eta` at each rung, the first of which is at `least_steps`; population-based training copies every
     `least_steps`. Trials are compared by `metric`: `auto` is the metric of the evaluation if it has one, else
-    the loss.
+    the loss; less or more is better as `EvaluateSettings.mode` says.
     """
 
     kind: SearchKind = "grid"

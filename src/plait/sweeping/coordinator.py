@@ -32,7 +32,7 @@ from plait.sweeping.scheduler import Trial, TrialScheduler
 from plait.sweeping.settings import SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.workloads.metrics import find_metric
+from plait.workloads.metrics import find_metric, find_modes, unknown_mode
 
 REPORT_S = 0.2
 
@@ -327,6 +327,7 @@ class Coordinator:
             steps=self.scheduler.search.total,
             search=self._settings.search.kind,
             metric=self.scheduler.metric,
+            mode=self.scheduler.mode,
             best=None if best is None else self.scheduler.table()[0],
             trials=self.scheduler.table(),
             arrays=self.arrays.table(),
@@ -354,9 +355,11 @@ def choose_metric(settings: SweepSettings) -> str:
     found = find_metric(train.evaluate.metric, train.loss)
     known = ["loss"] if found is None else ["loss", found[0]]
     if wanted == "auto":
-        return known[-1]
+        wanted = known[-1]
     if wanted not in known:
         raise InputError(f"--metric: found {wanted!r}, but evaluation gives {' and '.join(known)}")
+    if wanted not in find_modes(train.evaluate, train.loss):
+        raise InputError(f"--metric: {unknown_mode(wanted)}, or compare by the loss: --metric loss")
     return wanted
 
 

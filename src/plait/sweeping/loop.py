@@ -27,6 +27,7 @@ from plait.sweeping.worker_group import WorkerGroup, share_of
 from plait.training.early_stopping import EarlyStopping
 from plait.training.loop import take_steps
 from plait.training.optimizers.lr_schedule import build_lr_factor
+from plait.workloads.metrics import find_modes
 
 # How long a worker that could take more trials waits before it asks again.
 POLL_S = 0.1
@@ -206,7 +207,7 @@ class SweepTraining:
             lr_factor=build_lr_factor(settings.lr_schedule, assignment["steps"]),
             stream=self._streams.find(settings, position, used),
             position=position,
-            early_stopping=EarlyStopping(settings.early_stop),
+            early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
         )
         if state is not None:
             trial.load_progress(state.step, state.progress)

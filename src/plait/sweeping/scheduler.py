@@ -21,7 +21,7 @@ from plait.sweeping.search.halving import exploit, goes_on, survivors
 from plait.sweeping.search.values import Past, Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, is_fusable, with_values
-from plait.workloads.metrics import LOWER_IS_BETTER
+from plait.workloads.metrics import find_modes
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10
@@ -75,6 +75,7 @@ class TrialScheduler:
         self.settings = settings
         self.search = Search(settings)
         self.metric = metric
+        self.mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
         self.trials: list[Trial] = []
         # Those that share out the trials; they may come and go.
         self.workers = workers
@@ -293,7 +294,7 @@ class TrialScheduler:
         value = metrics.get(self.metric) if metrics else train_loss
         if value is None:
             return math.nan
-        return float(value) if self.metric in LOWER_IS_BETTER or not metrics else -float(value)
+        return float(value) if self.mode == "min" or not metrics else -float(value)
 
     def _end(self, trial: Trial, state: str) -> int:
         trial.state = state

@@ -26,12 +26,12 @@ from plait.data.requirements import check_continued, check_length, check_vocabul
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
-from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
+from plait.schema.settings import DataSettings, Mode, ModelSettings, TrainSettings
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
-from plait.workloads.metrics import Metric, find_metric
+from plait.workloads.metrics import Metric, find_metric, find_modes, unknown_mode
 
 # More than any run takes.
 UNKNOWN_STEPS = 1 << 62
@@ -54,6 +54,7 @@ class Components:
     names: Mapping[Tensor, str]
     loss: Loss
     metric: tuple[str, Metric] | None
+    modes: Mapping[str, Mode]
     optimizer: torch.optim.Optimizer
     base_lrs: tuple[float, ...]
     scaler: torch.amp.GradScaler
@@ -74,6 +75,7 @@ def check(settings: TrainSettings) -> None:
     find_collate_fn(settings.data)
     build_loss(settings.loss, settings.loss_args)
     metric = find_metric(settings.evaluate.metric, settings.loss)
+    modes = find_modes(settings.evaluate, settings.loss)
     known = ["loss", metric[0]] if metric is not None else ["loss"]
     for key, name in (
         ("checkpoint.keep_best", settings.checkpoint.keep_best),
@@ -81,6 +83,8 @@ def check(settings: TrainSettings) -> None:
     ):
         if name is not None and name not in known:
             raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
+        if name is not None and name not in modes:
+            raise JobError(f"{key}: {unknown_mode(name)}")
     # On a parameter that is not used, so that the optimizer checks its options.
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     choose_device(settings.device, 0)
@@ -284,6 +288,7 @@ def build(
         names=names,
         loss=build_loss(settings.loss, settings.loss_args),
         metric=find_metric(settings.evaluate.metric, settings.loss),
+        modes=find_modes(settings.evaluate, settings.loss),
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
         # A loss scale keeps small gradients alive in fp16; the other types need none.

@@ -260,7 +260,8 @@ class Loop(RunStart):
     def back_to_checkpoint(self) -> None:
         self.run.metrics.log_rest()
         self.run.begin_anew()
-        self._best, self._early_stopping = None, EarlyStopping(self.run.settings.early_stop)
+        self._best = None
+        self._early_stopping = EarlyStopping(self.run.settings.early_stop, self.run.parts.modes)
         for source in self._sources:
             if isinstance(source, SavedSource):
                 source.load({})
@@ -418,7 +419,7 @@ class Loop(RunStart):
         name = self.run.settings.checkpoint.keep_best
         if name is None or not metrics or not math.isfinite(metrics[name]):
             return False
-        return self._best is None or gain(name, metrics[name], self._best[name]) > 0
+        return self._best is None or gain(self.run.parts.modes[name], metrics[name], self._best[name]) > 0
 
     def _save(self, metrics: dict[str, float]) -> None:
         """One worker writes a checkpoint of the state after this step; the others go on."""

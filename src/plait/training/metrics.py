@@ -45,6 +45,7 @@ class MetricsLogger:
         self._worker = worker
         self._settings = settings
         self._device = str(parts.device)
+        self._modes = parts.modes
         self._parameters = sum(p.numel() for p in parts.model.parameters())
         self._samples_of_epoch = parts.train_set.length
         self._folder = folder
@@ -226,6 +227,7 @@ class MetricsLogger:
             seconds=round(seconds, 3),
             workers=self._worker.world_size,
             device=self._device,
+            mode=dict(self._modes),
             verified_s=self._verified_s,
         )
 

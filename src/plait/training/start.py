@@ -46,7 +46,7 @@ class RunStart:
         self._sources = tuple(sources)
         self.engine = engine
         self._best: dict[str, Any] | None = None
-        self._early_stopping = EarlyStopping(run.settings.early_stop)
+        self._early_stopping = EarlyStopping(run.settings.early_stop, run.parts.modes)
 
     def start(self, resume: bool) -> None:
         """Load the state from which all workers continue."""
