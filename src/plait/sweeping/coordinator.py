@@ -65,7 +65,7 @@ class Coordinator:
         self._log = EventLog(folder.events(), rank=worker.id)
         groups = max(1, worker.world_size // settings.workers_per_array)
         self.scheduler = TrialScheduler(
-            settings, groups, choose_metric(settings), self._steps_of, self._keep, self._copy
+            settings, groups, choose_metric(settings), self._steps_of, self._keep, self._copy, sets.seed_of
         )
         self.scheduler.open(events)
         self.arrays = Arrays(events, go_on=takes_over)

@@ -61,7 +61,10 @@ class Trial:
 
 
 class TrialScheduler:
-    """All trials of a sweep. `record` keeps an event for good; `copy` gives a trial another's weights."""
+    """All trials of a sweep. `record` keeps an event for good; `copy` gives a trial another's weights.
+
+    `data_of` says what trials must have in common to be trained on the same data.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class TrialScheduler:
         steps_of: Callable[[TrainSettings], int],
         record: Callable[[Event], None],
         copy: Callable[[int, int], None],
+        data_of: Callable[[TrainSettings], object] = lambda settings: None,
     ) -> None:
         self.settings = settings
         self.search = Search(settings)
@@ -82,6 +86,7 @@ class TrialScheduler:
         self._steps_of = steps_of
         self._record = record
         self._copy = copy
+        self._data_of = data_of
         # Who came to each goal, in order: ASHA lets a trial go on by those before it.
         self._arrivals: dict[int, list[int]] = {}
         self._copied: set[tuple[int, int]] = set()
@@ -263,6 +268,8 @@ class TrialScheduler:
         settings = with_values(self.settings.train, values)
         steps = self._steps_of(settings)
         group = array_key(settings) if is_fusable(settings) else f"alone-{len(self.trials)}"
+        if (data := self._data_of(settings)) is not None:
+            group += f"-{data}"
         trial = Trial(len(self.trials), values, settings, steps, group, self.search.goals(steps))
         self.trials.append(trial)
         return trial

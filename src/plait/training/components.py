@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from plait.adapt.policies.registry import make_policy
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
-from plait.data.batches import Collate, DataSource
+from plait.data.batches import Collate, DataSource, seed_all
 from plait.data.requirements import check_continued, check_length, check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
@@ -103,10 +103,22 @@ def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
     return factory
 
 
+def seed_factory(seed: int) -> None:
+    """Let what a factory draws at random depend on `seed` alone.
+
+    So it draws the same on every worker, and for both splits: parts of `random_split` have nothing in common.
+    """
+    # Unlike `seed_all`, also for GPUs that are not in use yet.
+    torch.manual_seed(mix(seed))
+    seed_all(mix(seed))
+
+
 def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
     """The model with its initial weights, which depend on `seed` alone."""
+    # Modules may draw while they are imported, too.
+    seed_factory(seed)
     factory = find_model(settings)
-    torch.manual_seed(mix(seed))
+    seed_factory(seed)
     model = factory(**settings.args)
     if not isinstance(model, torch.nn.Module):
         raise JobError(
@@ -117,6 +129,9 @@ def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
 
 def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:
     """The data set's `train` or `test` split; None where there is no test split."""
+    seed_factory(settings.seed)
+    data.check(settings.data.kind, settings.data.options)
+    seed_factory(settings.seed)
     dataset = data.build(settings.data.kind, split, **settings.data.options)
     if dataset is None:
         return None
