@@ -127,9 +127,10 @@ class DataSource:
             # Samples that draw at random are read one by one, each from its own seed.
             if same_states(before, random_states()):
                 return _as_samples(samples, len(numbers))
-        return [self._sample(epoch, number, seed) for number in numbers]
+        return [self.sample(epoch, number, seed) for number in numbers]
 
-    def _sample(self, epoch: int, number: int, seed: int) -> Any:
+    def sample(self, epoch: int, number: int, seed: int) -> Any:
+        """One sample of a map-style set, with the random choices that it has in that epoch."""
         seed_all(mix(seed, epoch, number))
         return self.dataset[number]
 

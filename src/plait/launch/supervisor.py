@@ -317,10 +317,15 @@ class Supervisor:
             self._elastic.on_done(rank)
 
     def _note_elastic_trouble(self, elastic: ElasticWorkers, state: RankState) -> None:
-        """Leave a worker out that has ended or hangs, unless it reports what others would meet too."""
+        """Leave a worker out that has ended or hangs, unless it reports what others would meet too.
+
+        A joiner that fails is left out with its own words.
+        """
         if state.done or state.ended_here:
             return
-        if state.failure is not None and state.lost_peer is None:
+        failure, is_member = state.failure, state.rank in elastic.roster.membership.members
+        # One that was about to join may have met what only its own host lacks.
+        if failure is not None and state.lost_peer is None and (is_member or failure["everywhere"]):
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
             words = str(state.failure["summary"]) if state.failure else describe_status(state.status)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Callable
 
 from plait.core.codec import encode
 from plait.core.errors import JobError
@@ -23,7 +25,9 @@ class DataSets:
     seed, of which the latest few are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[DataPair, int, str], None] = lambda sets, seed, name: None) -> None:
+        """`check` is called with the splits, once they are read, the seed, and a name of their own."""
+        self._check = check
         self._read: dict[str, DataPair] = {}
         self._drawn: dict[str, dict[int, DataPair]] = {}
 
@@ -31,6 +35,7 @@ class DataSets:
         key = _key(settings)
         if key not in self._read and settings.seed not in self._drawn.get(key, {}):
             sets, draws = _build(settings)
+            self._check(sets, settings.seed, f"{zlib.crc32(key.encode())}/{settings.seed if draws else None}")
             if not draws:
                 self._read[key] = sets
             else:

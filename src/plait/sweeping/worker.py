@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.sweeping.worker_group import WorkerGroup, check_worker_groups, make_worker_group
 from plait.training import components
+from plait.training.data_checks import look_at_data
 from plait.training.optimizers.eager import use_eager_optimizers
 
 WAIT_S = 0.05
@@ -90,7 +92,7 @@ def _take_part(
     resume: bool,
 ) -> dict[str, Any]:
     """Lead a worker group, or train alone, or follow; rank 0 returns the result."""
-    sets = DataSets()
+    sets = DataSets(partial(look_at_data, worker))
     if group is not None and not group.leads:
         ArrayFollower(group, sets, device).run()
         return {}
@@ -122,7 +124,7 @@ def _take_part_while_needed(
 
     All members at the end return the result: whoever coordinates may be lost after it has closed the sweep.
     """
-    sets = DataSets()
+    sets = DataSets(partial(look_at_data, worker))
 
     def make_coordinator(
         holders: Sequence[int] | None, on_holders: Callable[[Sequence[int]], None]

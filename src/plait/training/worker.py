@@ -25,6 +25,7 @@ from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.change.members import join_members
 from plait.training.components import Components
+from plait.training.data_checks import look_at_data
 from plait.training.engine import Engine
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
@@ -58,6 +59,7 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     # Where layers may move, each worker makes the model whole, and keeps its own.
     pieces = components.find_pieces(settings, device) if worker.memberships is None else None
     parts = components.build(settings, device, pieces=pieces)
+    look_at_data(worker, (parts.train_set, parts.test_set), settings.seed)
     result = make_loop(worker, settings, parts, folder).train(resume=order["resume"])
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and settings.sync.kind not in FAULT_TOLERANT and worker.memberships is None:
