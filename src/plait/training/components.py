@@ -95,6 +95,13 @@ def check(settings: TrainSettings) -> None:
 
 def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
     factory: Callable[..., torch.nn.Module] = resolve(settings.factory, "model", JobError)
+    if isinstance(factory, torch.nn.Module):
+        name = settings.factory.rpartition(":")[2]
+        raise JobError(
+            f"model: {settings.factory} is a {type(factory).__name__} that is made already, expected a "
+            f"function or class that makes it: each worker, and each trial, has its own; write def make(): "
+            f"return ... and name that instead of {name}"
+        )
     if not callable(factory):
         raise JobError(
             f"model: {settings.factory} is {factory!r}, expected a function or class that makes a model"
