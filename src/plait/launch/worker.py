@@ -388,6 +388,8 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
     lost, peer = _lost_peer(failure)
     known = isinstance(failure, PlaitError)
     summary = str(failure) if known else f"{type(failure).__name__}: {failure}"
+    if known:  # elsewhere the traceback has them
+        summary = "\n".join([summary, *getattr(failure, "__notes__", ())])
     if lost is not None and not known:
         summary = f"{_MISSED[lost]} ({str(failure).strip().splitlines()[0]})"
     return Failure(

@@ -87,13 +87,15 @@ class LrScheduleSettings:
 class EvaluateSettings:
     """When to evaluate on the test split, and the metric to compute besides the loss.
 
-    `mode` says whether less or more of the metric is better, of one that does not know it itself.
+    `mode` says whether less or more of the metric is better, of one that does not know it itself. So many
+    `sanity_batches` are evaluated before the first step: what is broken should show then.
     """
 
     every_steps: Count | None = None
     metric: str = "auto"
     mode: Mode | None = None
     batch_size: Count | None = None
+    sanity_batches: CountFromZero = 2
 
 
 @dataclass(frozen=True)

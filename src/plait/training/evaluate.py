@@ -54,7 +54,7 @@ def sums_over_share(parts: Components, settings: TrainSettings, rank: int, world
     with torch.no_grad(), evaluation_mode(parts.model):
         for batch in evaluation_batches(parts, settings, size, rank, world_size):
             if batch.count:
-                sums += _measure(parts, batch)
+                sums += measure(parts, batch.content, batch.count)
     return sums
 
 
@@ -77,11 +77,12 @@ def means(parts: Components, sums: Tensor) -> dict[str, float]:
     return results
 
 
-def _measure(parts: Components, batch: Batch) -> Tensor:
-    inputs, target = to_device(batch.content, parts.device, parts.dtype)
+def measure(parts: Components, content: Any, count: int) -> Tensor:
+    """The sums (see `sums_of`) over a batch of `count` samples."""
+    inputs, target = to_device(content, parts.device, parts.dtype)
     with parts.autocast():
         output = forward(parts.model, inputs)
-    return sums_of(parts, output, target, batch.count)
+    return sums_of(parts, output, target, count)
 
 
 def sums_of(parts: Components, output: Any, target: Any, count: int) -> Tensor:

@@ -246,6 +246,13 @@ class MetricsLogger:
         if self._board is not None:
             self._board.close()
 
+    def flush(self) -> None:
+        """Write down what was recorded so far."""
+        if self._log is not None:
+            self._log.flush()
+        if self._board is not None:
+            self._board.flush()
+
     def verified(self, event: run_events.Verified) -> None:
         """Record that what was built computes what the plain model computes; the run's result says so."""
         self._verified_s = event.seconds

@@ -46,6 +46,8 @@ class RunStart:
         self._sources = tuple(sources)
         self.engine = engine
         self._best: dict[str, Any] | None = None
+        # Whether the newest checkpoint was written before an evaluation that has not ended yet.
+        self._is_evaluation_due = False
         self._early_stopping = EarlyStopping(run.settings.early_stop, run.parts.modes)
 
     def start(self, resume: bool) -> None:
@@ -56,7 +58,12 @@ class RunStart:
 
     def _checkpoint(self, state: EngineState) -> Checkpoint:
         run = self.run
-        progress = {
+        return Checkpoint(run.step, state.model, state.optimizer, self._progress(), state.sync, state.written)
+
+    def _progress(self) -> dict[str, Any]:
+        """What a checkpoint says besides its tensors."""
+        run = self.run
+        return {
             **checkpoints.common_progress(
                 run.settings,
                 run.position,
@@ -72,8 +79,8 @@ class RunStart:
             "batch": asdict(run.batch),
             "gradient_noise": run.noise.state(),
             "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
+            "is_evaluation_due": self._is_evaluation_due,
         }
-        return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
 
     def _restore(self) -> None:
         """Load the newest checkpoint that is complete and of this model; record those that are not."""
@@ -119,6 +126,7 @@ class RunStart:
             source.load(own)
         self._best = best if best and checkpoints.has(run.folder.checkpoints, best.get("step")) else None
         self._early_stopping.best, self._early_stopping.without_gain = early_best, without_gain
+        self._is_evaluation_due = bool(progress.get("is_evaluation_due"))
         # A run that had no loss scale begins with a fresh one.
         if loss_scale and run.parts.scaler.is_enabled():
             run.parts.scaler.load_state_dict(loss_scale)
@@ -128,7 +136,8 @@ class RunStart:
         worker = self.run.worker
         if worker.world_size == 1:
             return
-        if len(set(all_gather_values(self.run.step))) > 1:
+        found = all_gather_values([self.run.step, self._is_evaluation_due])
+        if any(each != found[0] for each in found):
             own = self._checkpoint(self.engine.start_state()) if worker.rank == 0 else None
             state = checkpoints.broadcast(own)
             if worker.rank != 0:

@@ -32,6 +32,7 @@ from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.loop import Follower, Loop
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
+from plait.training.sanity import try_evaluation
 
 # How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
 APART_STEPS = 25
@@ -60,7 +61,14 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     pieces = components.find_pieces(settings, device) if worker.memberships is None else None
     parts = components.build(settings, device, pieces=pieces)
     look_at_data(worker, (parts.train_set, parts.test_set), settings.seed)
-    result = make_loop(worker, settings, parts, folder).train(resume=order["resume"])
+    if worker.rank >= 0:  # those that join later go on with what works already
+        try_evaluation(parts, settings, worker.rank, worker.world_size)
+    loop = make_loop(worker, settings, parts, folder)
+    try:
+        result = loop.train(resume=order["resume"])
+    except BaseException:
+        loop.run.flush_record()
+        raise
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and settings.sync.kind not in FAULT_TOLERANT and worker.memberships is None:
         dist.destroy_process_group()
