@@ -12,7 +12,10 @@ import pytest
 import plait
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
+from plait.core.run_events import TrialStep
 from plait.schema.settings import EvaluateSettings, TrainSettings
+from plait.sweeping.array_record import Arrays
+from plait.sweeping.progress import SweepProgress
 from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.halving import goes_on
 from plait.sweeping.search.values import Past, Search
@@ -29,6 +32,20 @@ def make_scheduler(settings: Any, past: list[Any] = ()) -> tuple[TrialScheduler,
     )
     scheduler.open(past)
     return scheduler, recorded
+
+
+def test_the_time_left_follows_the_steps_and_not_what_came_before_them():
+    scheduler, _ = make_scheduler(sweep_of("seed=0,1", job=digits_job(steps=1000)))
+    now = [0.0]
+    progress = SweepProgress(scheduler, Arrays([]), lambda: now[0])
+    # A minute of getting ready, then a hundred steps of each trial a second.
+    now[0] = 60.0
+    for step in range(100, 500, 100):
+        for trial in (0, 1):
+            progress.count(TrialStep(trial, step, 0.5))
+        left_s = progress.report().get("left_s")
+        assert left_s is None if step < 300 else left_s == pytest.approx((2000 - 2 * step) / 200, rel=0.3)
+        now[0] += 1.0
 
 
 def play(scheduler: TrialScheduler, losses: dict[int, float]) -> None:

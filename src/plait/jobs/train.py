@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ def train(
     display = display or Silent()
     settings, placement = job.settings(), job.placement()
     folder = choose_folder(Path(job.run_dir), job.name, resume, run_folder)
+    notes: list[str] = []
     if job.parallel.plan != "data-parallel":
         from plait.measure.auto_plan import plan_job, settings_before  # imports torch
+        from plait.planner import describe_plan
 
         with folder.removed_on_failure():
             before = settings_before(folder.settings)
-            settings, placement, notes = plan_job(job, settings, placement, before)
-        for note in notes:
-            display.printed(note)
-    return launch(settings, placement, folder, display, resume=resume, job_text=job.text())
+            settings, placement, plan, notes = plan_job(job, settings, placement, before)
+        for line in [describe_plan(plan)] * (job.parallel.plan == "auto") + notes:
+            display.printed(line)
+    result = launch(settings, placement, folder, display, resume=resume, job_text=job.text())
+    return replace(result, warnings=(*notes, *result.warnings))

@@ -7,8 +7,9 @@ It exchanges JSON lines with the supervisor over its standard streams and decide
          {"dismiss": [rank, ...]};
          the end of the stream ends everything here, whether the supervisor is through or gone
     out  {"ready": store}, {"refused": message}, {"workers": {rank: pid}}, {"line": text}, {"progress": ...},
-         {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...}, {"silent": ...},
-         {"unreachable": host}, {"beat": true}, and reports of elastic workers (see `launch/worker.py`)
+         {"warning": text}, {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...},
+         {"silent": ...}, {"unreachable": host}, {"beat": true}, and reports of elastic workers (see
+         `launch/worker.py`)
 
 It makes no files but the workers' logs, so nothing of it is left however it ends. It imports no torch.
 """

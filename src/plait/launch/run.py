@@ -61,7 +61,9 @@ class StatusFile:
             write_atomic(self._folder.status, json.dumps(self._content))
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        progress = {**self._content["progress"], "step": result["step"]}
+        progress = dict(self._content["progress"])
+        if "trials" not in progress:  # the steps of a sweep are those of all its trials
+            progress |= {"step": result["step"], "steps": result["steps"]}
         progress.pop("left_s", None)
         self.write(state=result["reason"], progress=progress)
 
@@ -123,7 +125,15 @@ def launch(
         files[folder.job] = job_text
 
     def finish(result: dict[str, Any]) -> dict[str, Any]:
-        return (_earlier_result(folder, result) if resume else None) or result
+        earlier = _earlier_result(folder, result) if resume else None
+        if earlier is None:
+            return result
+        words = (
+            f"the run had come to its end, at step {earlier['step']}, before: nothing was trained; to go on, "
+            f"raise epochs or steps, such as --set steps={2 * earlier['step']}"
+        )
+        display.printed(f"warning: {words}")
+        return {**earlier, "warnings": [*earlier["warnings"], words]}
 
     result = launch_entry(
         "plait.training.worker",
@@ -207,6 +217,7 @@ class _Run:
             supervisor = Supervisor(task, self._status)
             with _controlled(supervisor, task.placement, folder):
                 result = finish(_of_lowest(supervisor.run(self._prepare)))
+            result["warnings"] = [*dict.fromkeys([*result.get("warnings", ()), *supervisor.warnings])]
             write_atomic(folder.result, json.dumps(result, indent=1))
             folder.failure.unlink(missing_ok=True)
             self._status.finish(result)

@@ -23,7 +23,6 @@ from plait.planner import (
     Schedule,
     Settings,
     data_parallel_plan,
-    describe_plan,
     faster_plan,
     fastest_plan,
     load_plan,
@@ -61,8 +60,8 @@ MEASURE_S = 3.0
 
 def plan_job(
     job: Job, settings: TrainSettings, placement: Placement, before: TrainSettings | None = None
-) -> tuple[TrainSettings, Placement, list[str]]:
-    """The job's settings with its plan, the workers that run it, and notes on the plan for the user.
+) -> tuple[TrainSettings, Placement, Plan, list[str]]:
+    """The job's settings with its plan, the workers that run it, the plan, and what to warn the user of.
 
     Without hosts and a number of workers in the job, the plan says how many there are. `before` are the
     settings of the run that is resumed, if any.
@@ -71,7 +70,7 @@ def plan_job(
     settings, plan = planned(settings, placement, parallel, before, MEASURE_S)
     if parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
-    notes = [describe_plan(plan)] if parallel.plan == "auto" else []
+    notes = []
     if parallel.needs_planning and plan.devices_used < placement.workers:
         used, workers = plan.devices_used, placement.workers
         notes.append(f"{used} of {workers} workers run it: the plan has no use for the others")
@@ -83,7 +82,7 @@ def plan_job(
     notes += [describe_updates(plan, settings), describe_clipping(plan, settings), describe_memory(plan)]
     if not parallel.needs_planning:
         notes.append(other_microbatch(plan, settings))
-    return settings, placement, list(filter(None, notes))
+    return settings, placement, plan, list(filter(None, notes))
 
 
 def planned(

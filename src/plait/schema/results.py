@@ -22,7 +22,7 @@ class RunResult:
     `test` has the metrics of the last evaluation and `best` those of the best checkpoint, with its `step`;
     `mode` says by name whether less (`min`) or more (`max`) is better, where that is known.
     `verified_s` is the time spent comparing stages with the plain model, None if that was not done. `run` is
-    the run's folder.
+    the run's folder. `warnings` are those of all workers, each once.
     """
 
     reason: str
@@ -38,6 +38,7 @@ class RunResult:
     mode: Mapping[str, str]
     verified_s: float | None = None
     run: str = ""
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `plait train --json` prints them."""
@@ -57,6 +58,7 @@ class RunResult:
         if self.best:
             metrics = {name: value for name, value in self.best.items() if name != "step"}
             yield f"best at step {self.best['step']}: {show_metrics(metrics)}"
+        yield from (f"warning: {text}" for text in self.warnings)
         if self.run:
             yield self.run
 
@@ -96,7 +98,7 @@ class SweepResult:
 
     `step` counts the trials that have ended, of `steps`. Trials are compared by `metric`, of which less
     (`mode` is `min`) or more (`max`) is better. `best` is None if no trial finished. Each array was
-    trained by `replicas` workers.
+    trained by `replicas` workers. `warnings` are those of all workers, each once.
     """
 
     reason: str
@@ -113,6 +115,7 @@ class SweepResult:
     workers: int
     replicas: int
     run: str = ""
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `plait sweep --json` prints them."""
@@ -128,6 +131,7 @@ class SweepResult:
         yield from (f"  {trial}" for trial in self.trials[:_SHOWN])
         if len(self.trials) > _SHOWN:
             yield f"  and {len(self.trials) - _SHOWN} more"
+        yield from (f"warning: {text}" for text in self.warnings)
         if self.run:
             yield self.run
 

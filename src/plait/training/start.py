@@ -38,6 +38,21 @@ def check_order(
             )
 
 
+def check_end(step: int, position: Position, settings: TrainSettings) -> None:
+    """Refuse to go on to an end that the run is beyond."""
+    if settings.steps is not None and step > settings.steps:
+        raise JobError(
+            f"steps: found {settings.steps}, but the run has made {step} steps; give {step} or more, or "
+            f"start a new run"
+        )
+    epochs = settings.epochs
+    if epochs is not None and (position.epoch, position.sample) > (epochs, 0):
+        raise JobError(
+            f"epochs: found {epochs}, but the run is in epoch {position.epoch + 1}; give as many or more, or "
+            f"start a new run"
+        )
+
+
 class RunStart:
     """A run's beginning: from its newest good checkpoint, the same on all workers."""
 
@@ -115,6 +130,7 @@ class RunStart:
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         check_order(progress, position, run.settings, run.parts.train_set.length)
+        check_end(state.step, position, run.settings)
         if position.sample:
             check_same_order(progress, run.parts.train_set.dataset, run.settings)
         self.engine.load(state)
