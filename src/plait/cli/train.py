@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 
 STOPPED = 130
 
+WorkersOption = Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")]
+HostsOption = Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")]
+NicOption = Annotated[str | None, typer.Option(help="Network interface that the hosts share.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def train(
     job: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
-    workers: Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")] = None,
-    hosts: Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")] = None,
+    workers: WorkersOption = None,
+    hosts: HostsOption = None,
     plan: Annotated[str | None, typer.Option(help="A plan file, auto, model-parallel.")] = None,
-    nic: Annotated[str | None, typer.Option(help="Network interface that the hosts share.")] = None,
+    nic: NicOption = None,
     slow: Annotated[
         list[str] | None, typer.Option(help="Make a worker slower: 1:4, worker 1 four times (repeatable).")
     ] = None,

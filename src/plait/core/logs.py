@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 # A run that has told as many different warnings says nothing new.
 MOST_WARNINGS = 1000
@@ -27,6 +28,18 @@ class WarningHandler(logging.Handler):
 def hand_on_warnings(hand_on: Callable[[str], None]) -> None:
     """Call `hand_on` with each different warning from now on; called once by a program's edge."""
     logging.getLogger("plait").addHandler(WarningHandler(hand_on))
+
+
+@contextlib.contextmanager
+def kept_warnings() -> Iterator[list[str]]:
+    """The different warnings that Plait's loggers are given within, in a list that fills as they come."""
+    found: list[str] = []
+    handler, logger = WarningHandler(found.append), logging.getLogger("plait")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def show_logs(level: int = logging.INFO) -> None:

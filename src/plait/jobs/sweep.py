@@ -16,7 +16,7 @@ from plait.core.names import did_you_mean
 from plait.core.shown import shown
 from plait.fusion.errors import FusionError
 from plait.launch.display import Display, Silent
-from plait.launch.run import launch_entry, tracing_modules
+from plait.launch.run import check_alone, launch_entry, tracing_modules
 from plait.launch.run_dir import RunDir, choose_folder, find_run
 from plait.report.sweep import write_sweep
 from plait.schema.aliases import KEY_ALIASES, canonical_value
@@ -73,6 +73,7 @@ def sweep(
     plan, as many as that has stages. With `resume` the sweep in that folder goes on, as it was asked for;
     `job` then says where its workers run, and `replicas`, where given, how many share an array.
     """
+    check_alone()
     job = as_job(job)
     if resume is not None:
         folder = find_run(resume, Path(job.run_dir))

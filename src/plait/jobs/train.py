@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plait.core.logs import kept_warnings
 from plait.launch.display import Display, Silent
-from plait.launch.run import launch
+from plait.launch.run import check_alone, launch
 from plait.launch.run_dir import choose_folder
 from plait.schema.job import Job, as_job
 from plait.schema.results import RunResult
@@ -25,6 +26,7 @@ def train(
 
     The same as `plait train`: the folder is new, `run_folder`, or on resume the latest of this job.
     """
+    check_alone()
     job = as_job(job)
     display = display or Silent()
     settings, placement = job.settings(), job.placement()
@@ -34,9 +36,10 @@ def train(
         from plait.measure.auto_plan import plan_job, settings_before  # imports torch
         from plait.planner import describe_plan
 
-        with folder.removed_on_failure():
+        with folder.removed_on_failure(), kept_warnings() as noticed:
             before = settings_before(folder.settings)
             settings, placement, plan, notes = plan_job(job, settings, placement, before)
+        notes = [*noticed, *notes]
         for line in [describe_plan(plan)] * (job.parallel.plan == "auto") + notes:
             display.printed(line)
     result = launch(settings, placement, folder, display, resume=resume, job_text=job.text())

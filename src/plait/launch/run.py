@@ -176,7 +176,7 @@ def launch_entry(
     have taken it up: until then they may refuse. `finish` may change what rank 0 returned. `preload` names
     modules that are imported once a host, before its workers are forked.
     """
-    _check_alone()
+    check_alone()
     with folder.lock():
         return _Run(folder, display, resume, files).supervise(
             Launch(
@@ -191,14 +191,28 @@ def launch_entry(
         )
 
 
-def _check_alone() -> None:
-    """Refuse to start all workers once more in each process that torchrun has started."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError(
-            f"found {os.environ['WORLD_SIZE']} processes started by torchrun, of which each would train the "
-            f"whole job: Plait starts its own workers; run the script with python alone, and say how many "
-            f"workers with parallel.workers"
-        )
+def check_alone(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse to start all workers once more in each process that another launcher has started."""
+    for variable, launcher, alone in _TASKS:
+        count = environment.get(variable, "")
+        if variable == "WORLD_SIZE" and "TORCHELASTIC_RUN_ID" not in environment:
+            continue
+        if count.isdecimal() and int(count) > 1:
+            raise InputError(
+                f"found {count} processes started by {launcher} ({variable}), of which each would do the "
+                f"whole job: Plait starts its own workers; run it once, {alone}, and say how many workers "
+                f"there are with -np or parallel.workers and on which hosts with -H or cluster.hosts"
+            )
+
+
+# How many processes a launcher has started: its variable, its name, and how to start one.
+_TASKS = (
+    ("WORLD_SIZE", "torchrun", "with python alone"),
+    ("SLURM_STEP_NUM_TASKS", "srun", "with srun -n 1 or in the batch script itself"),
+    ("OMPI_COMM_WORLD_SIZE", "mpirun", "without mpirun"),
+    ("PMI_SIZE", "mpiexec", "without mpiexec"),
+    ("MV2_COMM_WORLD_SIZE", "mpirun", "without mpirun"),
+)
 
 
 class _Run:

@@ -14,7 +14,7 @@ import psutil
 
 from plait.core import locks
 from plait.core.errors import InputError
-from plait.core.files import writing
+from plait.core.files import expand_path, writing
 from plait.core.names import nearest
 
 
@@ -163,6 +163,7 @@ def _runs(run_dir: Path, name: str) -> list[tuple[int, Path]]:
 
 def find_run(text: str, run_dir: Path = Path("runs")) -> RunDir:
     """The run that `text` means: a folder, a name below `run_dir`, or a job's name (its latest run)."""
+    text = expand_path(text, "RUN")
     for path in (Path(text), run_dir / text):
         if (path / "status.json").exists() or (path / "settings.json").exists():
             return RunDir(path)
@@ -179,7 +180,7 @@ def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None) -> Ru
     if run is not None and resume:
         return find_run(run, run_dir)
     if run is not None:
-        path = Path(run)
+        path = Path(expand_path(run, "--run"))
         folder = RunDir(path, () if path.exists() else (path,))
         if folder.settings.exists():
             raise InputError(f"--run: {run} holds a run already; go on with --resume, or name another folder")

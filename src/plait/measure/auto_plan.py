@@ -228,6 +228,8 @@ def measure_and_plan(
     with tempfile.TemporaryDirectory() as logs:
         found = profile_together(settings, placement, sorted(sizes), Path(logs), least_s=measure_s)
     profiles = dict(zip(sorted(sizes), found))
+    if words := profiles[small].doubts():
+        log.warning("parallel.plan: %s", words)
     cluster = _machines(placement, profiles[small])
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
     asked = Settings(schedule, microbatches, memory=memory)

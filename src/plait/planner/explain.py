@@ -65,13 +65,16 @@ def why_longer(best: Plan, replays: Replays, is_chosen: bool) -> str:
         causes.append("stages wait for messages from each other")
         left = replays.hidden_s / best.microbatches
         remedies.append(
-            f"--hide-messages keeps more microbatches in flight, which would take {show_seconds(left)} a "
-            f"microbatch where memory allows it"
+            f"plait plan --hide-messages keeps more microbatches in flight, which would take "
+            f"{show_seconds(left)} a microbatch where memory allows it"
         )
     if left > _NOTABLE * best.bottleneck_s:
         causes.append(_other_cause(best, replays))
         if best.schedule.synchronous and len(best.stages) > 1:
-            remedies.append("more --microbatches a step make filling and draining count less")
+            remedies.append(
+                "more microbatches a step (plait plan --microbatches, parallel.microbatches in a job) make "
+                "filling and draining count less"
+            )
     help_ = f" {'; '.join(remedies)}." if remedies else ""
     return (
         f"{who} is predicted to take {show_seconds(each)} a microbatch, longer than its bottleneck of "

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from plait.core import artefact
 from plait.core.errors import ArtefactError, InputError
 from plait.core.shown import shown
+from plait.core.units import show_seconds
 from plait.graph.graph import MOST, Edge, Graph, GraphError, Node, Tie
 from plait.profiler.links import Link, Sum
 from plait.profiler.memory import Weights, weigh
@@ -26,6 +27,10 @@ from plait.profiler.trace import Inputs, trace
 from plait.profiler.traced import TracedModel
 
 KIND, VERSION = "profile", 2
+# What the layers may add up to, as a share of the step, and how far steps may spread, in a measurement that
+# nothing has disturbed.
+_PLAUSIBLE = (0.7, 1.5)
+_UNSTEADY = 0.5
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,23 @@ class Profile:
     def coverage(self) -> float:
         """The sum over the layers as a share of the whole step."""
         return self.graph.compute_s() / self.step.seconds
+
+    def doubts(self) -> str:
+        """Why a plan that is made of this would be a guess, in words; nothing where the numbers agree."""
+        step, covered = self.step, self.coverage
+        reasons = []
+        if not _PLAUSIBLE[0] <= covered <= _PLAUSIBLE[1]:
+            reasons.append(f"the layers add up to {covered:.0%} of the step that was measured as a whole")
+        if step.spread_s > _UNSTEADY * step.seconds:
+            reasons.append(
+                f"measured steps of {show_seconds(step.seconds)} spread {show_seconds(step.spread_s)}"
+            )
+        if not reasons:
+            return ""
+        return (
+            f"{' and '.join(reasons)}: the machine was busy with something else, so a plan made of this is a "
+            f"guess; measure again when it is quiet, with more repeats (--repeats 20)"
+        )
 
     def loaded_graph(self) -> Graph:
         """The graph whose first layer fetches the microbatch too: what a worker of the first stage does."""

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from plait.core.errors import JobError
-from plait.core.files import read_text
+from plait.core.files import expand_path, read_text
 from plait.core.plain_values import plain_copy
 from plait.core.shown import shortened, shown
 from plait.core.yaml_text import MOST_LEVELS, YamlError, load_yaml
@@ -32,6 +32,7 @@ Overrides = Sequence[str | tuple[str, Any]]
 
 def read_job(path: str | Path, overrides: Overrides = ()) -> Job:
     """Read the job file `path` and apply `overrides`: `a.b=c`, or a key and its value."""
+    path = expand_path(str(path), error=JobError)
     text = read_text(Path(path), "a job file (YAML)", MAX_BYTES, JobError)
     if Path(path).suffix == ".py":
         name = Path(path).stem
@@ -67,9 +68,28 @@ def make_job(content: Mapping[str, Any], overrides: Overrides = ()) -> Job:
         checked = model_of(Job).model_validate(tree)
     except ValidationError as failure:
         raise JobError(explain(model_of(Job), failure, aliases.written)) from None
-    job = replace(build(Job, checked), content=tree)
+    job = _with_paths(replace(build(Job, checked), content=tree))
     check_combinations(job)
     return job
+
+
+def _with_paths(job: Job) -> Job:
+    """The job with `~` and variables in its paths expanded; its content stays as it was written."""
+
+    def path(text: str, key: str) -> str:
+        return expand_path(text, key, JobError)
+
+    parallel, cluster = job.parallel, job.cluster
+    return replace(
+        job,
+        run_dir=path(job.run_dir, "run_dir"),
+        parallel=replace(
+            parallel,
+            plan=path(parallel.plan, "parallel.plan"),
+            topology=path(parallel.topology, "parallel.topology"),
+        ),
+        cluster=replace(cluster, python=cluster.python and path(cluster.python, "cluster.python")),
+    )
 
 
 def parse(text: str, where: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, DataError
+from plait.core.files import expand_path
 from plait.core.names import check_arguments, did_you_mean, resolve
 from plait.workloads.data.cifar import cifar
 from plait.workloads.data.digits import digits
@@ -177,4 +178,4 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         converted = decode(hint, encode(value), key)
     except ArtefactError as failure:
         raise DataError(str(failure)) from None
-    return converted.expanduser() if isinstance(converted, Path) else converted
+    return Path(expand_path(str(converted), key, DataError)) if isinstance(converted, Path) else converted
