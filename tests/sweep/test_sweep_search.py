@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import plait
 from plait.core.codec import decode, encode
@@ -19,6 +20,7 @@ from plait.sweeping.progress import SweepProgress
 from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.halving import goes_on
 from plait.sweeping.search.values import Past, Search
+from plait.sweeping.trial_boards import MOST_OPEN, TrialBoards
 from plait.sweeping.trial_settings import array_key, with_values
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job
@@ -261,3 +263,22 @@ def test_asha_trains_few_trials_to_the_end(tmp_path: Path):
     assert states.count("dropped") >= 3
     assert states[0] == "finished"
     assert found["best"]["step"] == 18
+
+
+def test_a_sweep_writes_the_curves_of_each_trial_for_tensorboard(tmp_path: Path):
+    job = digits_job(steps=4, tensorboard=True, evaluate=EvaluateSettings(every_steps=2))
+    sweep_here(sweep_of("optimizer.lr=0.01,0.1", job=job), tmp_path)
+    for trial in (0, 1):
+        found = EventAccumulator(str(tmp_path / "tensorboard" / f"trial-{trial:04d}"))
+        found.Reload()
+        assert set(found.Tags()["scalars"]) == {"train/loss", "test/loss", "test/accuracy"}
+        assert [point.step for point in found.Scalars("train/loss")] == [1, 2, 3, 4]
+        assert [point.step for point in found.Scalars("test/accuracy")] == [2, 4]
+    # Few files are open at a time, and none where nobody asks for them.
+    boards = TrialBoards(tmp_path / "many")
+    for trial in range(2 * MOST_OPEN):
+        boards.add(trial, 1, {"train/loss": 0.5, "test/loss": None})
+    assert len(boards._open) == MOST_OPEN
+    boards.close()
+    assert len(list((tmp_path / "many").glob("*/events*"))) == 2 * MOST_OPEN
+    TrialBoards(None).add(0, 1, {"train/loss": 0.5})

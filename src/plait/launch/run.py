@@ -155,7 +155,7 @@ def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
 
     They take longer to import than most of torch, and a worker that runs the model whole needs none of them.
     """
-    return TRACING if settings.pipeline is not None else ()
+    return TRACING if settings.as_run().pipeline is not None else ()
 
 
 def launch_entry(

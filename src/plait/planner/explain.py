@@ -99,13 +99,20 @@ def why_not_run(best: Plan) -> str:
     )
 
 
-def why_faster(chosen: Plan, other: Plan) -> str:
-    """Why `chosen` was taken, and not `other`, which cuts the same batch in another way."""
+def why_faster(chosen: Plan, other: Plan, is_close: bool = False, measured_s: float | None = None) -> str:
+    """Why `chosen` was taken, and not `other`, which cuts the same batch in another way.
+
+    `is_close` says that the other is faster, but not by enough; `measured_s` is what a step of the simpler of
+    the two took.
+    """
     pieces = count_of(other.microbatches, "microbatch", "microbatches")
-    return (
+    words = (
         f"The same batch as {pieces} under schedule {other.schedule.value} (replicas {_replicas(other)}) "
         f"would take {show_seconds(other.step_s)} a step, this plan takes {show_seconds(chosen.step_s)}."
     )
+    if measured_s is not None:
+        words += f" Measured, a step of data parallelism took {show_seconds(measured_s)}."
+    return f"{words} A gain of less than a tenth is no reason to cut the model." if is_close else words
 
 
 def _replicas(plan: Plan) -> str:

@@ -59,6 +59,7 @@ class Profile:
     microbatch takes to be fetched, where the worker that computes does that too, and `overhead_s` what it
     costs a worker of a pipeline besides its layers. `verified_s` is how long the layers were compared with
     the model, 0 if they were not, and `notes` say which modules a run has to keep in one stage each, and why.
+    `data_parallel_s` is what a step of all workers on the job's batch took, where that was tried out.
     """
 
     model: str
@@ -78,6 +79,7 @@ class Profile:
     overhead_s: float = 0.0
     verified_s: float = 0.0
     notes: tuple[str, ...] = ()
+    data_parallel_s: float | None = None
 
     @property
     def coverage(self) -> float:
@@ -140,6 +142,8 @@ def _check(profile: Profile, path: Path) -> None:
         expect(0 <= min(seconds) <= max(seconds) <= MOST, "spreads", seconds, "seconds, 0 or more")
     for name in ("loading_s", "overhead_s", "verified_s"):
         expect(0 <= getattr(profile, name) <= MOST, name, getattr(profile, name), "seconds, 0 or more")
+    tried_s = profile.data_parallel_s
+    expect(tried_s is None or 0 < tried_s <= MOST, "data_parallel_s", tried_s, "more than 0, or null")
     for number, link in enumerate(profile.links):
         ends = (link.source, link.target)
         expect(min(ends) >= 0 and max(ends) < 1 << 20, f"links[{number}]", ends, "two workers, from 0 on")

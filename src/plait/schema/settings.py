@@ -7,7 +7,7 @@ their types and limits). Settings that workers receive in another form than the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 from plait.schema.limits import (
@@ -244,11 +244,14 @@ class ModelSettings:
 class PipelineSettings(PipelineOptions):
     """The plan to run, encoded as in its file, and the options of the run.
 
-    `graph` holds the measured costs of the job's layers, if the plan may be changed during the run.
+    `graph` holds the measured costs of the job's layers, if the plan may be changed during the run. With
+    `as_data_parallel` the plan is that every worker holds the whole model, and so the workers do without a
+    pipeline; it is kept for runs that go on.
     """
 
     plan: Mapping[str, Any]
     graph: Mapping[str, Any] | None = None
+    as_data_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,11 @@ class TrainSettings(CommonSettings):
     topology: TopologySpec = field(default_factory=TopologySpec)
     sync: SyncSettings = field(default_factory=SyncSettings)
     slow: SlowSettings = field(default_factory=SlowSettings)
+
+    def as_run(self) -> TrainSettings:
+        """The settings that workers go by: without a pipeline where the plan is data parallelism."""
+        is_plain = self.pipeline is not None and self.pipeline.as_data_parallel
+        return replace(self, pipeline=None) if is_plain else self
 
 
 @dataclass(frozen=True)

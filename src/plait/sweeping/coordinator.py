@@ -30,6 +30,7 @@ from plait.sweeping.progress import SweepProgress
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Trial, TrialScheduler
 from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_boards import TrialBoards
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.workloads.metrics import find_metric, find_modes, unknown_mode
@@ -77,6 +78,7 @@ class Coordinator:
         # The members that are known, where workers come and go.
         self._membership = None if worker.memberships is None else worker.memberships.current
         self._progress = SweepProgress(self.scheduler, self.arrays)
+        self._boards = TrialBoards(folder.tensorboard if settings.train.tensorboard else None)
         self._reported = 0.0
         self.left = 0
         if takes_over:
@@ -236,8 +238,10 @@ class Coordinator:
             event = run_events.TrialStep(trial, step, loss)
             self._progress.count(event)
             self._log.record(event)
+            self._boards.add(trial, step, {"train/loss": loss})
         for trial, step, found in metrics:
             self._log.record(run_events.TrialEvaluated(trial, step, found))
+            self._boards.add(trial, step, {f"test/{name}": value for name, value in found.items()})
         for each in signals:
             self._log.record(run_events.TrialSignals(*each))
         self._flush_if_elastic()
@@ -306,6 +310,7 @@ class Coordinator:
     def suspend(self) -> None:
         """Write the record to disk, for another coordinator to go on with."""
         self._log.close()
+        self._boards.close()
 
     def close(self) -> SweepResult:
         """End the record and publish the best trial's checkpoint; the result of the sweep.
@@ -320,6 +325,7 @@ class Coordinator:
         number = None if best is None else best.number
         self._keep(run_events.SweepEnded(reason, self.scheduler.ended, number, round(seconds, 3), rate))
         self._log.close()
+        self._boards.close()
         self._worker.report(self._progress.report())
         return SweepResult(
             reason=reason,

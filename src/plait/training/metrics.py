@@ -50,7 +50,7 @@ class MetricsLogger:
         self._samples_of_epoch = parts.train_set.length
         self._folder = folder
         self._log = EventLog(folder.events(), worker.rank) if self._active else None
-        self._board = _open_board(folder.tensorboard) if self._active and settings.tensorboard else None
+        self._board = open_board(folder.tensorboard) if self._active and settings.tensorboard else None
         self._started = self._mark = self._reported = self._clock()
         self._loss: torch.Tensor | float = 0.0
         self._steps = self._samples = self._all_samples = 0
@@ -235,7 +235,7 @@ class MetricsLogger:
         """Keep the record from now on, in this worker's own file: the one that kept it is gone."""
         self._active, self._log = True, log_
         if self._settings.tensorboard:
-            self._board = _open_board(self._folder.tensorboard)
+            self._board = open_board(self._folder.tensorboard)
         self._mark = self._clock()
 
     def leave(self) -> None:
@@ -280,7 +280,8 @@ class MetricsLogger:
             self._worker.report(self._progress)
 
 
-def _open_board(folder: Path) -> Any:
+def open_board(folder: Path) -> Any:
+    """What writes TensorBoard's scalars into `folder`."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder))

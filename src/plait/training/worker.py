@@ -48,7 +48,7 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     """Be one worker of a training run; rank 0's answer is the run's result."""
     show_logs()
     use_eager_optimizers()
-    settings = decode(TrainSettings, order["settings"], "settings")
+    settings = decode(TrainSettings, order["settings"], "settings").as_run()
     device = components.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
