@@ -47,9 +47,10 @@ def check_end(step: int, position: Position, settings: TrainSettings) -> None:
         )
     epochs = settings.epochs
     if epochs is not None and (position.epoch, position.sample) > (epochs, 0):
+        part = " and a part of the next" if position.sample else ""
         raise JobError(
-            f"epochs: found {epochs}, but the run is in epoch {position.epoch + 1}; give as many or more, or "
-            f"start a new run"
+            f"epochs: found {epochs}, but the run has come through {position.epoch}{part}; give as many or "
+            f"more, or start a new run"
         )
 
 
