@@ -96,7 +96,7 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
     def launch(settings: Any, placement: Any, folder: RunDir, *_: Any, **__: Any) -> RunResult:
         launched.append((settings, placement))
         folder.settings.write_text(json.dumps(encode(settings)))
-        return RunResult("finished", 1, 1, None, {}, None, 0.0, 0.0, 2, "cpu", {}, warnings=("of a worker",))
+        return RunResult("finished", 1, 1, None, {}, None, 0.0, 0.0, 2, "cpu", warnings=("of a worker",))
 
     monkeypatch.setattr(auto_plan, "measure_and_plan", lambda *_: (made.pop(), chain([0.25])))
     monkeypatch.setattr("plait.jobs.train.launch", launch)

@@ -16,11 +16,10 @@ from plait.core.errors import InputError
 from plait.core.run_events import TrialStep
 from plait.schema.settings import EvaluateSettings, TrainSettings
 from plait.sweeping.array_record import Arrays
-from plait.sweeping.progress import SweepProgress
+from plait.sweeping.progress import MOST_OPEN, SweepProgress, TrialBoards
 from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.halving import goes_on
 from plait.sweeping.search.values import Past, Search
-from plait.sweeping.trial_boards import MOST_OPEN, TrialBoards
 from plait.sweeping.trial_settings import array_key, with_values
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job

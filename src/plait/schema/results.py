@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from plait.core.codec import encode
@@ -35,9 +35,9 @@ class RunResult:
     seconds: float
     workers: int
     device: str
-    mode: Mapping[str, str]
     verified_s: float | None = None
     run: str = ""
+    mode: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,7 +106,6 @@ class SweepResult:
     steps: int
     search: str
     metric: str
-    mode: str
     best: TrialResult | None
     trials: tuple[TrialResult, ...]
     arrays: tuple[ArrayResult, ...]
@@ -115,6 +114,7 @@ class SweepResult:
     workers: int
     replicas: int
     run: str = ""
+    mode: str = ""
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

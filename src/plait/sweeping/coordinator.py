@@ -26,11 +26,10 @@ from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.assignments import Assignments
 from plait.sweeping.elastic.changes import members_of, workers_changed
-from plait.sweeping.progress import SweepProgress
+from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Trial, TrialScheduler
 from plait.sweeping.settings import SweepSettings
-from plait.sweeping.trial_boards import TrialBoards
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.workloads.metrics import find_metric, find_modes, unknown_mode

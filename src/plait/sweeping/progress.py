@@ -1,10 +1,12 @@
-"""The progress of a sweep: how many steps its trials have taken, how fast, and which trials to show."""
+"""The progress of a sweep: how many steps its trials have taken, how fast, which to show, and their curves."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from plait.core import run_events
@@ -13,12 +15,15 @@ from plait.core.events import Recorded
 from plait.schema.results import TrialResult
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.scheduler import TrialScheduler
+from plait.training.metrics import open_board
 
 ROWS = 12
 # The most arrays in one progress report.
 LINES = 32
 # The time left is not told before steps were counted for so long.
 SETTLED_S = 2.0
+# The most boards for TensorBoard that are open at once: each has a file and a thread.
+MOST_OPEN = 32
 
 
 class SweepProgress:
@@ -107,3 +112,29 @@ class SweepProgress:
 
     def _step_of(self, trial: int) -> int:
         return self._latest.get(trial, (0, None))[0]
+
+
+class TrialBoards:
+    """Writes scalars below `folder`, those of trial 3 in `trial-0003`; without a folder, none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._open: dict[int, Any] = {}
+
+    def add(self, trial: int, step: int, scalars: Mapping[str, float | None]) -> None:
+        """Write the scalars of a trial at a step by name; those that are not numbers are left out."""
+        if self._folder is None:
+            return
+        board = self._open.pop(trial, None) or open_board(self._folder / f"trial-{trial:04d}")
+        self._open[trial] = board
+        for name, value in scalars.items():
+            if value is not None and math.isfinite(value):
+                board.add_scalar(name, value, step)
+        for oldest in list(self._open)[:-MOST_OPEN]:
+            # Should it go on, it does so in a further file of its folder.
+            self._open.pop(oldest).close()
+
+    def close(self) -> None:
+        for board in self._open.values():
+            board.close()
+        self._open.clear()
