@@ -203,6 +203,33 @@ def test_a_sweep_tries_an_evaluation_before_its_first_step(tmp_path: Path):
     assert '"kind":"trial-step"' not in RunDir(tmp_path).events().read_text()
 
 
+class LateFault(Dataset[Any]):
+    """A training split one of whose samples cannot be read."""
+
+    def __init__(self, split: str) -> None:
+        self.points, self.at = points(24), 20 if split == "train" else -1
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            raise OSError("no such block")
+        return self.points[index]
+
+
+def test_the_points_of_a_sweep_that_fails_are_on_disk(tmp_path: Path):
+    settings = sweep_of("optimizer.lr=0.01,0.1", job=job("LateFault", data=late_data(), verify="off"))
+    with pytest.raises(OSError, match="no such block"):
+        sweep_here(settings, tmp_path)
+    # In order, four batches of five come before it.
+    assert '"kind":"trial-step","trial":0,"step":4' in RunDir(tmp_path).events().read_text()
+
+
+def late_data() -> DataSettings:
+    return DataSettings(f"{HERE}:LateFault", 5, shuffle=False)
+
+
 def target_loss(output: torch.Tensor, target: Target) -> torch.Tensor:
     return nn.functional.cross_entropy(output, target.classes)
 

@@ -58,6 +58,8 @@ def main() -> None:
     # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
     order["threads"] = choose_threads(order["threads"], order["slots"], len(_cores()), os.environ)
     os.environ["OMP_NUM_THREADS"] = str(order["threads"])
+    # What code of one's own makes of a set of words should be the same on all hosts, and in the next run.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     # Memory that a step frees the next one needs again: giving pages back in between took 4% of the time.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # Some builds of oneDNN leave a map of their code for profilers in /tmp, one for each process.

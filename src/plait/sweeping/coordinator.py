@@ -306,6 +306,10 @@ class Coordinator:
             self._reported = now
             self._worker.report(self._progress.report())
 
+    def flush(self) -> None:
+        """Write down what was recorded so far."""
+        self._log.flush()
+
     def suspend(self) -> None:
         """Write the record to disk, for another coordinator to go on with."""
         self._log.close()

@@ -1,4 +1,4 @@
-"""The progress of a sweep: how many steps its trials have taken, how fast, which to show, and their curves."""
+"""The progress of a sweep: the steps of its trials, how fast they are, which to show, and their curves."""
 
 from __future__ import annotations
 

@@ -104,7 +104,12 @@ def _take_part(
     answers = None
     if isinstance(client, LocalClient) and groups > 1:
         answers = AnswerThread(worker.store, QUESTIONS, client)
-    SweepTraining(worker, settings, folder, client, sets, device, group).run()
+    try:
+        SweepTraining(worker, settings, folder, client, sets, device, group).run()
+    except BaseException:
+        if coordinator is not None:
+            coordinator.flush()
+        raise
     if group is not None:
         group.send_command(EndCommand(), 0)
     if coordinator is None:
