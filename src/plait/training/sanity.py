@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_size: int) -> None:
     """Evaluate this worker's share of the first `evaluate.sanity_batches` test batches; its error is raised.
 
-    Nothing is left of it: batches are read by another process, losses and metrics are copies, and random
-    numbers, buffers and attributes of the model are put back.
+    Nothing is left of it: batches are read by another process, metrics are copies, and random numbers and
+    the buffers and attributes of the model, and of a loss or metric that is a module, are put back.
     """
     wanted = settings.evaluate.sanity_batches
     if wanted == 0 or parts.test_set is None:
@@ -38,7 +38,11 @@ def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_
         batches = _read(parts, settings, wanted, rank, world_size)
         # A model without memory is evaluated in its stages only.
         if batches and parts.pieces is None:
-            with unchanged_random_numbers(), _unchanged(parts.model), torch.no_grad():
+            with contextlib.ExitStack() as kept:
+                kept.enter_context(unchanged_random_numbers())
+                for each in (parts.model, parts.loss, parts.metric and parts.metric[1]):
+                    if isinstance(each, torch.nn.Module):
+                        kept.enter_context(_unchanged(each))
                 _evaluate(parts, batches)
     except Exception as failure:
         failure.add_note(
@@ -75,15 +79,16 @@ def _read(
 def _evaluate(parts: Components, batches: list[tuple[Any, int]]) -> None:
     metric = None if parts.metric is None else (parts.metric[0], _copied(parts.metric[1]))
     own = replace(parts, loss=_copied(parts.loss), metric=metric)
-    with evaluation_mode(parts.model):
+    with torch.no_grad(), evaluation_mode(parts.model):
         for content, count in batches:
             measure(own, content, count)
 
 
 def _copied(function: T) -> T:
-    """A copy, which may have state of its own; what cannot be copied as it is."""
-    with contextlib.suppress(Exception):
-        return copy.deepcopy(function)
+    """A copy, which may have state of its own; modules, and what cannot be copied, as they are."""
+    if not isinstance(function, torch.nn.Module):
+        with contextlib.suppress(Exception):
+            return copy.deepcopy(function)
     return function
 
 
