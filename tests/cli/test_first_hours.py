@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import plait
+from plait.cli.train import show_warnings
 from plait.core.errors import InputError, JobError, PlaitError
 from plait.schema.settings import CheckpointSettings
 from support.training import digits_job, train_here
@@ -52,7 +53,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_result_carries_the_warnings_of_its_workers_and_a_run_that_had_ended_says_so(
-    job: dict[str, Any], tmp_path: Path
+    job: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     result = plait.train(job)
     assert result.run == str(tmp_path / "scratch/runs/first-001")
@@ -64,6 +65,10 @@ def test_a_result_carries_the_warnings_of_its_workers_and_a_run_that_had_ended_s
     again = plait.train(job, resume=True)
     assert (again.step, again.test, again.train_loss) == (4, result.test, result.train_loss)
     assert "had come to its end, at step 4, before: nothing was trained" in again.warnings[-1]
+    show_warnings(again.warnings, quiet=True)
+    assert capsys.readouterr().err.count("warning: ") == 2
+    show_warnings(again.warnings, quiet=False)
+    assert capsys.readouterr().err == ""
     status = json.loads((Path(result.run) / "status.json").read_text())["progress"]
     assert (status["step"], status["steps"]) == (4, 4)
 

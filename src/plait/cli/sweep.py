@@ -19,7 +19,15 @@ from rich.text import Text
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.show import describe, print_table
-from plait.cli.train import STOPPED, HostsOption, JsonFlag, NicOption, WorkersOption, placed
+from plait.cli.train import (
+    STOPPED,
+    HostsOption,
+    JsonFlag,
+    NicOption,
+    WorkersOption,
+    placed,
+    show_warnings,
+)
 from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.shown import shown
@@ -104,6 +112,7 @@ def sweep(
     if json_:
         print(json.dumps(result.to_dict()))
     else:
+        show_warnings(result.warnings, quiet)
         show_result(result, job)
     if result.reason == "stopped":
         raise typer.Exit(STOPPED)

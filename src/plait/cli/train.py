@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,6 +73,7 @@ def train(
     if json_:
         print(json.dumps(result.to_dict()))
     else:
+        show_warnings(result.warnings, quiet)
         show_result(result)
     if result.reason == "stopped":
         raise typer.Exit(STOPPED)
@@ -132,6 +135,12 @@ def run_job(asked: Job, *, resume: bool = False, run: str | None = None, quiet: 
 
     with RunDisplay(quiet) as display:
         return train_job(asked, resume=resume, run_folder=run, display=display)
+
+
+def show_warnings(warnings: Sequence[str], quiet: bool) -> None:
+    """What was warned of, where nothing was shown while it ran."""
+    for text in warnings if quiet else ():
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def show_result(result: RunResult) -> None:
