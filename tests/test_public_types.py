@@ -29,6 +29,8 @@ RUN: dict[str, Any] = {
     "device": "cpu",
     "verified_s": 0.5,
     "run": "runs/t-001",
+    "mode": {"loss": "min", "accuracy": "max"},
+    "warnings": ["the test split is trained on"],
 }
 TRIALS = [
     {
@@ -55,6 +57,8 @@ SWEEP: dict[str, Any] = {
     "workers": 1,
     "replicas": 1,
     "run": "runs/t-002",
+    "mode": "min",
+    "warnings": [],
 }
 
 
@@ -82,6 +86,7 @@ def test_a_result_prints_for_people():
         "training loss 0.5",
         "test loss 0.4, accuracy 93.4%",
         "best at step 10: loss 0.3, accuracy 95.0%",
+        "warning: the test split is trained on",
         "runs/t-001",
     ]
     shown = str(decode(plait.SweepResult, SWEEP)).splitlines()
@@ -92,6 +97,11 @@ def test_a_result_prints_for_people():
         "finished at step 20",
     ]
     assert shown[-2:] == ["  and 2 more", "runs/t-002"]
+
+
+def test_a_result_of_before_warnings_were_kept_is_read():
+    old = {key: value for key, value in RUN.items() if key not in ("mode", "warnings")}
+    assert decode(plait.RunResult, old).to_dict() == {**old, "mode": {}, "warnings": []}
 
 
 def test_a_result_cannot_be_changed():

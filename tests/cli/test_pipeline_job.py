@@ -22,6 +22,7 @@ from plait.planner import Plan, Settings, data_parallel_plan, machines, make_pla
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import make_job
 from plait.schema.placement import Placement
+from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from support.graphs import chain
 
@@ -92,18 +93,20 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
     made = [replace(two, machines=machines(4, 1e9))]
     launched: list[tuple[TrainSettings, Placement]] = []
 
-    def launch(settings: Any, placement: Any, folder: RunDir, *_: Any, resume: bool, **__: Any) -> None:
+    def launch(settings: Any, placement: Any, folder: RunDir, *_: Any, resume: bool, **__: Any) -> RunResult:
         folder.claim(RunKind.TRAIN, resume)
         launched.append((settings, placement))
         folder.settings.write_text(json.dumps(encode(settings)))
+        return RunResult("finished", 1, 1, None, {}, None, 0.0, 0.0, 2, "cpu", warnings=("of a worker",))
 
     monkeypatch.setattr(auto_plan, "measure_and_plan", lambda *_: (made.pop(), chain([0.25])))
     monkeypatch.setattr("plait.jobs.train.launch", launch)
     job = {**JOB, "run_dir": str(tmp_path), "parallel": {"workers": 4, "plan": "auto"}}
     recorded = RecordingDisplay()
-    train(job, display=recorded)
+    found = train(job, display=recorded)
     assert "2 of 4 workers run it" in recorded.lines[1]
     assert "an update takes the batch of 64 samples" in recorded.lines[2]
+    assert found.warnings == (*recorded.lines[1:], "of a worker")
     train(job, resume=True)
     (first, there), (second, again) = launched
     assert there.hosts == again.hosts == (Host(LOCAL, 2),)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from plait.cli import app
+from plait.cli import app, planning
 from plait.core.errors import InputError
 from plait.experiments.planner import PROFILES
 from plait.graph import pipedream
 from plait.planner import Schedule, load_plan
-from plait.profiler.profile import load_profile
+from plait.profiler.profile import Profile, load_profile
+from plait.profiler.timing import Timed
+from support.graphs import chain
 
 JOB = """
 name: t
@@ -49,6 +54,43 @@ def test_a_job_is_profiled_planned_drawn_and_written_as_code(tmp_path: Path, mon
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "code").glob("stage_*.py"))) == len(plan.stages)
     assert plan.machines.latency_s > 0
+
+
+def test_a_profile_that_does_not_hold_together_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    graph = chain([0.5] * 4, output_bytes=1e3, parameter_bytes=1e3)
+    profile = Profile("m", graph, "cpu", "float32", 4, "2", 1, 1, Timed(1.0, 0.0), ())
+    step = replace(profile.step, seconds=profile.graph.compute_s(), spread_s=0.0)
+    steady = replace(profile, step=step)
+    assert steady.doubts() == ""
+    busy = replace(steady, step=replace(step, seconds=10 * step.seconds, spread_s=7 * step.seconds))
+    assert "add up to 10% of the step" in busy.doubts()
+    assert "spread" in busy.doubts()
+    assert "--repeats 20" in busy.doubts()
+    planning._show_profile(busy, tmp_path / "p.json", None)
+    assert "\nwarning: the layers add up to 10%" in capsys.readouterr().out
+    assert planning._profile_summary(busy, tmp_path / "p.json")["warnings"] == [busy.doubts()]
+    assert planning._profile_summary(steady, tmp_path / "p.json")["warnings"] == []
+
+
+def test_a_graph_of_pipedreams_is_planned_without_torch(tmp_path: Path):
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom plait.cli import app\n"
+        f"words = ['plan', {ALEXNET!r}, '--devices', '2', '--bandwidth', '1e9', '-o', 'p.json']\n"
+        "done = CliRunner().invoke(app, words)\n"
+        "assert done.exit_code == 0, done.output\nprint('torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_workers_to_measure_on_are_given_as_to_train(tmp_path: Path):
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    with pytest.raises(InputError, match="-np and -H: found both"):
+        plait("profile", str(job), "-np", "2", "-H", "w0:2")
+    with pytest.raises(InputError, match="found 32 for 40 workers"):
+        plait("profile", str(job), "-np", "40")
 
 
 def test_a_model_whose_own_code_no_trace_repeats_is_not_profiled_unless_asked(tmp_path: Path):

@@ -50,6 +50,16 @@ def test_a_run_that_nobody_holds_has_died_and_its_numbers_read_well(run: RunDir)
     assert "worker 0 on localhost: pid 4000000, ended" in shown
 
 
+def test_a_stream_without_length_has_a_step_and_no_end_and_shows_a_metric_of_ones_own(run: RunDir):
+    progress = {"step": 7, "steps": None, "loss": 0.5, "test_loss": 0.25, "test_error": 0.125}
+    run.status.write_text(json.dumps({**GOOD, "state": "stopped", "progress": progress}))
+    assert "step 7  loss 0.5  test error 0.125" in plait("status", str(run.path))
+    assert json.loads(plait("status", str(run.path), "--json"))["progress"]["steps"] is None
+    run.status.write_text(json.dumps({**GOOD, "progress": {**progress, "test_error": "x"}}))
+    with pytest.raises(InputError, match="test_error: found 'x', expected a number or null"):
+        plait("status", str(run.path))
+
+
 @pytest.mark.parametrize(
     ("failure", "cause"),
     [

@@ -132,7 +132,7 @@ def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts():
         (["optimzer.lr=0.1"], {}, "--over optimzer: unknown key; did you mean 'optimizer'?"),
         (["data.batch_size=big"], {}, "--over data.batch_size: found 'big', expected a valid integer"),
         (["data.batch_size=0"], {}, "data.batch_size: found 0"),
-        (["epochs=1,2"], {}, "expected one of epochs and steps"),
+        (["epochs=1,2", "steps=3,4"], {}, "expected one of epochs and steps"),
         (["parallel.workers=1,2"], {}, "belongs to the sweep as a whole"),
         (["optimizer.lr=0.1", "optimizer.lr=0.2"], {}, "optimizer.lr is given twice"),
         (["optimizer.lr=log:1e-3:1"], {}, "a range has no end of values; add a count"),

@@ -19,6 +19,7 @@ import pytest
 import plait
 from plait.core.errors import InputError, PlaitError
 from plait.launch.display import Silent
+from plait.launch.run import check_alone
 from plait.launch.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
 from plait.training.evaluate_run import measure_run
@@ -225,11 +226,22 @@ def test_ctrl_c_in_the_first_moments_ends_with_status_130(tmp_path: Path):
     assert (done.returncode, done.stderr) == (130, "plait: interrupted\n")
 
 
-def test_a_script_that_torchrun_starts_is_told_that_it_would_train_all_of_it_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}),
+        ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}),
+        ("mpirun", {"OMPI_COMM_WORLD_SIZE": "2"}),
+        ("mpiexec", {"PMI_SIZE": "2", "PMI_RANK": "0"}),
+    ],
+)
+def test_a_job_that_another_launcher_starts_several_times_is_told_that_each_would_train_all_of_it(
+    launcher: str, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_alone({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "WORLD_SIZE": "4", "PMI_SIZE": "1"})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     for start in (lambda: plait.train(job(tmp_path)), lambda: plait.sweep(job(tmp_path), {"seed": [0, 1]})):
-        with pytest.raises(InputError, match="starts its own workers"):
+        with pytest.raises(InputError, match=f"2 processes started by {launcher} .*starts its own workers"):
             start()
+    assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Two plans that cut the same batch in different ways: the faster one is taken, and says so."""
+"""A plan and a simpler one that cut the same batch in different ways: one is taken, and says why."""
 
 from __future__ import annotations
 
@@ -43,7 +43,23 @@ def test_workers_share_a_batch_out_once_where_small_pieces_cost_more():
     chosen = faster_plan(cut, whole)
     assert (chosen.schedule, chosen.microbatches, len(chosen.stages)) == (Schedule.FLUSH, 2, 1)
     assert chosen.step_s == whole.step_s == pytest.approx(8 * (0.05 + 0.16), rel=1e-4)
-    assert faster_plan(whole, cut) == chosen
+
+
+@pytest.mark.parametrize(("gain", "is_taken"), [(1.02, False), (1.09, False), (1.12, True)])
+def test_a_pipeline_must_be_a_tenth_faster_than_the_simple_plan(gain: float, is_taken: bool):
+    cut, whole = both_ways(machines(2, 1e3), 1e4, start_s=0.0)
+    cut = replace(cut, step_s=whole.step_s / gain)
+    chosen = faster_plan(cut, whole)
+    assert (chosen.stages == cut.stages) is is_taken
+    assert ("less than a tenth is no reason" in chosen.why) is not is_taken
+
+
+def test_what_the_simple_plan_took_counts_where_that_is_less_than_was_predicted():
+    cut, whole = both_ways(machines(2, 1e3), 1e4, start_s=0.0)
+    assert faster_plan(cut, whole, measured_s=2 * whole.step_s).stages == cut.stages
+    chosen = faster_plan(cut, whole, measured_s=cut.step_s)
+    assert chosen.stages == whole.stages
+    assert "Measured, a step of data parallelism took" in chosen.why
 
 
 def test_a_pipeline_is_taken_where_sums_are_slow():

@@ -57,6 +57,43 @@ def test_a_job_written_down_again_is_the_same_job():
     assert (again.settings(), again.placement()) == (job.settings(), job.placement())
 
 
+def test_how_long_a_job_takes_is_said_by_the_override_whichever_key_the_file_has():
+    steps = {**{k: v for k, v in GOOD.items() if k != "epochs"}, "steps": 5}
+    job = make_job(steps, ["epochs=2"])
+    assert (job.epochs, job.steps) == (2, None)
+    assert "steps" not in job.content
+    assert make_job(GOOD, [("steps", 7)]).settings().epochs is None
+    with pytest.raises(JobError, match="epochs: 2 and steps: 3, expected one"):
+        make_job(GOOD, ["epochs=2", "steps=3"])
+    with pytest.raises(JobError, match="found neither"):
+        make_job(GOOD, ["epochs=null"])
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("device=gpu", "cuda"),
+        ("device=GPU", "cuda"),
+        ("precision=bfloat16", "bf16"),
+        ("precision=float16", "fp16"),
+        ("precision=half", "fp16"),
+        ("precision=fp32", "float32"),
+        ("precision=double", "float64"),
+    ],
+)
+def test_devices_and_precisions_have_the_names_that_torch_gives_them(written: str, meant: str):
+    assert getattr(make_job(GOOD, [written]), written.partition("=")[0]) == meant
+
+
+def test_a_python_file_is_no_job_and_says_how_to_name_its_code(tmp_path: Path):
+    (tmp_path / "train.py").write_text("import torch\nprint('hello')\n")
+    with pytest.raises(JobError, match=r"train\.py: a Python file, expected a job file.*model: train:Net"):
+        read_job(tmp_path / "train.py")
+    (tmp_path / "job.txt").write_text("just some words\n")
+    with pytest.raises(JobError, match=r"job\.txt: found 'just some words', expected keys such as name"):
+        read_job(tmp_path / "job.txt")
+
+
 def test_without_hosts_the_workers_run_on_localhost():
     assert make_job(GOOD, ["parallel.workers=3"]).placement().hosts == (Host(LOCAL, 3),)
 
@@ -84,7 +121,7 @@ MISTAKES = [
     ("parallel.control=here", "parallel.control: found 'here', expected host:port, such as 127.0.0.1:0"),
     ("clip_norm=-1", "clip_norm: found -1, expected greater than 0"),
     ("epochs=null", "epochs: found neither, expected one of epochs and steps"),
-    ("steps=5", "epochs: found epochs: 1 and steps: 5, expected one of epochs and steps"),
+    ("epochs=null", "epochs: found neither, expected one of epochs and steps"),
     ("parallel.workers=9", "data.batch_size: found 8 for 9 workers; expected at least one sample a worker"),
     ("early_stop.patience=2", "early_stop: needs evaluations; add evaluate.every_steps"),
     ("cluster.hosts=['w0:x']", "cluster.hosts: found 'w0:x', expected 'host' or 'host:workers'"),

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import plait
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
+from plait.core.run_events import TrialStep
 from plait.schema.settings import EvaluateSettings, TrainSettings
+from plait.sweeping.array_record import Arrays
+from plait.sweeping.progress import MOST_OPEN, SweepProgress, TrialBoards
 from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.halving import goes_on
 from plait.sweeping.search.values import Past, Search
@@ -29,6 +33,20 @@ def make_scheduler(settings: Any, past: list[Any] = ()) -> tuple[TrialScheduler,
     )
     scheduler.open(past)
     return scheduler, recorded
+
+
+def test_the_time_left_follows_the_steps_and_not_what_came_before_them():
+    scheduler, _ = make_scheduler(sweep_of("seed=0,1", job=digits_job(steps=1000)))
+    now = [0.0]
+    progress = SweepProgress(scheduler, Arrays([]), lambda: now[0])
+    # A minute of getting ready, then a hundred steps of each trial a second.
+    now[0] = 60.0
+    for step in range(100, 500, 100):
+        for trial in (0, 1):
+            progress.count(TrialStep(trial, step, 0.5))
+        left_s = progress.report().get("left_s")
+        assert left_s is None if step < 300 else left_s == pytest.approx((2000 - 2 * step) / 200, rel=0.3)
+        now[0] += 1.0
 
 
 def play(scheduler: TrialScheduler, losses: dict[int, float]) -> None:
@@ -244,3 +262,22 @@ def test_asha_trains_few_trials_to_the_end(tmp_path: Path):
     assert states.count("dropped") >= 3
     assert states[0] == "finished"
     assert found["best"]["step"] == 18
+
+
+def test_a_sweep_writes_the_curves_of_each_trial_for_tensorboard(tmp_path: Path):
+    job = digits_job(steps=4, tensorboard=True, evaluate=EvaluateSettings(every_steps=2))
+    sweep_here(sweep_of("optimizer.lr=0.01,0.1", job=job), tmp_path)
+    for trial in (0, 1):
+        found = EventAccumulator(str(tmp_path / "tensorboard" / f"trial-{trial:04d}"))
+        found.Reload()
+        assert set(found.Tags()["scalars"]) == {"train/loss", "test/loss", "test/accuracy"}
+        assert [point.step for point in found.Scalars("train/loss")] == [1, 2, 3, 4]
+        assert [point.step for point in found.Scalars("test/accuracy")] == [2, 4]
+    # Few files are open at a time, and none where nobody asks for them.
+    boards = TrialBoards(tmp_path / "many")
+    for trial in range(2 * MOST_OPEN):
+        boards.add(trial, 1, {"train/loss": 0.5, "test/loss": None})
+    assert len(boards._open) == MOST_OPEN
+    boards.close()
+    assert len(list((tmp_path / "many").glob("*/events*"))) == 2 * MOST_OPEN
+    TrialBoards(None).add(0, 1, {"train/loss": 0.5})

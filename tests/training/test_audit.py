@@ -45,7 +45,7 @@ def test_steps_are_audited_ever_more_rarely_and_after_evaluations() -> None:
 @pytest.mark.parametrize("every", [None, 7, 100])
 def test_the_next_audited_step_is_the_first_that_is_audited(every: int | None) -> None:
     settings = digits_job(evaluate=EvaluateSettings(every_steps=every))
-    steps = [number - 1 for number in audited_steps(settings, 600)]
+    steps = [number - 1 for number in audited_steps(settings, 1000)]
     for step in range(500):
         assert next_audited(settings, step) == next(at for at in steps if at >= step)
 

@@ -137,7 +137,7 @@ def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path)
     assert any(f"worker {rank} on localhost is lost (ended by SIGKILL)" in line for line in watch.lines)
     lost = [e for e in all_events(Path(result.run))[1] if isinstance(e, run_events.WorkerLost)]
     assert [e.worker for e in lost] == [rank]
-    assert len(list_checkpoints(RunDir(Path(result.run)).checkpoints)) == 1
+    assert list_checkpoints(RunDir(Path(result.run)).checkpoints)[0].name == f"step-{result.step:09d}"
 
 
 def stop_after_twelve_updates(rank: int, address: str, settings: TrainSettings, folder: Path) -> Any:

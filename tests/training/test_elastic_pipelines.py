@@ -57,6 +57,8 @@ def test_a_pipeline_whose_workers_come_and_go_trains_as_one_process_does(tmp_pat
     # Of six layers the first two stay with the first worker of three; the convolution is among them.
     moved = [event.names for event in recorded(tmp_path / "elastic", LayersMoved)]
     assert moved[0] == ("2.bias", "2.weight", "5.bias", "5.weight")
+    # What leavers hand over to the worker that stays has moved, too.
+    assert {"0.weight", "0.bias"} <= set(moved[1])
 
 
 @pytest.mark.parametrize("schedule", [Schedule.FLUSH, Schedule.STASH])

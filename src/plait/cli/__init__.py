@@ -5,11 +5,14 @@ Exit status: 0 success, 1 a failed run, 2 bad input with one clear message, 130 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import typer
 
@@ -22,6 +25,7 @@ from plait.cli.shards import shards
 from plait.cli.sweep import sweep
 from plait.cli.train import train
 from plait.core.errors import PlaitError
+from plait.core.files import expand_path
 from plait.core.shown import printable
 from plait.launch.preload import remove_empty_cache
 
@@ -33,8 +37,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def with_paths(verb: Callable[..., None]) -> Callable[..., None]:
+    """`verb` with `~` and variables expanded in the paths that it is given, as a shell mostly does."""
+
+    @functools.wraps(verb)
+    def run(**given: Any) -> None:
+        verb(**{name: _expanded(value) for name, value in given.items()})
+
+    return run
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_expanded(each) for each in value]
+    return Path(expand_path(str(value))) if isinstance(value, Path) else value
+
+
 for verb in (demo, profile, plan, train, sweep, evaluate, status, stop, resize, shards, bench):
-    app.command()(verb)
+    app.command()(with_paths(verb))
 
 
 @app.callback(invoke_without_command=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
+from plait.cli.train import HostsOption, JsonFlag, NicOption, WorkersOption, placed
 from plait.core.errors import InputError
 from plait.core.names import searching
 from plait.core.shown import shown
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from plait.schema.placement import Placement
     from plait.schema.settings import TrainSettings
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the job (repeatable).")]
 
 
@@ -46,6 +46,9 @@ def profile(
         bool, typer.Option(help="Measure on all of the job's workers at once, with their links and sums.")
     ] = True,
     graph: Annotated[Path | None, typer.Option(help="Write PipeDream's graph.txt here too.")] = None,
+    workers: WorkersOption = None,
+    hosts: HostsOption = None,
+    nic: NicOption = None,
     set_: SetOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     json_: JsonFlag = False,
@@ -54,9 +57,11 @@ def profile(
 
     Example: plait profile examples/digits.yaml --batch 16
     """
+    from plait.launch.run import check_alone
     from plait.schema.job import read_job
 
-    asked = read_job(job, set_ or [])
+    check_alone()
+    asked = read_job(job, [*(set_ or []), *placed(workers, hosts, nic)])
     placement = replace(asked.placement(), threads=threads)
     together = links and sum(host.slots for host in placement.hosts) > 1
     measure = _measure_together if together else _measure_alone
@@ -135,6 +140,7 @@ def _profile_summary(found: Profile, target: Path) -> dict[str, Any]:
         "layers_s": graph.compute_s(),
         "verified_s": found.verified_s,
         "notes": list(found.notes),
+        "warnings": [words] if (words := found.doubts()) else [],
         "parameter_bytes": graph.parameter_bytes(),
         "links": [
             {"source": k.source, "target": k.target, "bytes_per_s": k.bytes_per_s, "latency_s": k.latency_s}
@@ -153,6 +159,8 @@ def _show_profile(found: Profile, target: Path, graph: Path | None) -> None:
         f"{show_seconds(step.seconds)} a step (spread {show_seconds(step.spread_s)}); the layers add up to "
         f"{found.coverage:.0%} of it; {show_bytes(found.graph.parameter_bytes())} of weights"
     )
+    if words := found.doubts():
+        print(f"warning: {words}")
     if found.verified_s:
         print(f"verified in {show_seconds(found.verified_s)}: the layers compute what the model computes")
     for note in found.notes:
@@ -264,14 +272,15 @@ def plan(
 
 def _read_graph(path: Path) -> tuple[Graph, Profile | None]:
     """The graph in `path`, and the profile around it where it is one of ours."""
-    from plait.graph import pipedream
-    from plait.profiler.profile import load_profile
-
     if path.suffix in (".yaml", ".yml"):
         raise InputError(f"{path}: a job file, expected its profile; make it with: plait profile {path}")
     if path.suffix == ".json":
+        from plait.profiler.profile import load_profile  # imports torch
+
         found = load_profile(path)
         return found.loaded_graph(), found
+    from plait.graph import pipedream
+
     return pipedream.read(path).graph(), None
 
 

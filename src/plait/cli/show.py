@@ -77,14 +77,15 @@ class RunDisplay:
 
 
 def describe(progress: Mapping[str, Any]) -> str:
-    """`step 40/120  loss 0.41  accuracy 93.1%  5120 samples/s  2.1 s left`"""
+    """`step 40/120  loss 0.41  test accuracy 93.1%  5120 samples/s  2.1 s left`"""
     # Of a stream of unknown length there is no number of steps.
     total = "" if progress["steps"] is None else f"/{progress['steps']}"
     parts = [f"step {progress['step']}{total}"]
     if "loss" in progress:
         parts.append(f"loss {show_metric('loss', progress['loss'])}")
-    if "test_accuracy" in progress:
-        parts.append(f"test accuracy {show_metric('accuracy', progress['test_accuracy'])}")
+    test = {key.removeprefix("test_"): progress[key] for key in progress if key.startswith("test_")}
+    for name in [name for name in test if name != "loss"] or test:
+        parts.append(f"test {name} {show_metric(name, test[name])}")
     if "samples_per_s" in progress:
         parts.append(f"{show_rate(progress['samples_per_s'])} samples/s")
     if "left_s" in progress:

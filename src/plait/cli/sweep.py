@@ -19,7 +19,15 @@ from rich.text import Text
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.show import describe, print_table
-from plait.cli.train import STOPPED, JsonFlag, placed
+from plait.cli.train import (
+    STOPPED,
+    HostsOption,
+    JsonFlag,
+    NicOption,
+    WorkersOption,
+    placed,
+    show_warnings,
+)
 from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.shown import shown
@@ -60,9 +68,9 @@ def sweep(
     devices: Annotated[
         str | None, typer.Option(help="cpu:4 or cuda:2: that many workers; cuda: one for each GPU.")
     ] = None,
-    workers: Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")] = None,
-    hosts: Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")] = None,
-    nic: Annotated[str | None, typer.Option(help="Network interface that the hosts share.")] = None,
+    workers: WorkersOption = None,
+    hosts: HostsOption = None,
+    nic: NicOption = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: epochs=2 (repeatable).")
     ] = None,
@@ -104,6 +112,7 @@ def sweep(
     if json_:
         print(json.dumps(result.to_dict()))
     else:
+        show_warnings(result.warnings, quiet)
         show_result(result, job)
     if result.reason == "stopped":
         raise typer.Exit(STOPPED)

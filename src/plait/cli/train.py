@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,15 +23,18 @@ if TYPE_CHECKING:
 
 STOPPED = 130
 
+WorkersOption = Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")]
+HostsOption = Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")]
+NicOption = Annotated[str | None, typer.Option(help="Network interface that the hosts share.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def train(
     job: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
-    workers: Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")] = None,
-    hosts: Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")] = None,
+    workers: WorkersOption = None,
+    hosts: HostsOption = None,
     plan: Annotated[str | None, typer.Option(help="A plan file, auto, model-parallel.")] = None,
-    nic: Annotated[str | None, typer.Option(help="Network interface that the hosts share.")] = None,
+    nic: NicOption = None,
     slow: Annotated[
         list[str] | None, typer.Option(help="Make a worker slower: 1:4, worker 1 four times (repeatable).")
     ] = None,
@@ -68,6 +73,7 @@ def train(
     if json_:
         print(json.dumps(result.to_dict()))
     else:
+        show_warnings(result.warnings, quiet)
         show_result(result)
     if result.reason == "stopped":
         raise typer.Exit(STOPPED)
@@ -129,6 +135,12 @@ def run_job(asked: Job, *, resume: bool = False, run: str | None = None, quiet: 
 
     with RunDisplay(quiet) as display:
         return train_job(asked, resume=resume, run_folder=run, display=display)
+
+
+def show_warnings(warnings: Sequence[str], quiet: bool) -> None:
+    """What was warned of, where nothing was shown while it ran."""
+    for text in warnings if quiet else ():
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def show_result(result: RunResult) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import stat
 import sys
 import uuid
@@ -15,6 +16,23 @@ from typing import IO, Any
 from plait.core.errors import DiskError, InputError
 from plait.core.shown import shortened
 from plait.core.units import show_bytes
+
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+
+
+def expand_path(text: str, key: str = "", error: type[InputError] = InputError) -> str:
+    """`text` with the home folder in place of `~` and the values of `$VARIABLES`; others are refused.
+
+    `key` is where the path was written, so that the message can name it.
+    """
+    where = f"{key}: found {shortened(text)!r}" if key else f"found {shortened(text)!r}"
+    for braced, plain in _VARIABLE.findall(text):
+        if (braced or plain) not in os.environ:
+            raise error(f"{where}, but the variable {braced or plain} is not set")
+    found = os.path.expanduser(_VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], text))
+    if found.startswith("~") and text.startswith("~"):
+        raise error(f"{where}, but there is no user {shortened(found[1:].partition('/')[0])!r}")
+    return found
 
 
 def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:

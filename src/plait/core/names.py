@@ -10,6 +10,7 @@ import os
 import site
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from plait.core.shown import listed, shortened, shown
 
 # A longer name is a slip of another kind, and comparing it with others takes long.
 _LONGEST_NAME = 100
+_OUR_FOLDER = Path(__file__).parent
 
 
 def nearest(name: object, valid: Iterable[str], cutoff: float = 0.5) -> str | None:
@@ -82,6 +84,8 @@ def resolve(path: str, key: str, error: type[InputError] = InputError) -> Any:
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
         raise error(f"{key}: found {shown(path)}; expected 'package.module:name'")
+    if module_name == "__main__":
+        raise error(f"{key}: found {shown(path)}; {not_in_script(attribute)}")
     target = _import(module_name, path, key, error)
     for part in attribute.split("."):
         try:
@@ -109,9 +113,35 @@ def _import(module_name: str, path: str, key: str, error: type[InputError]) -> A
                 f"path; expected an importable 'package.module:name' (the current folder and the job file's "
                 f"are searched too)"
             ) from None
-        raise error(f"{failed}: {shortened(str(missing), 500)}{_hidden(module_name)}") from missing
+        raise error(
+            f"{failed}: {shortened(str(missing), 500)}{_line_of(missing)}{_hidden(module_name)}"
+        ) from missing
     except (Exception, SystemExit) as failure:  # a user's module may fail in any way while it is imported
-        raise error(f"{failed}: {in_words(failure)}") from failure
+        raise error(f"{failed}: {in_words(failure)}{_line_of(failure)}") from failure
+
+
+def not_in_script(name: str) -> str:
+    """What to tell a user who names code of the script that is run."""
+    return (
+        f"workers are processes of their own and do not import the script: put {shortened(name)} into a file "
+        f"beside it, say models.py, and write 'models:{shortened(name)}'"
+    )
+
+
+def _line_of(failure: BaseException) -> str:
+    """` (file, line 3)`: where a user's code has failed, as far as that is known."""
+    if isinstance(failure, SyntaxError):
+        return ""  # its message has it
+    frames = [
+        frame for frame in traceback.extract_tb(failure.__traceback__) if "<frozen" not in frame.filename
+    ]
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_OUR_FOLDER)]
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    theirs = [frame for frame in own if not frame.filename.startswith(libraries)]
+    if not own:
+        return ""
+    frame = (theirs or own)[-1]
+    return f" ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def _hidden(module_name: str) -> str:

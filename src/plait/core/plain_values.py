@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from plait.core.errors import JobError
+from plait.core.names import not_in_script
 from plait.core.shown import shortened, shown
 from plait.core.yaml_text import MOST_LEVELS, MOST_VALUES
 
@@ -56,10 +58,23 @@ def _scalar(value: Any, where: str) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value)
+    if isinstance(value, (type, FunctionType)):
+        raise JobError(f"{where}: {_named(value)}")
     raise JobError(
         f"{where}: found {shown(value)}, expected text, a number, true, false, null, or a list or mapping "
-        f"of them"
+        f"of them; what is code is given as 'package.module:name' of what makes it"
     )
+
+
+def _named(code: type | FunctionType) -> str:
+    """What to tell a user who gives a class or a function where its name is expected."""
+    kind, name = "class" if isinstance(code, type) else "function", code.__qualname__
+    found = f"found the {kind} {code.__module__}.{shortened(name)}"
+    if code.__module__ == "__main__":
+        return f"{found}; {not_in_script(name)}"
+    if "<" in name:
+        return f"{found}, which no other process can import; put it at the top level of a module"
+    return f"{found}, expected its name, '{code.__module__}:{shortened(name)}': workers import it by that"
 
 
 def _key(key: Any, where: str) -> Any:

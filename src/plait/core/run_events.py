@@ -93,7 +93,7 @@ class CheckpointRefused(Event):
 
 @dataclass(frozen=True)
 class RunEnded(Event):
-    """The run ended: `reason` is finished, stopped or early-stop."""
+    """The run ended: `reason` is finished, stopped, early-stop or diverged."""
 
     step: int
     reason: str

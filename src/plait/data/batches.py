@@ -122,14 +122,15 @@ class DataSource:
                 self._reader = StreamReader(self.dataset, seed)
             return self._reader.read(epoch, numbers)
         if hasattr(self.dataset, "__getitems__"):
-            before = _random_states()
+            before = random_states()
             samples = self.dataset.__getitems__(list(numbers))
             # Samples that draw at random are read one by one, each from its own seed.
-            if _same(before, _random_states()):
+            if same_states(before, random_states()):
                 return _as_samples(samples, len(numbers))
-        return [self._sample(epoch, number, seed) for number in numbers]
+        return [self.sample(epoch, number, seed) for number in numbers]
 
-    def _sample(self, epoch: int, number: int, seed: int) -> Any:
+    def sample(self, epoch: int, number: int, seed: int) -> Any:
+        """One sample of a map-style set, with the random choices that it has in that epoch."""
         seed_all(mix(seed, epoch, number))
         return self.dataset[number]
 
@@ -203,11 +204,13 @@ def seed_all(number: int) -> None:
     numpy.random.seed(number & 0xFFFFFFFF)
 
 
-def _random_states() -> tuple[Tensor, Any, Any]:
+def random_states() -> tuple[Tensor, Any, Any]:
+    """Where the random numbers of torch, Python and numpy stand."""
     return torch.default_generator.get_state(), random.getstate(), numpy.random.get_state(legacy=True)
 
 
-def _same(before: tuple[Tensor, Any, Any], after: tuple[Tensor, Any, Any]) -> bool:
+def same_states(before: tuple[Tensor, Any, Any], after: tuple[Tensor, Any, Any]) -> bool:
+    """Whether nothing was drawn between two calls of `random_states`."""
     (kind, keys, *rest), (kind_now, keys_now, *rest_now) = before[2], after[2]
     return (
         torch.equal(before[0], after[0])

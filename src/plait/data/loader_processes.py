@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from plait.core.errors import PlaitError
-from plait.data import transport
+from plait.data import transport, trees
 from plait.data.batches import DataSource
 
 # How many batches each loader prepares in advance.
@@ -58,17 +58,33 @@ def load_batches(
     idle.append(pool)
 
 
-def load_stream(items: Iterable[Any], pin: bool) -> Iterator[Any]:
-    """The items, none of which is None, read by one process."""
+def load_stream(items: Iterable[Any], pin: bool, timeout_s: float | None = None) -> Iterator[Any]:
+    """The items, none of which is None, read by one process; LoaderError where one takes too long."""
     source = iter(items)
-    for item in LoaderPool(1, lambda _: next(source, None)).run(itertools.repeat(None), pin):
+    for item in LoaderPool(1, lambda _: next(source, None), timeout_s).run(itertools.repeat(None), pin):
         if item is None:
             return
         yield item
 
 
+def load_aside(items: Iterable[Any], timeout_s: float) -> list[Any] | None:
+    """The items, made in a process of their own, so that whatever they change stays as it is here.
+
+    None where that cannot be done: the process takes longer than `timeout_s` for an item or ends, an item
+    cannot be handed over, or it is made on a GPU. What the items raise otherwise is raised here.
+    """
+    try:
+        return list(load_stream(items, pin=False, timeout_s=timeout_s))
+    except (LoaderError, trees.NotHandedOverError):
+        return None
+    except RuntimeError as failure:
+        if "in forked subprocess" in str(failure):  # CUDA
+            return None
+        raise
+
+
 class LoaderError(PlaitError):
-    """A loader process of this worker has ended."""
+    """A loader process of this worker has ended, or does not answer."""
 
     everywhere = False
 
@@ -76,10 +92,12 @@ class LoaderError(PlaitError):
 class LoaderPool:
     """Processes that answer tasks by `make(task)`, each over a socket of its own.
 
-    They inherit `make` and all it refers to as it is when the pool is made.
+    They inherit `make` and all it refers to as it is when the pool is made. An answer that takes longer than
+    `timeout_s` is a LoaderError.
     """
 
-    def __init__(self, count: int, make: Callable[[Any], Any]) -> None:
+    def __init__(self, count: int, make: Callable[[Any], Any], timeout_s: float | None = None) -> None:
+        self._timeout_s = timeout_s
         self._sockets: list[socket.socket] = []
         self._processes: list[BaseProcess] = []
         # The loaders whose answers are outstanding, in the order of the tasks.
@@ -101,6 +119,7 @@ class LoaderPool:
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
+        ours.settimeout(self._timeout_s)
         self._sockets.append(ours)
         self._processes.append(process)
 
@@ -127,6 +146,9 @@ class LoaderPool:
         loader = self._waiting.pop(0)
         try:
             return transport.receive(self._sockets[loader], pin)
+        except TimeoutError:
+            self._processes[loader].kill()
+            raise LoaderError(f"data.loaders: no answer within {self._timeout_s:g} s") from None
         except (EOFError, OSError):
             raise self._ended(loader) from None
 

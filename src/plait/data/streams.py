@@ -74,7 +74,7 @@ def check_same_stream(batch: Batch) -> None:
 def _shares(source: DataSource, order: StreamOrder, rank: int, world_size: int) -> Iterator[Batch]:
     batches = _batches(source.dataset, order)
     read = next(batches, None)
-    checksum = _checksum(read.samples) if read is not None else 0
+    first = checksum(read.samples) if read is not None else 0
     while read is not None:
         # Read one batch ahead: the caller must know whether the epoch or the run ends with this one.
         following = next(batches, None)
@@ -84,7 +84,7 @@ def _shares(source: DataSource, order: StreamOrder, rank: int, world_size: int) 
         if (following is None or following.epoch > read.epoch) and after.stream is None:
             # Resume at the next epoch. With a state, a resumed run finds the end of this one by itself.
             after = Position(read.epoch + 1)
-        yield Batch(content, len(own), len(read.samples), read.epoch, after, last, checksum)
+        yield Batch(content, len(own), len(read.samples), read.epoch, after, last, first)
         read = following
 
 
@@ -141,7 +141,7 @@ def has_state(dataset: Any) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
-def _checksum(samples: list[Any]) -> int:
+def checksum(samples: list[Any]) -> int:
     """A checksum of the tensors, arrays, numbers and text in `samples`; other objects do not count."""
     found = 0
     for leaf in pytree.tree_leaves(samples):

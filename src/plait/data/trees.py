@@ -18,6 +18,11 @@ from torch import Tensor
 
 from plait.core.errors import DataError
 
+
+class NotHandedOverError(DataError):
+    """A batch holds what a loader process cannot hand to its worker."""
+
+
 NextTensor = Callable[[torch.dtype, Sequence[int]], Tensor]
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -85,8 +90,8 @@ def _take_object(value: Any, down: Callable[[Any], Any]) -> Any:
     raise _refused(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def _refused(what: str) -> DataError:
-    return DataError(
+def _refused(what: str) -> NotHandedOverError:
+    return NotHandedOverError(
         f"data.loaders: a batch holds {what}, which a loader process cannot hand over; make tensors, numbers "
         f"or text of it (collate_fn), or use loaders: 0"
     )

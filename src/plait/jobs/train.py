@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plait.core.logs import kept_warnings
 from plait.core.names import searching
 from plait.launch.display import Display, Silent
 from plait.launch.run import check_alone, launch
@@ -32,15 +34,19 @@ def train(
     job = as_job(job)
     display = display or Silent()
     settings, placement = job.settings(), job.placement()
-    run_dir = Path(job.run_dir)
+    run_dir, told = Path(job.run_dir), list[str]()
     with searching(os.getcwd(), job.folder):
         folder = choose_folder(run_dir, job.name, resume, run_folder, RunKind.TRAIN)
         if job.parallel.plan != "data-parallel":
             from plait.measure.auto_plan import plan_job, settings_before  # imports torch
+            from plait.planner import describe_plan
 
             before = settings_before(folder.settings) if folder is not None and resume else None
-            settings, placement, notes = plan_job(job, settings, placement, before)
-            for note in notes:
-                display.printed(note)
+            with kept_warnings() as noticed:
+                settings, placement, plan, notes = plan_job(job, settings, placement, before)
+            told = [*noticed, *notes]
+            for line in [describe_plan(plan)] * (job.parallel.plan == "auto") + told:
+                display.printed(line)
         folder = folder or new_run(run_dir, job.name)
-        return launch(settings, placement, folder, display, resume=resume, job_text=job.text())
+        result = launch(settings, placement, folder, display, resume=resume, job_text=job.text())
+    return replace(result, warnings=(*told, *result.warnings))

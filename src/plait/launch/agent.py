@@ -8,8 +8,9 @@ It exchanges JSON lines with the supervisor over its standard streams and decide
          the end of the stream ends everything here, whether the supervisor is through or gone; so does its
          silence, for it sends {"beat": true} in between, where a network may have cut it off
     out  {"ready": store}, {"refused": message}, {"workers": {rank: pid}}, {"line": text}, {"progress": ...},
-         {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...}, {"silent": ...},
-         {"unreachable": host}, {"beat": true}, and reports of elastic workers (see `launch/worker.py`)
+         {"warning": text}, {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...},
+         {"silent": ...}, {"unreachable": host}, {"beat": true}, and reports of elastic workers (see
+         `launch/worker.py`)
 
 It makes no files but the workers' logs, so nothing of it is left however it ends. It imports no torch.
 """
@@ -24,7 +25,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,10 @@ def main() -> None:
     os.chdir(order["cwd"])
     os.environ.update(order["environment"])
     # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
-    order["threads"] = order["threads"] or max(1, len(_cores()) // max(1, order["slots"]))
+    order["threads"] = choose_threads(order["threads"], order["slots"], len(_cores()), os.environ)
     os.environ["OMP_NUM_THREADS"] = str(order["threads"])
+    # What code of one's own makes of a set of words should be the same on all hosts, and in the next run.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     # Memory that a step frees the next one needs again: giving pages back in between took 4% of the time.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # Some builds of oneDNN leave a map of their code for profilers in /tmp, one for each process.
@@ -64,6 +67,17 @@ def main() -> None:
     status = Agent(order, supervisor).run()
     # The store's thread is still there; it ends with the process.
     os._exit(status)
+
+
+def choose_threads(asked: int | None, slots: int, cores: int, environment: Mapping[str, str]) -> int:
+    """The threads of a worker: what the job asks for, else OMP_NUM_THREADS, else its share of the cores."""
+    if asked is not None:
+        return asked
+    # A list has a number for each nested level.
+    found = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if found.isdecimal() and int(found) >= 1:
+        return int(found)
+    return max(1, cores // max(1, slots))
 
 
 def remove_shared_files(pids: Sequence[int], folder: Path = Path("/dev/shm")) -> None:

@@ -61,7 +61,9 @@ class StatusFile:
             write_atomic(self._folder.status, json.dumps(self._content))
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        progress = {**self._content["progress"], "step": result["step"]}
+        progress = dict(self._content["progress"])
+        if "trials" not in progress:  # the steps of a sweep are those of all its trials
+            progress |= {"step": result["step"], "steps": result["steps"]}
         progress.pop("left_s", None)
         self.write(state=result["reason"], progress=progress)
 
@@ -122,7 +124,15 @@ def launch(
     files = {folder.settings: json.dumps(encode(settings), indent=1)}
 
     def finish(result: dict[str, Any]) -> dict[str, Any]:
-        return (_earlier_result(folder, result) if resume else None) or result
+        earlier = _earlier_result(folder, result) if resume else None
+        if earlier is None:
+            return result
+        words = (
+            f"the run had come to its end, at step {earlier['step']}, before: nothing was trained; to go on, "
+            f"raise epochs or steps, such as --set steps={2 * earlier['step']}"
+        )
+        display.printed(f"warning: {words}")
+        return {**earlier, "warnings": [*earlier["warnings"], words]}
 
     result = launch_entry(
         "plait.training.worker",
@@ -145,7 +155,7 @@ def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
 
     They take longer to import than most of torch, and a worker that runs the model whole needs none of them.
     """
-    return TRACING if settings.pipeline is not None else ()
+    return TRACING if settings.as_run().pipeline is not None else ()
 
 
 def launch_entry(
@@ -167,6 +177,7 @@ def launch_entry(
     have taken it up: until then they may refuse. `finish` may change what rank 0 returned. `preload` names
     modules that are imported once a host, before its workers are forked.
     """
+    check_alone()
     folder.claim(kind, resume)
     order = {
         "settings": encode(settings),
@@ -188,14 +199,28 @@ def launch_entry(
         )
 
 
-def check_alone() -> None:
-    """Refuse to start all workers once more in each process that torchrun has started."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError(
-            f"found {os.environ['WORLD_SIZE']} processes started by torchrun, of which each would train the "
-            f"whole job: Plait starts its own workers; run the script with python alone, and say how many "
-            f"workers with parallel.workers"
-        )
+def check_alone(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse to start all workers once more in each process that another launcher has started."""
+    for variable, launcher, alone in _TASKS:
+        count = environment.get(variable, "")
+        if variable == "WORLD_SIZE" and "TORCHELASTIC_RUN_ID" not in environment:
+            continue
+        if count.isdecimal() and int(count) > 1:
+            raise InputError(
+                f"found {count} processes started by {launcher} ({variable}), of which each would do the "
+                f"whole job: Plait starts its own workers; run it once, {alone}, and say how many workers "
+                f"there are with -np or parallel.workers and on which hosts with -H or cluster.hosts"
+            )
+
+
+# How many processes a launcher has started: its variable, its name, and how to start one.
+_TASKS = (
+    ("WORLD_SIZE", "torchrun", "with python alone"),
+    ("SLURM_STEP_NUM_TASKS", "srun", "with srun -n 1 or in the batch script itself"),
+    ("OMPI_COMM_WORLD_SIZE", "mpirun", "without mpirun"),
+    ("PMI_SIZE", "mpiexec", "without mpiexec"),
+    ("MV2_COMM_WORLD_SIZE", "mpirun", "without mpirun"),
+)
 
 
 class _Run:
@@ -222,6 +247,7 @@ class _Run:
                     result = finish(_of_lowest(supervisor.run(self._prepare)))
             finally:
                 folder.remove_unfinished()
+            result["warnings"] = [*dict.fromkeys([*result.get("warnings", ()), *supervisor.warnings])]
             write_atomic(folder.result, json.dumps(result, indent=1))
             folder.failure.unlink(missing_ok=True)
             self._status.finish(result)

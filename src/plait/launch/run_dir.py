@@ -26,7 +26,7 @@ from plait.core import locks
 from plait.core.artefact import load
 from plait.core.codec import encode
 from plait.core.errors import DiskError, InputError
-from plait.core.files import write_atomic, writing
+from plait.core.files import expand_path, write_atomic, writing
 from plait.core.names import nearest, own_folders
 from plait.core.shown import listed
 
@@ -356,6 +356,7 @@ def find_run(text: str, run_dir: Path = Path("runs"), kind: RunKind | None = Non
     """
     if not text:
         raise InputError("RUN: found '', expected a run's folder or name; is a variable unset?")
+    text = expand_path(text, "RUN")
     for path in (Path(text), run_dir / text):
         folder = RunDir(path)
         if any(file.exists() for file in (folder.record, folder.status, folder.settings)):
@@ -385,7 +386,7 @@ def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None, kind:
     if run is None:
         new_run(run_dir, name).remove_made()
         return None
-    folder = RunDir(Path(run))
+    folder = RunDir(Path(expand_path(run, "--run")))
     folder.check_free()
     folder.make()
     folder.remove_made()

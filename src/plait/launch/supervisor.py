@@ -80,6 +80,8 @@ class Supervisor:
         hosts = [host.name for host in launch.placement.hosts for _ in range(host.slots)]
         self._ranks = [RankState(rank, host) for rank, host in enumerate(hosts)]
         self._results: dict[int, Any] = {}
+        # What workers warned of, and what there is to say of them, in the order in which it came.
+        self.warnings: list[str] = []
         self._tolerant: set[int] = set()
         self._left_out: dict[int, set[int]] = {}
         self._reported_lost: set[int] = set()
@@ -161,6 +163,12 @@ class Supervisor:
 
     def warn(self, words: str) -> None:
         self._display.printed(f"warning: {words}")
+        self.warnings.append(words)
+
+    def _note_warning(self, text: str) -> None:
+        """Keep a worker's warning, which its log shows, once for all workers."""
+        if text not in self.warnings:
+            self.warnings.append(text)
 
     def pid_of(self, worker: int) -> int | None:
         return self._ranks[worker].pid
@@ -299,6 +307,8 @@ class Supervisor:
             self._lose_host(index, self._agent_gone)
         elif "workers" in value:
             self._note_workers(value["workers"])
+        elif "warning" in value:
+            self._note_warning(value["warning"])
         elif self._elastic is not None and self._elastic.take(value):
             pass
         elif "progress" in value:
@@ -428,8 +438,8 @@ class Supervisor:
         """Report that a worker was lost while the others continue."""
         self._reported_lost.add(state.rank)
         cause = find_cause([state])
-        self._display.printed(
-            f"warning: worker {state.rank} on {state.host} is lost ({cause.summary}); the rest goes on"
+        self.warn(
+            f"worker {state.rank} on {state.host} is lost ({cause.summary}); the rest goes on"
             f"{self._log_of(state.rank)}"
         )
 

@@ -26,6 +26,7 @@ from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreTimeout
 from plait.core.codec import decode
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
+from plait.core.logs import hand_on_warnings
 from plait.core.names import resolve
 from plait.launch.lines import LineBuffer
 from plait.launch.membership import Membership, Memberships
@@ -360,6 +361,7 @@ def enter(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     agent = AgentLink(descriptors[0], Memberships(rank) if place["elastic"] else None)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hand_on_warnings(lambda text: agent.send(warning=text))
     try:
         _set_environment(place)
         torch.set_num_threads(place["threads"])
@@ -388,6 +390,8 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
     lost, peer = _lost_peer(failure)
     known = isinstance(failure, PlaitError)
     summary = str(failure) if known else f"{type(failure).__name__}: {failure}"
+    if known:  # elsewhere the traceback has them
+        summary = "\n".join([summary, *getattr(failure, "__notes__", ())])
     if lost is not None and not known:
         summary = f"{_MISSED[lost]} ({str(failure).strip().splitlines()[0]})"
     return Failure(

@@ -22,7 +22,6 @@ from plait.planner import (
     Schedule,
     Settings,
     data_parallel_plan,
-    describe_plan,
     faster_plan,
     fastest_plan,
     load_plan,
@@ -60,8 +59,8 @@ MEASURE_S = 3.0
 
 def plan_job(
     job: Job, settings: TrainSettings, placement: Placement, before: TrainSettings | None = None
-) -> tuple[TrainSettings, Placement, list[str]]:
-    """The job's settings with its plan, the workers that run it, and notes on the plan for the user.
+) -> tuple[TrainSettings, Placement, Plan, list[str]]:
+    """The job's settings with its plan, the workers that run it, the plan, and what to warn the user of.
 
     Without hosts and a number of workers in the job, the plan says how many there are. `before` are the
     settings of the run that is resumed, if any.
@@ -70,7 +69,7 @@ def plan_job(
     settings, plan = planned(settings, placement, parallel, before, MEASURE_S)
     if parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
-    notes = [describe_plan(plan)] if parallel.plan == "auto" else []
+    notes = []
     if parallel.needs_planning and plan.devices_used < placement.workers:
         used, workers = plan.devices_used, placement.workers
         notes.append(f"{used} of {workers} workers run it: the plan has no use for the others")
@@ -79,10 +78,19 @@ def plan_job(
         settings = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
     check_slow(settings.slow.factors, placement.workers)
     check_pipeline(settings, placement.workers)
+    assert settings.pipeline is not None
+    if _is_data_parallel(plan, parallel) and not may_plan_again(settings, placement):
+        settings = replace(settings, pipeline=replace(settings.pipeline, as_data_parallel=True))
     notes += [describe_updates(plan, settings), describe_clipping(plan, settings), describe_memory(plan)]
     if not parallel.needs_planning:
         notes.append(other_microbatch(plan, settings))
-    return settings, placement, list(filter(None, notes))
+    return settings, placement, plan, list(filter(None, notes))
+
+
+def _is_data_parallel(plan: Plan, request: PlanRequest) -> bool:
+    """Whether replicas of the whole model, each with its share of a batch, were found to be the best."""
+    whole = len(plan.stages) == 1 and plan.pipelines == 1 and plan.microbatches == plan.devices_used
+    return request.leaves_microbatches_open and whole and plan.schedule.synchronous
 
 
 def planned(
@@ -218,14 +226,19 @@ def measure_and_plan(
     """
     workers = sum(host.slots for host in placement.hosts)
     batch = settings.data.batch_size
-    schedule = _schedule(settings, request)
-    usual = 1 if schedule in _WHOLE_BATCHES else min(batch, _PER_WORKER * workers)
+    schedule = _schedule(request)
+    usual = 1 if schedule in _WHOLE_BATCHES or workers == 1 else min(batch, _PER_WORKER * workers)
     microbatches = request.microbatches or usual
     small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
     components.check(settings)
-    sizes = {small, whole} if request.leaves_microbatches_open else {small}
-    found = profile_together(settings, placement, sorted(sizes), least_s=measure_s)
+    is_open = request.leaves_microbatches_open and settings.sync.kind == "all-reduce" and batch >= workers
+    sizes = {small, whole} if is_open else {small}
+    found = profile_together(
+        settings, placement, sorted(sizes), least_s=measure_s, data_parallel=is_open and workers > 1
+    )
     profiles = dict(zip(sorted(sizes), found))
+    if words := profiles[small].doubts():
+        log.warning("parallel.plan: %s", words)
     cluster = _machines(placement, profiles[small])
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
     asked = Settings(schedule, microbatches, memory=memory)
@@ -240,11 +253,11 @@ def measure_and_plan(
     if schedule is Schedule.STASH and request.microbatches is None:
         best = with_whole_batches(best)
         best = replace(best, microbatches=min(best.microbatches, batch))
-    if request.leaves_microbatches_open and batch >= workers:
+    if is_open:
         one_each = Settings(Schedule.FLUSH, workers, memory=memory)
         large = profiles[whole].loaded_graph()
         shared = replace(data_parallel_plan(large, cluster, one_each), microbatch_samples=whole)
-        best = faster_plan(best, shared)
+        best = faster_plan(best, shared, profiles[whole].data_parallel_s)
         graph = large if best.microbatch_samples == whole else graph
     return best, graph
 
@@ -267,16 +280,16 @@ def _side_by_side(graph: Graph, cluster: Cluster, asked: Settings, kind: str) ->
     return min(found, key=lambda plan: plan.step_s / plan.microbatches)
 
 
-def _schedule(settings: TrainSettings, request: PlanRequest) -> Schedule:
-    """The schedule of a pipeline: the job's, or stash where nothing in the job needs whole batches."""
+def _schedule(request: PlanRequest) -> Schedule:
+    """The schedule of a pipeline: the job's, else one that updates as one process does.
+
+    Only stash has versions of the weights that could be the same in all stages.
+    """
     if request.schedule is not None:
         return Schedule(request.schedule)
     if request.plan == "model-parallel":
         return Schedule.NONE
-    needs_batches = settings.clip_norm is not None or settings.sync.kind != "all-reduce"
-    needs_batches = needs_batches or settings.precision == "fp16"
-    open_ = request.plan == "auto" and not request.vertical_sync
-    return Schedule.FLUSH if needs_batches and open_ else Schedule.STASH
+    return Schedule.STASH if request.vertical_sync else Schedule.FLUSH
 
 
 def _machines(placement: Placement, profile: Profile) -> Cluster:

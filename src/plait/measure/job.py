@@ -18,7 +18,8 @@ from torch import nn
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.data.calling import as_arguments, explaining_type_errors
-from plait.data.loader import to_device
+from plait.data.loader import Batch, to_device
+from plait.data.sampler import Position, share
 from plait.graph.graph import Graph
 from plait.launch.display import Silent
 from plait.launch.run import TRACING
@@ -39,10 +40,13 @@ from plait.profiler.traced import TracedModel
 from plait.schema.placement import Placement
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
+from plait.training.engines.train_step import TrainStep
 from plait.training.optimizers.build import build_optimizer
 from plait.verification import same_random_numbers
 from plait.workloads.losses import build_loss
 
+# Steps that data parallelism is tried out for, at least and at most.
+_STEPS = (4, 30)
 # Samples of a microbatch: more would fill any memory, and take minutes to put together.
 MOST_SAMPLES = 1 << 20
 
@@ -314,18 +318,20 @@ def profile_together(
     repeats: int = 5,
     least_s: float = 0.0,
     verify: bool = False,
+    data_parallel: bool = False,
 ) -> tuple[Profile, ...]:
     """The job measured on all of its workers at once, with the links between them and their sums.
 
     Each of `batch_sizes`, sizes of microbatches, has its own profile. With `verify` rank 0 first compares the
-    layers with the model, see `verify_layers`. Neighbours share memory and caches, so
+    layers with the model, see `verify_layers`. With `data_parallel` some steps are taken in which every
+    worker holds the whole model, see `time_data_parallel`. Neighbours share memory and caches, so
     layers take longer next to busy workers than alone; and what is measured where the job will run has its
     threads, its libraries and its processors.
     """
     sizes = list(batch_sizes)
     _check_sizes(sizes)
     order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
-    order |= {"verify": verify}
+    order |= {"verify": verify, "data_parallel": data_parallel}
     entry = "plait.measure.job:profile_worker"
     launch = Launch(placement, entry, order, preload=TRACING, saves=False)
     results = Supervisor(launch, Silent()).run()
@@ -343,7 +349,38 @@ def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     if order["verify"] and worker.rank == 0:
         verified = verify_layers(settings, device)
     found = profile_here(worker, settings, order["batch_sizes"], order["repeats"], order["least_s"])
+    if order["data_parallel"]:
+        seconds = time_data_parallel(worker, settings, device)
+        found = tuple(replace(each, data_parallel_s=seconds) for each in found)
     return {"profiles": [encode(verified.noted_in(each)) for each in found]}
+
+
+def time_data_parallel(
+    worker: Worker, settings: TrainSettings, device: torch.device, least_s: float = 1.0
+) -> float:
+    """Seconds of a step in which every worker holds the whole model and has its share of the batch.
+
+    The median of what the slowest worker took, over steps that go on for about `least_s`, reading included.
+    All workers call it together, in a gloo group.
+    """
+    parts = components.build(replace(settings, pipeline=None), device)
+    size = settings.data.batch_size
+    count = len(share(range(size), worker.rank, worker.world_size))
+    step, content, seconds = TrainStep(worker, settings, parts), None, list[float]()
+    while len(seconds) < _STEPS[0] or (sum(seconds[1:]) < least_s and len(seconds) < _STEPS[1]):
+        dist.barrier()
+        started = time.perf_counter()
+        if content is None or (settings.data.loaders == 0 and not parts.train_set.is_stream):
+            content = parts.train_set.first_batch(count, settings.seed)
+        step.step(Batch(content, count, size, 0, Position()), 1.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        seconds.append(slowest.item())
+    step.close()
+    # The first makes buffers and the optimizer's state.
+    return statistics.median(seconds[1:])
 
 
 def profile_here(

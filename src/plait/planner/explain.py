@@ -65,13 +65,16 @@ def why_longer(best: Plan, replays: Replays, is_chosen: bool) -> str:
         causes.append("stages wait for messages from each other")
         left = replays.hidden_s / best.microbatches
         remedies.append(
-            f"--hide-messages keeps more microbatches in flight, which would take {show_seconds(left)} a "
-            f"microbatch where memory allows it"
+            f"plait plan --hide-messages keeps more microbatches in flight, which would take "
+            f"{show_seconds(left)} a microbatch where memory allows it"
         )
     if left > _NOTABLE * best.bottleneck_s:
         causes.append(_other_cause(best, replays))
         if best.schedule.synchronous and len(best.stages) > 1:
-            remedies.append("more --microbatches a step make filling and draining count less")
+            remedies.append(
+                "more microbatches a step (plait plan --microbatches, parallel.microbatches in a job) make "
+                "filling and draining count less"
+            )
     help_ = f" {'; '.join(remedies)}." if remedies else ""
     return (
         f"{who} is predicted to take {show_seconds(each)} a microbatch, longer than its bottleneck of "
@@ -96,13 +99,20 @@ def why_not_run(best: Plan) -> str:
     )
 
 
-def why_faster(chosen: Plan, other: Plan) -> str:
-    """Why `chosen` was taken, and not `other`, which cuts the same batch in another way."""
+def why_faster(chosen: Plan, other: Plan, is_close: bool = False, measured_s: float | None = None) -> str:
+    """Why `chosen` was taken, and not `other`, which cuts the same batch in another way.
+
+    `is_close` says that the other is faster, but not by enough; `measured_s` is what a step of the simpler of
+    the two took.
+    """
     pieces = count_of(other.microbatches, "microbatch", "microbatches")
-    return (
+    words = (
         f"The same batch as {pieces} under schedule {other.schedule.value} (replicas {_replicas(other)}) "
         f"would take {show_seconds(other.step_s)} a step, this plan takes {show_seconds(chosen.step_s)}."
     )
+    if measured_s is not None:
+        words += f" Measured, a step of data parallelism took {show_seconds(measured_s)}."
+    return f"{words} A gain of less than a tenth is no reason to cut the model." if is_close else words
 
 
 def _replicas(plan: Plan) -> str:

@@ -135,13 +135,21 @@ def _fastest(graph: Graph, machines: Cluster, settings: Settings, best: Plan) ->
     return replace(found, why=f"{words} {why}")
 
 
-def faster_plan(first: Plan, second: Plan) -> Plan:
-    """That of two plans which takes less time for a step, with what the other would take.
+# What a plan must be predicted to gain over a simpler one: less is noise of the measurement.
+LEAST_GAIN = 1.1
 
-    Both must be for the same batch; they may cut it into other numbers of microbatches.
+
+def faster_plan(plan: Plan, simple: Plan, measured_s: float | None = None) -> Plan:
+    """`simple`, unless `plan` is predicted to be at least a tenth faster; with what the other would take.
+
+    Both must be for the same batch; they may cut it into other numbers of microbatches. `measured_s` is what
+    a step of `simple` took, where that was tried out; what is predicted for it counts where that is less.
     """
-    chosen, other = (first, second) if first.step_s <= second.step_s else (second, first)
-    return replace(chosen, why=f"{chosen.why} {why_faster(chosen, other)}")
+    simple_s = simple.step_s if measured_s is None else min(simple.step_s, measured_s)
+    is_faster = plan.step_s * LEAST_GAIN <= simple_s
+    chosen, other = (plan, simple) if is_faster else (simple, plan)
+    words = why_faster(chosen, other, plan.step_s < simple_s and not is_faster, measured_s)
+    return replace(chosen, why=f"{chosen.why} {words}")
 
 
 def _replayed_s(plan: Plan) -> float:

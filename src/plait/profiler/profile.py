@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from plait.core import artefact
 from plait.core.errors import ArtefactError, InputError
 from plait.core.shown import shown
+from plait.core.units import show_seconds
 from plait.graph.graph import MOST, Edge, Graph, GraphError, Node, Tie
 from plait.profiler.links import Link, Sum
 from plait.profiler.memory import Weights, weigh
@@ -26,6 +27,10 @@ from plait.profiler.trace import Inputs, trace
 from plait.profiler.traced import TracedModel
 
 KIND, VERSION = "profile", 2
+# What the layers may add up to, as a share of the step, and how far steps may spread, in a measurement that
+# nothing has disturbed.
+_PLAUSIBLE = (0.7, 1.5)
+_UNSTEADY = 0.5
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Profile:
     microbatch takes to be fetched, where the worker that computes does that too, and `overhead_s` what it
     costs a worker of a pipeline besides its layers. `verified_s` is how long the layers were compared with
     the model, 0 if they were not, and `notes` say which modules a run has to keep in one stage each, and why.
+    `data_parallel_s` is what a step of all workers on the job's batch took, where that was tried out.
     """
 
     model: str
@@ -73,11 +79,29 @@ class Profile:
     overhead_s: float = 0.0
     verified_s: float = 0.0
     notes: tuple[str, ...] = ()
+    data_parallel_s: float | None = None
 
     @property
     def coverage(self) -> float:
         """The sum over the layers as a share of the whole step."""
         return self.graph.compute_s() / self.step.seconds
+
+    def doubts(self) -> str:
+        """Why a plan that is made of this would be a guess, in words; nothing where the numbers agree."""
+        step, covered = self.step, self.coverage
+        reasons = []
+        if not _PLAUSIBLE[0] <= covered <= _PLAUSIBLE[1]:
+            reasons.append(f"the layers add up to {covered:.0%} of the step that was measured as a whole")
+        if step.spread_s > _UNSTEADY * step.seconds:
+            reasons.append(
+                f"measured steps of {show_seconds(step.seconds)} spread {show_seconds(step.spread_s)}"
+            )
+        if not reasons:
+            return ""
+        return (
+            f"{' and '.join(reasons)}: the machine was busy with something else, so a plan made of this is a "
+            f"guess; measure again when it is quiet, with more repeats (--repeats 20)"
+        )
 
     def loaded_graph(self) -> Graph:
         """The graph whose first layer fetches the microbatch too: what a worker of the first stage does."""
@@ -118,6 +142,8 @@ def _check(profile: Profile, path: Path) -> None:
         expect(0 <= min(seconds) <= max(seconds) <= MOST, "spreads", seconds, "seconds, 0 or more")
     for name in ("loading_s", "overhead_s", "verified_s"):
         expect(0 <= getattr(profile, name) <= MOST, name, getattr(profile, name), "seconds, 0 or more")
+    tried_s = profile.data_parallel_s
+    expect(tried_s is None or 0 < tried_s <= MOST, "data_parallel_s", tried_s, "more than 0, or null")
     for number, link in enumerate(profile.links):
         ends = (link.source, link.target)
         expect(min(ends) >= 0 and max(ends) < 1 << 20, f"links[{number}]", ends, "two workers, from 0 on")

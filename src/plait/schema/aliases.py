@@ -27,7 +27,20 @@ KEY_ALIASES: Mapping[str, str] = {
     "gradient_accumulation_steps": "accumulate",
 }
 # The canonical value of each alias, by key.
-VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {"parallel.schedule": {"1f1b": "flush"}}
+VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "parallel.schedule": {"1f1b": "flush"},
+    "device": {"gpu": "cuda"},
+    "precision": {
+        "fp32": "float32",
+        "fp64": "float64",
+        "double": "float64",
+        "bfloat16": "bf16",
+        "bf16-mixed": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "16-mixed": "fp16",
+    },
+}
 _SECTIONS = {path.rpartition(".")[0] for path in (*KEY_ALIASES, *VALUE_ALIASES)} - {""}
 
 

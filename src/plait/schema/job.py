@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from plait.core.errors import JobError
-from plait.core.files import read_text
+from plait.core.files import expand_path, read_text
 from plait.core.plain_values import plain_copy
 from plait.core.shown import shortened, shown
 from plait.core.yaml_text import MOST_LEVELS, YamlError, load_yaml
@@ -32,7 +32,14 @@ Overrides = Sequence[str | tuple[str, Any]]
 
 def read_job(path: str | Path, overrides: Overrides = ()) -> Job:
     """Read the job file `path` and apply `overrides`: `a.b=c`, or a key and its value."""
+    path = expand_path(str(path), error=JobError)
     text = read_text(Path(path), "a job file (YAML)", MAX_BYTES, JobError)
+    if Path(path).suffix == ".py":
+        name = Path(path).stem
+        raise JobError(
+            f"{path}: a Python file, expected a job file (YAML) that names its code, as in model: {name}:Net "
+            f"and data: {{kind: {name}:make_data, batch_size: 64}}"
+        )
     content = parse(text, str(path))
     if isinstance(kind := content.get("plait"), str):
         raise JobError(f"{path}: this is a {shortened(kind)} file, expected a job file (YAML)")
@@ -52,15 +59,37 @@ def make_job(content: Mapping[str, Any], overrides: Overrides = ()) -> Job:
         raise JobError(f"found {shown(content)}, expected keys such as name, model and data; see read_job")
     aliases = AliasResolver()
     tree = aliases.resolve_section(plain_copy(content))
-    for override in overrides:
-        _apply_override(tree, override, aliases)
+    overridden = {_apply_override(tree, override, aliases) for override in overrides}
+    # How long a job takes is said by one of two keys; an override takes the place of either.
+    for key, other in (("epochs", "steps"), ("steps", "epochs")):
+        if key in overridden and other not in overridden and tree[key] is not None:
+            tree.pop(other, None)
     try:
         checked = model_of(Job).model_validate(tree)
     except ValidationError as failure:
         raise JobError(explain(model_of(Job), failure, aliases.written)) from None
-    job = replace(build(Job, checked), content=tree)
+    job = _with_paths(replace(build(Job, checked), content=tree))
     check_combinations(job)
     return job
+
+
+def _with_paths(job: Job) -> Job:
+    """The job with `~` and variables in its paths expanded; its content stays as it was written."""
+
+    def path(text: str, key: str) -> str:
+        return expand_path(text, key, JobError)
+
+    parallel, cluster = job.parallel, job.cluster
+    return replace(
+        job,
+        run_dir=path(job.run_dir, "run_dir"),
+        parallel=replace(
+            parallel,
+            plan=path(parallel.plan, "parallel.plan"),
+            topology=path(parallel.topology, "parallel.topology"),
+        ),
+        cluster=replace(cluster, python=cluster.python and path(cluster.python, "cluster.python")),
+    )
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
@@ -71,12 +100,14 @@ def parse(text: str, where: str) -> dict[str, Any]:
         line = "" if failure.line is None else f":{failure.line}"
         raise JobError(f"{where}{line}: {failure}") from None
     if not isinstance(content, dict):
-        found = "nothing" if content is None else f"a {type(content).__name__}"
+        kind = "nothing" if content is None else f"a {type(content).__name__}"
+        found = shown(content) if isinstance(content, str) else kind
         raise JobError(f"{where}: found {found}, expected keys such as name, model and data")
     return content
 
 
-def _apply_override(tree: dict[str, Any], override: str | tuple[str, Any], aliases: AliasResolver) -> None:
+def _apply_override(tree: dict[str, Any], override: str | tuple[str, Any], aliases: AliasResolver) -> str:
+    """Put a value into `tree`; the key that it has there."""
     path, value = _parse_override(override) if isinstance(override, str) else override
     path, value = aliases.resolve(path, plain_copy(value, path))
     shown_path = shortened(path)
@@ -95,6 +126,7 @@ def _apply_override(tree: dict[str, Any], override: str | tuple[str, Any], alias
             )
         tree = section
     tree[last] = value
+    return path
 
 
 def _parse_override(override: str) -> tuple[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from plait.core.codec import encode
@@ -17,13 +17,14 @@ _SHOWN = 10
 class RunResult:
     """The result of a training run.
 
-    `reason` is why it ended: `finished`, `stopped` or `early-stop`. `steps` is its planned number of steps,
-    None if the end of the data decides. A loss or metric is None if there is none, or if it is not a number.
-    `test` has the metrics of the last evaluation and `best` those of the best checkpoint, with its `step`.
-    `verified_s` is the time spent comparing stages with the plain model, None if that was not done.
-    `audited_steps` is the number of steps that were taken a second time as plain PyTorch takes them, and
-    `largest_difference` how far apart the two were at most, relative to the largest value. `run` is the run's
-    folder.
+    `reason` is why it ended: `finished`, `stopped` or `early-stop`; one that diverged raises an error.
+    `steps` is its planned number of steps, None if the end of the data decides. A loss or metric is None if
+    there is none, or if it is not a number. `test` has the metrics of the last evaluation and `best` those of
+    the best checkpoint, with its `step`; `mode` says by name whether less (`min`) or more (`max`) is better,
+    where that is known. `verified_s` is the time spent comparing stages with the plain model, None if that
+    was not done. `audited_steps` is the number of steps that were taken a second time as plain PyTorch takes
+    them, and `largest_difference` how far apart the two were at most, relative to the largest value. `run` is
+    the run's folder. `warnings` are those of all workers, each once.
     """
 
     reason: str
@@ -40,6 +41,8 @@ class RunResult:
     audited_steps: int | None = None
     largest_difference: float | None = None
     run: str = ""
+    mode: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `plait train --json` prints them."""
@@ -62,6 +65,7 @@ class RunResult:
         if self.audited_steps is not None:
             steps, largest = count_of(self.audited_steps, "step"), self.largest_difference
             yield f"audited {steps}, largest difference {largest:.1g}"
+        yield from (f"warning: {text}" for text in self.warnings)
         if self.run:
             yield self.run
 
@@ -99,8 +103,9 @@ class ArrayResult:
 class SweepResult:
     """The result of a sweep; `trials` are sorted, best first, and `run` is the folder with the best one.
 
-    `step` counts the trials that have ended, of `steps`. `best` is None if no trial finished. Each array was
-    trained by `replicas` workers.
+    `step` counts the trials that have ended, of `steps`. Trials are compared by `metric`, of which less
+    (`mode` is `min`) or more (`max`) is better. `best` is None if no trial finished. Each array was
+    trained by `replicas` workers. `warnings` are those of all workers, each once.
     """
 
     reason: str
@@ -116,6 +121,8 @@ class SweepResult:
     workers: int
     replicas: int
     run: str = ""
+    mode: str = ""
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `plait sweep --json` prints them."""
@@ -131,6 +138,7 @@ class SweepResult:
         yield from (f"  {trial}" for trial in self.trials[:_SHOWN])
         if len(self.trials) > _SHOWN:
             yield f"  and {len(self.trials) - _SHOWN} more"
+        yield from (f"warning: {text}" for text in self.warnings)
         if self.run:
             yield self.run
 

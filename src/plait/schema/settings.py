@@ -7,7 +7,7 @@ their types and limits). Settings that workers receive in another form than the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 from plait.schema.limits import (
@@ -31,6 +31,8 @@ Precision = Literal["float32", "float64", "bf16", "fp16"]
 VerifyStart = Literal["off", "first", "every_run"]
 # A sync, or `auto`, which measures the first steps and chooses one.
 SyncName = Annotated[str, OneOf((*KINDS, "auto"))]
+# Whether less or more of a metric is better.
+Mode = Literal["min", "max"]
 Monitor = Literal["loss", "throughput", "step-time", "link-throughput", "noise-scale", "variance"]
 SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
 SEARCHES: tuple[SearchKind, ...] = get_args(SearchKind)
@@ -83,11 +85,17 @@ class LrScheduleSettings:
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """When to evaluate on the test split, and the metric to compute besides the loss."""
+    """When to evaluate on the test split, and the metric to compute besides the loss.
+
+    `mode` says whether less or more of the metric is better, of one that does not know it itself. So many
+    `sanity_batches` are evaluated before the first step: what is broken should show then.
+    """
 
     every_steps: Count | None = None
     metric: str = "auto"
+    mode: Mode | None = None
     batch_size: Count | None = None
+    sanity_batches: CountFromZero = 2
 
 
 @dataclass(frozen=True)
@@ -252,11 +260,14 @@ class ModelSettings:
 class PipelineSettings(PipelineOptions):
     """The plan to run, encoded as in its file, and the options of the run.
 
-    `graph` holds the measured costs of the job's layers, if the plan may be changed during the run.
+    `graph` holds the measured costs of the job's layers, if the plan may be changed during the run. With
+    `as_data_parallel` the plan is that every worker holds the whole model, and so the workers do without a
+    pipeline; it is kept for runs that go on.
     """
 
     plan: Mapping[str, Any]
     graph: Mapping[str, Any] | None = None
+    as_data_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,6 +281,11 @@ class TrainSettings(CommonSettings):
     sync: SyncSettings = field(default_factory=SyncSettings)
     slow: SlowSettings = field(default_factory=SlowSettings)
 
+    def as_run(self) -> TrainSettings:
+        """The settings that workers go by: without a pipeline where the plan is data parallelism."""
+        is_plain = self.pipeline is not None and self.pipeline.as_data_parallel
+        return replace(self, pipeline=None) if is_plain else self
+
 
 @dataclass(frozen=True)
 class SearchSettings:
@@ -278,7 +294,7 @@ class SearchSettings:
     `trials` is the number of trials to sample, unless the search is a grid. Halving and ASHA keep one trial
     in `eta` at each rung, the first of which is at `least_steps`; population-based training copies every
     `least_steps`. Trials are compared by `metric`: `auto` is the metric of the evaluation if it has one, else
-    the loss.
+    the loss; less or more is better as `EvaluateSettings.mode` says.
     """
 
     kind: SearchKind = "grid"

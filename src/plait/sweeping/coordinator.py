@@ -27,13 +27,13 @@ from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.assignments import Assignments
 from plait.sweeping.elastic.changes import members_of, workers_changed
-from plait.sweeping.progress import SweepProgress
+from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Trial, TrialScheduler
 from plait.sweeping.settings import SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.workloads.metrics import find_metric
+from plait.workloads.metrics import find_metric, find_modes, unknown_mode
 
 REPORT_S = 0.2
 
@@ -66,7 +66,7 @@ class Coordinator:
         self._log = EventLog(folder.events(), rank=worker.id)
         groups = max(1, worker.world_size // settings.workers_per_array)
         self.scheduler = TrialScheduler(
-            settings, groups, choose_metric(settings), self._steps_of, self._keep, self._copy
+            settings, groups, choose_metric(settings), self._steps_of, self._keep, self._copy, sets.seed_of
         )
         self.scheduler.open(events)
         self.arrays = Arrays(events, go_on=takes_over)
@@ -80,6 +80,7 @@ class Coordinator:
         # The members that are known, where workers come and go.
         self._membership = None if worker.memberships is None else worker.memberships.current
         self._progress = SweepProgress(self.scheduler, self.arrays)
+        self._boards = TrialBoards(folder.tensorboard if settings.train.tensorboard else None)
         self._reported = 0.0
         self.left = 0
         if takes_over:
@@ -239,8 +240,10 @@ class Coordinator:
             event = run_events.TrialStep(trial, step, loss)
             self._progress.count(event)
             self._log.record(event)
+            self._boards.add(trial, step, {"train/loss": loss})
         for trial, step, found in metrics:
             self._log.record(run_events.TrialEvaluated(trial, step, found))
+            self._boards.add(trial, step, {f"test/{name}": value for name, value in found.items()})
         for each in signals:
             self._log.record(run_events.TrialSignals(*each))
         self._flush_if_elastic()
@@ -306,9 +309,14 @@ class Coordinator:
             self._reported = now
             self._worker.report(self._progress.report())
 
+    def flush(self) -> None:
+        """Write down what was recorded so far."""
+        self._log.flush()
+
     def suspend(self) -> None:
         """Write the record to disk, for another coordinator to go on with."""
         self._log.close()
+        self._boards.close()
 
     def close(self) -> SweepResult:
         """End the record and publish the best trial's checkpoint; the result of the sweep.
@@ -323,6 +331,7 @@ class Coordinator:
         number = None if best is None else best.number
         self._keep(run_events.SweepEnded(reason, self.scheduler.ended, number, round(seconds, 3), rate))
         self._log.close()
+        self._boards.close()
         self._worker.report(self._progress.report())
         return SweepResult(
             reason=reason,
@@ -330,6 +339,7 @@ class Coordinator:
             steps=self.scheduler.search.total,
             search=self._settings.search.kind,
             metric=self.scheduler.metric,
+            mode=self.scheduler.mode,
             best=None if best is None else self.scheduler.table()[0],
             trials=self.scheduler.table(),
             arrays=self.arrays.table(),
@@ -360,9 +370,11 @@ def choose_metric(settings: SweepSettings) -> str:
     found = find_metric(train.evaluate.metric, train.loss)
     known = ["loss"] if found is None else ["loss", found[0]]
     if wanted == "auto":
-        return known[-1]
+        wanted = known[-1]
     if wanted not in known:
         raise InputError(f"--metric: found {wanted!r}, but evaluation gives {' and '.join(known)}")
+    if wanted not in find_modes(train.evaluate, train.loss):
+        raise InputError(f"--metric: {unknown_mode(wanted)}, or compare by the loss: --metric loss")
     return wanted
 
 

@@ -3,31 +3,71 @@
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Callable
 
 from plait.core.codec import encode
 from plait.core.errors import JobError
+from plait.data.batches import random_states, same_states
 from plait.schema.settings import DataSettings, TrainSettings
 from plait.training import components
 from plait.training.components import DataPair
 from plait.workloads.losses import MODEL_LOSS
 
+# An array has trials of one seed; another one may be about to begin.
+SEEDS_KEPT = 2
+
 
 class DataSets:
-    """Training and test split for settings; trials that differ in how they draw batches share them."""
+    """Training and test split for settings; trials that differ in how they draw batches share them.
 
-    def __init__(self) -> None:
+    So do trials of unlike seeds, unless what makes the data set draws at random: then there is one for each
+    seed, of which the latest few are kept.
+    """
+
+    def __init__(self, check: Callable[[DataPair, int, str], None] = lambda sets, seed, name: None) -> None:
+        """`check` is called with the splits, once they are read, the seed, and a name of their own."""
+        self._check = check
         self._read: dict[str, DataPair] = {}
+        self._drawn: dict[str, dict[int, DataPair]] = {}
 
     def of(self, settings: TrainSettings) -> DataPair:
-        data = settings.data
-        own_loss = settings.loss == MODEL_LOSS
-        key = json.dumps([data.kind, encode(data.options), data.collate_fn, own_loss], sort_keys=True)
-        if key not in self._read:
-            sets = components.build_train_data(settings), components.build_data(settings, "test")
-            if any(source is not None and source.is_stream for source in sets):
-                raise JobError(_refusal(data.kind))
-            self._read[key] = sets
-        return self._read[key]
+        key = _key(settings)
+        if key not in self._read and settings.seed not in self._drawn.get(key, {}):
+            sets, draws = _build(settings)
+            self._check(sets, settings.seed, f"{zlib.crc32(key.encode())}/{settings.seed if draws else None}")
+            if not draws:
+                self._read[key] = sets
+            else:
+                of_seeds = self._drawn.setdefault(key, {})
+                of_seeds[settings.seed] = sets
+                for seed in list(of_seeds)[:-SEEDS_KEPT]:
+                    del of_seeds[seed]
+        return self._read[key] if key in self._read else self._drawn[key][settings.seed]
+
+    def seed_of(self, settings: TrainSettings) -> int | None:
+        """The seed that the data of a trial depends on; None where it depends on none."""
+        if _key(settings) not in self._drawn:
+            self.of(settings)
+        return settings.seed if _key(settings) in self._drawn else None
+
+
+def _key(settings: TrainSettings) -> str:
+    data, own_loss = settings.data, settings.loss == MODEL_LOSS
+    return json.dumps([data.kind, encode(data.options), data.collate_fn, own_loss], sort_keys=True)
+
+
+def _build(settings: TrainSettings) -> tuple[DataPair, bool]:
+    """The two splits, and whether anything was drawn at random to make them."""
+    components.seed_factory(settings.seed)
+    before = random_states()
+    train_set = components.build_train_data(settings)
+    draws = not same_states(before, random_states())
+    test_set = components.build_data(settings, "test")
+    draws = draws or not same_states(before, random_states())
+    if any(source is not None and source.is_stream for source in (train_set, test_set)):
+        raise JobError(_refusal(settings.data.kind))
+    return (train_set, test_set), draws
 
 
 def check_data(settings: DataSettings) -> None:

@@ -24,9 +24,12 @@ from plait.sweeping.running_trial import RunningTrial, newest, save_trial
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import WorkerGroup, share_of
+from plait.training import components
 from plait.training.early_stopping import EarlyStopping
 from plait.training.loop import take_steps
 from plait.training.optimizers.lr_schedule import build_lr_factor
+from plait.training.sanity import try_evaluation
+from plait.workloads.metrics import find_modes
 
 # How long a worker that could take more trials waits before it asks again.
 POLL_S = 0.1
@@ -65,6 +68,8 @@ class SweepTraining:
         self._may_get_more = True
         self._asked = 0.0
         self._is_over = False
+        # Whether the first test batches were evaluated, so that what is broken there shows at once.
+        self._has_tried = False
         # Where workers come and go: the members, and when this worker last offered them trials of its array.
         self._members = members
         self._offered = 0.0
@@ -148,6 +153,10 @@ class SweepTraining:
         group = self._engine.group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
+        if not self._has_tried:
+            self._has_tried = True
+            share = share_of(self._workers)
+            try_evaluation(components.build(settings, self._device, sets), settings, *share)
         self._streams = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._workers))
         self._builder.choose_width(group, settings, sets, found["share"])
         if joining := self._take(self._builder.width(group), begin=True):
@@ -207,7 +216,7 @@ class SweepTraining:
             lr_factor=build_lr_factor(settings.lr_schedule, assignment["steps"]),
             stream=self._streams.find(settings, position, used),
             position=position,
-            early_stopping=EarlyStopping(settings.early_stop),
+            early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
             weights=entry.parts.weights,
         )
         if state is not None:

@@ -1,10 +1,12 @@
-"""The progress of a sweep: how many steps its trials have taken, how fast, and which trials to show."""
+"""The progress of a sweep: the steps of its trials, how fast they are, which to show, and their curves."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from plait.core import run_events
@@ -13,22 +15,33 @@ from plait.core.events import Recorded
 from plait.schema.results import TrialResult
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.scheduler import TrialScheduler
+from plait.training.metrics import open_board
 
 ROWS = 12
 # The most arrays in one progress report.
 LINES = 32
+# The time left is not told before steps were counted for so long.
+SETTLED_S = 2.0
+# The most boards for TensorBoard that are open at once: each has a file and a thread.
+MOST_OPEN = 32
 
 
 class SweepProgress:
     """Counts the steps of a sweep's trials from the points of their learning curves."""
 
-    def __init__(self, scheduler: TrialScheduler, arrays: Arrays) -> None:
+    def __init__(
+        self, scheduler: TrialScheduler, arrays: Arrays, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
         self._scheduler = scheduler
         self._arrays = arrays
         # The last point of each trial's curve: its step and its loss.
         self._latest: dict[int, tuple[int, float | None]] = {}
-        self._started = time.time()
+        self._started = clock()
         self._trial_steps = 0
+        # When the first points of this process were counted, and the steps up to them: what came before was
+        # getting ready, and says nothing of the time that is left.
+        self._first: tuple[float, int] | None = None
 
     def load(self, past: Sequence[Recorded]) -> None:
         """Go on from the record of a sweep that another coordinator began."""
@@ -38,16 +51,26 @@ class SweepProgress:
                 self._latest.clear()
             elif isinstance(recorded.event, run_events.TrialStep):
                 self.count(recorded.event)
+        self._first = None
 
     def count(self, event: run_events.TrialStep) -> None:
         before = self._latest.get(event.trial, (self._scheduler.trials[event.trial].step, None))[0]
         self._trial_steps += max(0, event.step - before)
         self._latest[event.trial] = (event.step, event.loss)
+        self._first = self._first or (self._clock(), self._trial_steps)
+
+    @property
+    def _left_per_step_s(self) -> float | None:
+        """The seconds of a trial's step since the first points, once they were counted for a while."""
+        if self._first is None:
+            return None
+        seconds, steps = self._clock() - self._first[0], self._trial_steps - self._first[1]
+        return seconds / steps if steps > 0 and seconds >= SETTLED_S else None
 
     @property
     def seconds(self) -> float:
         """Since the sweep, or its resumed part, began."""
-        return max(time.time() - self._started, 1e-9)
+        return max(self._clock() - self._started, 1e-9)
 
     @property
     def trial_steps_per_s(self) -> float:
@@ -61,7 +84,7 @@ class SweepProgress:
 
     def report(self) -> dict[str, Any]:
         """The steps of all trials, and the best and running trials."""
-        scheduler, steps, rate = self._scheduler, self.steps, self.trial_steps_per_s
+        scheduler, steps = self._scheduler, self.steps
         total = sum(t.step if t.has_ended else t.steps for t in scheduler.trials)
         done = sum(steps.values())
         found: dict[str, Any] = {
@@ -69,11 +92,12 @@ class SweepProgress:
             "steps": total,
             "trials": scheduler.search.total,
             "ended": scheduler.ended,
-            "trial_steps_per_s": round(rate, 3),
+            "trial_steps_per_s": round(self.trial_steps_per_s, 3),
             "rows": encode([self._row(row, steps) for row in self._shown()]),
             "arrays": encode(self._arrays.table(LINES)),
         }
-        return {**found, "left_s": round((total - done) / rate, 1)} if rate > 0 else found
+        each_s = self._left_per_step_s
+        return found if each_s is None else {**found, "left_s": round((total - done) * each_s, 1)}
 
     def _shown(self) -> list[TrialResult]:
         running = {trial.number for trial in self._scheduler.trials if trial.state == "running"}
@@ -88,3 +112,29 @@ class SweepProgress:
 
     def _step_of(self, trial: int) -> int:
         return self._latest.get(trial, (0, None))[0]
+
+
+class TrialBoards:
+    """Writes scalars below `folder`, those of trial 3 in `trial-0003`; without a folder, none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._open: dict[int, Any] = {}
+
+    def add(self, trial: int, step: int, scalars: Mapping[str, float | None]) -> None:
+        """Write the scalars of a trial at a step by name; those that are not numbers are left out."""
+        if self._folder is None:
+            return
+        board = self._open.pop(trial, None) or open_board(self._folder / f"trial-{trial:04d}")
+        self._open[trial] = board
+        for name, value in scalars.items():
+            if value is not None and math.isfinite(value):
+                board.add_scalar(name, value, step)
+        for oldest in list(self._open)[:-MOST_OPEN]:
+            # Should it go on, it does so in a further file of its folder.
+            self._open.pop(oldest).close()
+
+    def close(self) -> None:
+        for board in self._open.values():
+            board.close()
+        self._open.clear()

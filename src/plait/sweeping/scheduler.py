@@ -21,7 +21,7 @@ from plait.sweeping.search.halving import exploit, goes_on, survivors
 from plait.sweeping.search.values import Past, Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, is_fusable, with_values
-from plait.workloads.metrics import LOWER_IS_BETTER
+from plait.workloads.metrics import find_modes
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10
@@ -61,7 +61,10 @@ class Trial:
 
 
 class TrialScheduler:
-    """All trials of a sweep. `record` keeps an event for good; `copy` gives a trial another's weights."""
+    """All trials of a sweep. `record` keeps an event for good; `copy` gives a trial another's weights.
+
+    `data_of` says what trials must have in common to be trained on the same data.
+    """
 
     def __init__(
         self,
@@ -71,16 +74,19 @@ class TrialScheduler:
         steps_of: Callable[[TrainSettings], int],
         record: Callable[[Event], None],
         copy: Callable[[int, int], None],
+        data_of: Callable[[TrainSettings], object] = lambda settings: None,
     ) -> None:
         self.settings = settings
         self.search = Search(settings)
         self.metric = metric
+        self.mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
         self.trials: list[Trial] = []
         # Those that share out the trials; they may come and go.
         self.workers = workers
         self._steps_of = steps_of
         self._record = record
         self._copy = copy
+        self._data_of = data_of
         # Who came to each goal, in order: ASHA lets a trial go on by those before it.
         self._arrivals: dict[int, list[int]] = {}
         self._copied: set[tuple[int, int]] = set()
@@ -263,6 +269,8 @@ class TrialScheduler:
         settings = with_values(self.settings.train, values)
         steps = self._steps_of(settings)
         group = array_key(settings) if is_fusable(settings) else f"alone-{len(self.trials)}"
+        if (data := self._data_of(settings)) is not None:
+            group += f"-{data}"
         trial = Trial(len(self.trials), values, settings, steps, group, self.search.goals(steps))
         self.trials.append(trial)
         return trial
@@ -294,7 +302,7 @@ class TrialScheduler:
         value = metrics.get(self.metric) if metrics else train_loss
         if value is None:
             return math.nan
-        return float(value) if self.metric in LOWER_IS_BETTER or not metrics else -float(value)
+        return float(value) if self.mode == "min" or not metrics else -float(value)
 
     def _end(self, trial: Trial, state: str) -> int:
         trial.state = state

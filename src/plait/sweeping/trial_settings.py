@@ -68,6 +68,9 @@ def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSett
             if not isinstance(below, dict):
                 raise JobError(f"--over {key}: the job has no section {parent!r} to set it in")
         below[last] = encode(value)
+    for key, other in (("epochs", "steps"), ("steps", "epochs")):
+        if values.get(key) is not None and other not in values:
+            tree[other] = None
     return decode_over(settings, tree, "trial")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.sweeping.worker_group import WorkerGroup, check_worker_groups, make_worker_group
 from plait.training import components
+from plait.training.data_checks import look_at_data
 from plait.training.optimizers.eager import use_eager_optimizers
 
 WAIT_S = 0.05
@@ -91,7 +93,7 @@ def _take_part(
     resume: bool,
 ) -> dict[str, Any]:
     """Lead a worker group, or train alone, or follow; rank 0 returns the result."""
-    sets = DataSets()
+    sets = DataSets(partial(look_at_data, worker))
     if group is not None and not group.leads:
         ArrayFollower(group, sets, device).run()
         return {}
@@ -101,7 +103,12 @@ def _take_part(
     answers = None
     if isinstance(client, LocalClient) and groups > 1:
         answers = AnswerThread(worker.store, QUESTIONS, client)
-    SweepTraining(worker, settings, folder, client, sets, device, group).run()
+    try:
+        SweepTraining(worker, settings, folder, client, sets, device, group).run()
+    except BaseException:
+        if coordinator is not None:
+            coordinator.flush()
+        raise
     if group is not None:
         group.send_command(EndCommand(), 0)
     if coordinator is None:
@@ -121,7 +128,7 @@ def _take_part_while_needed(
 
     All members at the end return the result: whoever coordinates may be lost after it has closed the sweep.
     """
-    sets = DataSets()
+    sets = DataSets(partial(look_at_data, worker))
 
     def make_coordinator(
         holders: Sequence[int] | None, on_holders: Callable[[Sequence[int]], None]

@@ -19,7 +19,7 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,18 +193,21 @@ def _write(aside: Path, checkpoint: Checkpoint) -> None:
     if checkpoint.sync:
         # Copied: they may be views of one memory, which such a file does not take.
         _save_tensors({k: v.clone() for k, v in checkpoint.sync.items()}, aside / SYNC)
-    state = {
-        "plait": "checkpoint",
-        "version": VERSION,
-        "step": checkpoint.step,
-        "progress": dict(checkpoint.progress),
-        "tied": tied,
-        "files": {path.name: _seal(path) for path in sorted(aside.glob("*.safetensors"))},
-    }
-    # As it will be read again.
-    plain = json.loads(json.dumps(state))
-    write_atomic(aside / STATE, json.dumps({**plain, "crc32": _checksum_of(plain)}, indent=1))
+    files = {path.name: _seal(path) for path in sorted(aside.glob("*.safetensors"))}
+    _write_state(aside, _State(checkpoint.step, dict(checkpoint.progress), tied, files))
     sync_folder(aside)
+
+
+def _write_state(path: Path, found: _State) -> None:
+    # As it will be read again.
+    plain = json.loads(json.dumps({"plait": "checkpoint", "version": VERSION, **asdict(found)}))
+    write_atomic(path / STATE, json.dumps({**plain, "crc32": _checksum_of(plain)}, indent=1))
+
+
+def update_progress(folder: Path, step: int, progress: Mapping[str, Any]) -> None:
+    """Let the checkpoint of `step` below `folder` say what is known since it was written."""
+    path = folder / _name(step)
+    _write_state(path, replace(_read_state(path), progress=dict(progress)))
 
 
 def _save_tensors(tensors: Tensors, path: Path) -> None:
@@ -392,11 +395,11 @@ def _without_repeats(state: Tensors) -> tuple[Tensors, dict[str, str]]:
     return tensors, tied
 
 
-def _seal(path: Path) -> dict[str, int]:
+def _seal(path: Path) -> _FileSeal:
     """Flush `path` to disk; its size and checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "crc32": _checksum(path)}
+    return _FileSeal(path.stat().st_size, _checksum(path))
 
 
 def _checksum(path: Path) -> int:

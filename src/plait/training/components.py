@@ -21,17 +21,17 @@ from torch.utils.data import IterableDataset
 from plait.adapt.policies.registry import make_policy
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
-from plait.data.batches import Collate, DataSource
+from plait.data.batches import Collate, DataSource, seed_all
 from plait.data.requirements import check_continued, check_length, check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
-from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
+from plait.schema.settings import DataSettings, Mode, ModelSettings, TrainSettings
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
-from plait.workloads.metrics import Metric, find_metric
+from plait.workloads.metrics import Metric, find_metric, find_modes, unknown_mode
 
 # More than any run takes.
 UNKNOWN_STEPS = 1 << 62
@@ -54,6 +54,7 @@ class Components:
     names: Mapping[Tensor, str]
     loss: Loss
     metric: tuple[str, Metric] | None
+    modes: Mapping[str, Mode]
     optimizer: torch.optim.Optimizer
     base_lrs: tuple[float, ...]
     scaler: torch.amp.GradScaler
@@ -79,6 +80,7 @@ def check(settings: TrainSettings) -> None:
     find_collate_fn(settings.data)
     build_loss(settings.loss, settings.loss_args)
     metric = find_metric(settings.evaluate.metric, settings.loss)
+    modes = find_modes(settings.evaluate, settings.loss)
     known = ["loss", metric[0]] if metric is not None else ["loss"]
     for key, name in (
         ("checkpoint.keep_best", settings.checkpoint.keep_best),
@@ -86,6 +88,8 @@ def check(settings: TrainSettings) -> None:
     ):
         if name is not None and name not in known:
             raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
+        if name is not None and name not in modes:
+            raise JobError(f"{key}: {unknown_mode(name)}")
     # On a parameter that is not used, so that the optimizer checks its options.
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     choose_device(settings.device, 0)
@@ -96,6 +100,13 @@ def check(settings: TrainSettings) -> None:
 
 def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
     factory: Callable[..., torch.nn.Module] = resolve(settings.factory, "model", JobError)
+    if isinstance(factory, torch.nn.Module):
+        name = settings.factory.rpartition(":")[2]
+        raise JobError(
+            f"model: {settings.factory} is a {type(factory).__name__} that is made already, expected a "
+            f"function or class that makes it: each worker, and each trial, has its own; write def make(): "
+            f"return ... and name that instead of {name}"
+        )
     if not callable(factory):
         raise JobError(
             f"model: {settings.factory} is {factory!r}, expected a function or class that makes a model"
@@ -104,10 +115,22 @@ def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
     return factory
 
 
+def seed_factory(seed: int) -> None:
+    """Let what a factory draws at random depend on `seed` alone.
+
+    So it draws the same on every worker, and for both splits: parts of `random_split` have nothing in common.
+    """
+    # Unlike `seed_all`, also for GPUs that are not in use yet.
+    torch.manual_seed(mix(seed))
+    seed_all(mix(seed))
+
+
 def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
     """The model with its initial weights, which depend on `seed` alone."""
+    # Modules may draw while they are imported, too.
+    seed_factory(seed)
     factory = find_model(settings)
-    torch.manual_seed(mix(seed))
+    seed_factory(seed)
     model = factory(**settings.args)
     if not isinstance(model, torch.nn.Module):
         raise JobError(
@@ -118,6 +141,9 @@ def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
 
 def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:
     """The data set's `train` or `test` split; None where there is no test split."""
+    seed_factory(settings.seed)
+    data.check(settings.data.kind, settings.data.options)
+    seed_factory(settings.seed)
     dataset = data.build(settings.data.kind, split, **settings.data.options)
     if dataset is None:
         return None
@@ -295,6 +321,7 @@ def build(
         names=names,
         loss=build_loss(settings.loss, settings.loss_args),
         metric=find_metric(settings.evaluate.metric, settings.loss),
+        modes=find_modes(settings.evaluate, settings.loss),
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
         # A loss scale keeps small gradients alive in fp16; the other types need none.

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from plait.schema.settings import EarlyStopSettings
-from plait.workloads.metrics import LOWER_IS_BETTER
+from plait.schema.settings import EarlyStopSettings, Mode
 
 
 @dataclass
 class EarlyStopping:
-    """The best value so far of what `rule` watches, and how many evaluations brought nothing better."""
+    """The best value so far of what `rule` watches, and how many evaluations brought nothing better.
+
+    `modes` says of each metric whether less or more is better.
+    """
 
     rule: EarlyStopSettings | None = None
+    modes: Mapping[str, Mode] = field(default_factory=dict)
     best: float | None = None
     without_gain: int = 0
 
@@ -22,8 +25,8 @@ class EarlyStopping:
         """Count an evaluation that brought no gain."""
         if self.rule is None or not metrics:
             return
-        value = metrics[self.rule.metric]
-        if self.best is None or gain(self.rule.metric, value, self.best) > self.rule.min_change:
+        value, mode = metrics[self.rule.metric], self.modes[self.rule.metric]
+        if self.best is None or gain(mode, value, self.best) > self.rule.min_change:
             self.best, self.without_gain = value, 0
         else:
             self.without_gain += 1
@@ -32,10 +35,10 @@ class EarlyStopping:
         return self.rule is not None and self.without_gain >= self.rule.patience
 
 
-def gain(name: str, value: float, before: float) -> float:
-    """How much better `value` is: smaller for a loss or perplexity, larger for others; no number is worst."""
+def gain(mode: Mode, value: float, before: float) -> float:
+    """How much better `value` is; no number is worst."""
     if not math.isfinite(value):
         return -math.inf
     if not math.isfinite(before):
         return math.inf
-    return before - value if name in LOWER_IS_BETTER else value - before
+    return before - value if mode == "min" else value - before

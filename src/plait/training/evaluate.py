@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.core.errors import JobError
+from plait.core.shown import shown
 from plait.data.calling import evaluation_mode, forward
 from plait.data.loader import Batch, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
+from plait.workloads.metrics import Metric
 
 
 def evaluate_parts(
@@ -51,7 +54,7 @@ def sums_over_share(parts: Components, settings: TrainSettings, rank: int, world
     with torch.no_grad(), evaluation_mode(parts.model):
         for batch in evaluation_batches(parts, settings, size, rank, world_size):
             if batch.count:
-                sums += _measure(parts, batch)
+                sums += measure(parts, batch.content, batch.count)
     return sums
 
 
@@ -74,20 +77,33 @@ def means(parts: Components, sums: Tensor) -> dict[str, float]:
     return results
 
 
-def _measure(parts: Components, batch: Batch) -> Tensor:
-    inputs, target = to_device(batch.content, parts.device, parts.dtype)
+def measure(parts: Components, content: Any, count: int) -> Tensor:
+    """The sums (see `sums_of`) over a batch of `count` samples."""
+    inputs, target = to_device(content, parts.device, parts.dtype)
     with parts.autocast():
         output = forward(parts.model, inputs)
-    return sums_of(parts, output, target, batch.count)
+    return sums_of(parts, output, target, count)
 
 
 def sums_of(parts: Components, output: Any, target: Any, count: int) -> Tensor:
     """Loss times samples, samples, what the metric found good, and out of how many."""
     with parts.autocast():
         mean = parts.loss(output, target)
-    good, total = parts.metric[1](output, target) if parts.metric is not None else (0.0, 1)
-    numbers = [float(mean) * count, float(count), float(good), float(total)]
-    return torch.tensor(numbers, dtype=torch.float64)
+    good, total = (0.0, 1.0) if parts.metric is None else _sum_and_count(*parts.metric, output, target)
+    return torch.tensor([float(mean) * count, float(count), good, total], dtype=torch.float64)
+
+
+def _sum_and_count(name: str, metric: Metric, output: Any, target: Any) -> tuple[float, float]:
+    found: Any = metric(output, target)
+    try:
+        good, total = found
+        return float(good), float(total)
+    except (TypeError, ValueError, RuntimeError):
+        raise JobError(
+            f"evaluate.metric: {name} returned {shown(found)} for a batch, expected (sum, count), two "
+            f"numbers: batches may differ in size, and the sums of all are divided by their counts; of a "
+            f"mean over samples return (mean * len(target), len(target))"
+        ) from None
 
 
 def in_order(samples: int, batch_size: int) -> Iterator[GlobalBatch]:

@@ -71,7 +71,7 @@ def measure_bleu(folder: RunDir, options: BeamOptions, best: bool = False) -> di
 def _read_settings(folder: RunDir) -> TrainSettings:
     if not folder.settings.exists():
         raise InputError(f"{folder.path}: no settings.json in it: the run never started, nothing to measure")
-    settings = decode(TrainSettings, read_json(folder.settings, "settings"), str(folder.settings))
+    settings = decode(TrainSettings, read_json(folder.settings, "settings"), str(folder.settings)).as_run()
     if settings.data.batch_size < 1 or (settings.evaluate.batch_size or 1) < 1:
         raise InputError(f"{folder.settings}: found a batch of no samples; the file is damaged")
     return settings

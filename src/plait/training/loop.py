@@ -41,6 +41,9 @@ from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
 from plait.training.start import RunStart
 
+# A step after which nothing was done yet that is due there.
+NOT_THIS_STEP = -1
+
 
 def keep_what_was_built() -> None:
     """Let garbage collections pass over what is there now: while it trains, each would stop a step."""
@@ -105,6 +108,9 @@ class Loop(RunStart):
         self._until_data_ends = over_stream and engine.sees_end_of_data
         # The step after which what was due is done, and what workers asked for in the steps up to it.
         self._checked_step: int | None = None
+        # The step of the last checkpoint that this worker wrote, and of the last that it did not write.
+        self._saved_step: int | None = None
+        self._broken_step: int | None = None
         self._stopped = self._change_asked = self._has_begun = False
         # The step after which changes were made last, and how many.
         self._changes = (0, 0)
@@ -143,7 +149,7 @@ class Loop(RunStart):
 
     def start(self, resume: bool) -> None:
         super().start(resume)
-        self._checked_step = self.run.step
+        self._checked_step = NOT_THIS_STEP if self._is_evaluation_due else self.run.step
 
     def _enter(self, resume: bool) -> None:
         """Get ready to take steps, with the workers that start together or with those that train already."""
@@ -163,9 +169,10 @@ class Loop(RunStart):
 
     def _finish(self, reason: str) -> dict[str, float]:
         # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
+        evaluates = reason not in ("stopped", "difference") and self.run.parts.test_set is not None
         with self._undone_by_losses():
-            metrics = self._evaluate() if reason not in ("stopped", "difference") else {}
-            self.engine.finish(lambda: self._save(metrics))
+            self.engine.finish(lambda: self._save(evaluates))
+            metrics = self._evaluate() if evaluates else {}
         if self._switch is not None and self.run.worker.world_size > 1:
             # Were the one that writes lost, another would have to be there to do it.
             all_gather_values(None)
@@ -277,7 +284,8 @@ class Loop(RunStart):
     def back_to_checkpoint(self) -> None:
         self.run.metrics.log_rest()
         self.run.begin_anew()
-        self._best, self._early_stopping = None, EarlyStopping(self.run.settings.early_stop)
+        self._best = None
+        self._early_stopping = EarlyStopping(self.run.settings.early_stop, self.run.parts.modes)
         for source in self._sources:
             if isinstance(source, SavedSource):
                 source.load({})
@@ -436,36 +444,63 @@ class Loop(RunStart):
             return
         settings, step = self.run.settings, self.run.step
         every = settings.evaluate.every_steps
+        evaluates = bool(every) and step % (every or 1) == 0 and self.run.parts.test_set is not None
         with self._undone_by_losses():
-            metrics = self._evaluate() if every and step % every == 0 else {}
-            self._early_stopping.update(metrics)
-            if step % settings.checkpoint.every_steps == 0 or self._is_best(metrics):
-                self._save(metrics)
+            # Saved first: what goes wrong in an evaluation must not cost the training.
+            if evaluates or step % settings.checkpoint.every_steps == 0:
+                self._save(evaluates)
+            if evaluates:
+                self._evaluate(stopping=self._early_stopping)
         self._checked_step = step
 
-    def _evaluate(self) -> dict[str, float]:
-        run = self.run
-        if run.parts.test_set is None:
-            return {}
-        started = time.perf_counter()
-        metrics = self.engine.evaluate()
+    def _evaluate(self, stopping: EarlyStopping | None = None) -> dict[str, float]:
+        """Evaluate, once there is a checkpoint of this step, and let that say what came of it."""
+        run, started = self.run, time.perf_counter()
+        assert run.parts.test_set is not None
+        try:
+            metrics = self.engine.evaluate()
+        except Exception as failure:
+            failure.add_note(
+                f"This was the evaluation after step {run.step}, of which there is a checkpoint below "
+                f"{run.folder.checkpoints}: mend the cause, and go on with --resume."
+            )
+            raise
         seconds = time.perf_counter() - started
         run.metrics.evaluated(run.step, metrics, run.parts.test_set.length or 0, seconds)
+        if stopping is not None:
+            stopping.update(metrics)
+        self._keep_evaluation(metrics)
         return metrics
+
+    def _keep_evaluation(self, metrics: dict[str, float]) -> None:
+        """Have the checkpoint of this step, on the worker that wrote it, say what the evaluation said."""
+        run, folder, started = self.run, self.run.folder.checkpoints, time.perf_counter()
+        self._is_evaluation_due, is_best = False, self._is_best(metrics)
+        if is_best:
+            self._best = {"step": run.step, **metrics}
+        if self._saved_step != run.step:
+            return
+        checkpoints.update_progress(folder, run.step, self._progress())
+        if is_best:
+            checkpoints.point_to_best(folder, run.step)
+            self._prune()
+            run.metrics.saved(run.step, time.perf_counter() - started, is_best)
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         name = self.run.settings.checkpoint.keep_best
-        if name is None or not metrics or not math.isfinite(metrics[name]):
+        if (
+            name is None
+            or not metrics
+            or not math.isfinite(metrics[name])
+            or self._broken_step == self.run.step
+        ):
             return False
-        return self._best is None or gain(name, metrics[name], self._best[name]) > 0
+        return self._best is None or gain(self.run.parts.modes[name], metrics[name], self._best[name]) > 0
 
-    def _save(self, metrics: dict[str, float]) -> None:
+    def _save(self, is_evaluation_due: bool) -> None:
         """One worker writes a checkpoint of the state after this step; the others go on."""
-        run = self.run
-        before, is_best = self._best, self._is_best(metrics)
-        if is_best:
-            self._best = {"step": run.step, **metrics}
-        started = time.perf_counter()
+        run, started = self.run, time.perf_counter()
+        self._is_evaluation_due = is_evaluation_due
         state = self.engine.state()
         if state is None:
             return
@@ -474,15 +509,17 @@ class Loop(RunStart):
             if run.settings.stop_on_nan:
                 run.metrics.note_divergence(run.step, broken)
             state.discard()
-            self._best = before
+            self._broken_step = run.step
             return
-        rule, folder = run.settings.checkpoint, run.folder.checkpoints
-        checkpoints.save(folder, self._checkpoint(state))
+        checkpoints.save(run.folder.checkpoints, self._checkpoint(state))
         state.discard()
-        if is_best:
-            checkpoints.point_to_best(folder, run.step)
-        checkpoints.prune(folder, run.step, rule.keep_last, self._best["step"] if self._best else None)
-        run.metrics.saved(run.step, time.perf_counter() - started, is_best)
+        self._saved_step = run.step
+        self._prune()
+        run.metrics.saved(run.step, time.perf_counter() - started, best=False)
+
+    def _prune(self) -> None:
+        best, folder = self._best["step"] if self._best else None, self.run.folder.checkpoints
+        checkpoints.prune(folder, self.run.step, self.run.settings.checkpoint.keep_last, best)
 
     def _find_broken(self, state: EngineState) -> str | None:
         """Why a state should not take the place of earlier checkpoints, in words."""

@@ -45,11 +45,12 @@ class MetricsLogger:
         self._worker = worker
         self._settings = settings
         self._device = str(parts.device)
+        self._modes = parts.modes
         self._parameters = sum(p.numel() for p in parts.model.parameters())
         self._samples_of_epoch = parts.train_set.length
         self._folder = folder
         self._log = EventLog(folder.events(), worker.rank) if self._active else None
-        self._board = _open_board(folder.tensorboard) if self._active and settings.tensorboard else None
+        self._board = open_board(folder.tensorboard) if self._active and settings.tensorboard else None
         self._started = self._mark = self._reported = self._clock()
         self._loss: torch.Tensor | float = 0.0
         self._steps = self._samples = self._all_samples = 0
@@ -238,6 +239,7 @@ class MetricsLogger:
             seconds=round(seconds, 3),
             workers=self._worker.world_size,
             device=self._device,
+            mode=dict(self._modes),
             verified_s=self._verified_s,
             audited_steps=audited and audited[0],
             largest_difference=audited and audited[1],
@@ -247,7 +249,7 @@ class MetricsLogger:
         """Keep the record from now on, in this worker's own file: the one that kept it is gone."""
         self._active, self._log = True, log_
         if self._settings.tensorboard:
-            self._board = _open_board(self._folder.tensorboard)
+            self._board = open_board(self._folder.tensorboard)
         self._mark = self._clock()
 
     def leave(self) -> None:
@@ -257,6 +259,13 @@ class MetricsLogger:
             self._log.close()
         if self._board is not None:
             self._board.close()
+
+    def flush(self) -> None:
+        """Write down what was recorded so far."""
+        if self._log is not None:
+            self._log.flush()
+        if self._board is not None:
+            self._board.flush()
 
     def verified(self, event: run_events.Verified) -> None:
         """Record that what was built computes what the plain model computes; the run's result says so."""
@@ -285,7 +294,8 @@ class MetricsLogger:
             self._worker.report(self._progress)
 
 
-def _open_board(folder: Path) -> Any:
+def open_board(folder: Path) -> Any:
+    """What writes TensorBoard's scalars into `folder`."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -82,6 +83,13 @@ class Run:
     def flush_events(self) -> None:
         if self._own_events is not None:
             self._own_events.flush()
+
+    def flush_record(self) -> None:
+        """Write down what there is to record so far, steps that are in no event yet included."""
+        with contextlib.suppress(Exception):  # a loss may be on a device that has failed
+            self.metrics.log_rest()
+        self.metrics.flush()
+        self.flush_events()
 
     def take_over_record(self) -> None:
         """Keep the run's record from now on: the worker that kept it is gone."""

@@ -38,6 +38,22 @@ def check_order(
             )
 
 
+def check_end(step: int, position: Position, settings: TrainSettings) -> None:
+    """Refuse to go on to an end that the run is beyond."""
+    if settings.steps is not None and step > settings.steps:
+        raise JobError(
+            f"steps: found {settings.steps}, but the run has made {step} steps; give {step} or more, or "
+            f"start a new run"
+        )
+    epochs = settings.epochs
+    if epochs is not None and (position.epoch, position.sample) > (epochs, 0):
+        part = " and a part of the next" if position.sample else ""
+        raise JobError(
+            f"epochs: found {epochs}, but the run has come through {position.epoch}{part}; give as many or "
+            f"more, or start a new run"
+        )
+
+
 class RunStart:
     """A run's beginning: from its newest good checkpoint, the same on all workers."""
 
@@ -46,7 +62,9 @@ class RunStart:
         self._sources = tuple(sources)
         self.engine = engine
         self._best: dict[str, Any] | None = None
-        self._early_stopping = EarlyStopping(run.settings.early_stop)
+        # Whether the newest checkpoint was written before an evaluation that has not ended yet.
+        self._is_evaluation_due = False
+        self._early_stopping = EarlyStopping(run.settings.early_stop, run.parts.modes)
 
     def start(self, resume: bool) -> None:
         """Load the state from which all workers continue."""
@@ -56,7 +74,12 @@ class RunStart:
 
     def _checkpoint(self, state: EngineState) -> Checkpoint:
         run = self.run
-        progress = {
+        return Checkpoint(run.step, state.model, state.optimizer, self._progress(), state.sync, state.written)
+
+    def _progress(self) -> dict[str, Any]:
+        """What a checkpoint says besides its tensors."""
+        run = self.run
+        return {
             **checkpoints.common_progress(
                 run.settings,
                 run.position,
@@ -72,8 +95,8 @@ class RunStart:
             "batch": asdict(run.batch),
             "gradient_noise": run.noise.state(),
             "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
+            "is_evaluation_due": self._is_evaluation_due,
         }
-        return Checkpoint(run.step, state.model, state.optimizer, progress, state.sync, state.written)
 
     def _restore(self) -> None:
         """Load the newest checkpoint that is complete and of this model; record those that are not."""
@@ -108,6 +131,7 @@ class RunStart:
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         check_order(progress, position, run.settings, run.parts.train_set.length)
+        check_end(state.step, position, run.settings)
         if position.sample:
             check_same_order(progress, run.parts.train_set.dataset, run.settings)
         self.engine.load(state)
@@ -119,6 +143,7 @@ class RunStart:
             source.load(own)
         self._best = best if best and checkpoints.has(run.folder.checkpoints, best.get("step")) else None
         self._early_stopping.best, self._early_stopping.without_gain = early_best, without_gain
+        self._is_evaluation_due = bool(progress.get("is_evaluation_due"))
         # A run that had no loss scale begins with a fresh one.
         if loss_scale and run.parts.scaler.is_enabled():
             run.parts.scaler.load_state_dict(loss_scale)
@@ -128,7 +153,8 @@ class RunStart:
         worker = self.run.worker
         if worker.world_size == 1:
             return
-        if len(set(all_gather_values(self.run.step))) > 1:
+        found = all_gather_values([self.run.step, self._is_evaluation_due])
+        if any(each != found[0] for each in found):
             own = self._checkpoint(self.engine.start_state()) if worker.rank == 0 else None
             state = checkpoints.broadcast(own)
             if worker.rank != 0:

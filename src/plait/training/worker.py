@@ -25,12 +25,14 @@ from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.change.members import join_members
 from plait.training.components import Components
+from plait.training.data_checks import look_at_data
 from plait.training.engine import Engine
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.loop import Follower, Loop
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
+from plait.training.sanity import try_evaluation
 
 # How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
 APART_STEPS = 25
@@ -46,7 +48,7 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     """Be one worker of a training run; rank 0's answer is the run's result."""
     show_logs()
     use_eager_optimizers()
-    settings = decode(TrainSettings, order["settings"], "settings")
+    settings = decode(TrainSettings, order["settings"], "settings").as_run()
     device = components.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -58,8 +60,15 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     # Where layers may move, each worker makes the model whole, and keeps its own.
     pieces = components.find_pieces(settings, device) if worker.memberships is None else None
     parts = components.build(settings, device, pieces=pieces)
+    look_at_data(worker, (parts.train_set, parts.test_set), settings.seed)
+    if worker.rank >= 0:  # those that join later go on with what works already
+        try_evaluation(parts, settings, worker.rank, worker.world_size)
     loop = make_loop(worker, settings, parts, folder)
-    result = loop.train(resume=order["resume"])
+    try:
+        result = loop.train(resume=order["resume"])
+    except BaseException:
+        loop.run.flush_record()
+        raise
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and settings.sync.kind not in FAULT_TOLERANT and worker.memberships is None:
         dist.destroy_process_group()

@@ -37,7 +37,7 @@ def load_transformers(what: str) -> Any:
         import transformers
     except ImportError:
         raise JobError(
-            f"{what} needs the transformers library, which is missing; pip install 'plait[transformers]'"
+            f"{what} needs the transformers library, which is missing; pip install transformers"
         ) from None
     return transformers
 

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from plait.core.errors import JobError
 from plait.core.names import did_you_mean, resolve
+from plait.schema.settings import EvaluateSettings, Mode
 
-# What `means` divides; a metric that has `finish` turns the quotient into what is reported.
+# What `means` divides; a metric that has `finish` turns the quotient into what is reported. One that has
+# `mode` knows whether less or more of it is better.
 Metric = Callable[[Any, Any], tuple[Any, int]]
-# Of every other metric the larger value is the better one.
-LOWER_IS_BETTER = frozenset({"loss", "perplexity"})
+M = TypeVar("M", bound=Callable[..., Any])
 # The target that losses of torch leave out: padding.
 IGNORED = -100
 
 
+def more_is_better(metric: M) -> M:
+    """`metric`, marked as one of which more is better."""
+    metric.mode = "max"  # type: ignore[attr-defined]
+    return metric
+
+
+@more_is_better
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """How many targets the largest logit names, and how many targets there are.
 
@@ -28,6 +36,7 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return (output.argmax(-1) == target).sum(), target.numel()
 
 
+@more_is_better
 def token_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """As `accuracy`, over the targets that are not padding (-100)."""
     return (output.argmax(-1) == target).sum(), int((target != IGNORED).sum())
@@ -35,6 +44,8 @@ def token_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 class Perplexity:
     """The exponential of the mean cross entropy of a token, over all tokens that are not padding (-100)."""
+
+    mode: Mode = "min"
 
     def __call__(self, output: Any, target: Any) -> tuple[Tensor, int]:
         """The cross entropy of all tokens together, and their number."""
@@ -67,9 +78,37 @@ def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
     if name in NAMED:
         return name, NAMED[name]
     if ":" in name:
-        return name.rpartition(":")[2], resolve(name, "evaluate.metric", JobError)
+        own = name.rpartition(":")[2]
+        if own == "loss":
+            raise JobError(f"evaluate.metric: found {name!r}, but an evaluation has a loss; use another name")
+        return own, resolve(name, "evaluate.metric", JobError)
     hint = did_you_mean(name, ["auto", *NAMED, "none"])
     raise JobError(
         f"evaluate.metric: found {name!r}, expected auto, {', '.join(NAMED)}, none or "
         f"'package.module:name'{hint}"
+    )
+
+
+def find_modes(evaluate: EvaluateSettings, loss: str) -> dict[str, Mode]:
+    """Whether less or more is better, by the names of what an evaluation gives, where it is known."""
+    found = find_metric(evaluate.metric, loss)
+    known: Mode | None = "min" if found is None else _own_mode(found[1])
+    name = "loss" if found is None else found[0]
+    if known is not None and evaluate.mode not in (None, known):
+        raise JobError(f"evaluate.mode: found {evaluate.mode!r}, but of {name} it is {known!r}; leave it out")
+    mode = evaluate.mode or known
+    return {"loss": "min"} if mode is None else {"loss": "min", name: mode}
+
+
+def _own_mode(metric: Metric) -> Mode | None:
+    # Other libraries call other things a mode.
+    found = getattr(metric, "mode", None)
+    return next((mode for mode in get_args(Mode) if isinstance(found, str) and found == mode), None)
+
+
+def unknown_mode(name: str) -> str:
+    """What a user is told whose metric decides something but has no mode."""
+    return (
+        f"found {name!r}, of which it is not known whether less or more is better; add evaluate.mode: min "
+        f"(an error) or evaluate.mode: max (a score)"
     )

@@ -28,24 +28,17 @@ def next_audited(settings: TrainSettings, step: int, cost: float = 1.0) -> int |
         return None
     found = [next(at for at in _doubled(every) if at >= step)] if every else []
     if mode == "doubling":
-        found.append(next(n - 1 for n in _numbers(cost) if n > step and not _is_stood_for(n, every)))
+        found += itertools.islice((n - 1 for n in _numbers(cost, every) if n > step), 1)
     return min(found, default=None)
 
 
-def _numbers(cost: float) -> Iterator[int]:
-    """The steps that are audited whatever is evaluated."""
-    if cost > 2.0:
-        base = 2 ** math.ceil(cost)
-        return (base**power for power in itertools.count())
-    return itertools.chain((1, 2, 4, 8), (8 * _APART**power for power in itertools.count(1)))
-
-
-def _is_stood_for(number: int, every: int | None) -> bool:
-    """Whether the step after an evaluation is audited shortly before."""
-    if not every or number <= 8:
-        return False
-    before = itertools.takewhile(lambda at: at < number, _doubled(every))
-    return any(at + 1 > number // _APART for at in before)
+def _numbers(cost: float, every: int | None) -> Iterator[int]:
+    """The steps that are audited beside those after evaluations."""
+    first, apart = ((1, 2, 4), _APART) if cost <= 2.0 else ((), 2 ** math.ceil(cost))
+    start = 8 if first else 1
+    numbers = itertools.chain(first, (start * apart**power for power in itertools.count()))
+    # Later, a step after an evaluation is always audited shortly before.
+    return numbers if not every else itertools.takewhile(lambda n: n <= max(8, every), numbers)
 
 
 def _doubled(every: int) -> Iterator[int]:

@@ -155,6 +155,8 @@ class PipelineEngine:
         self._holders: dict[str, tuple[int, ...]] = {}
         self._own_names: set[str] = set()
         self._in_trust = HeldLayers()
+        # Tensors that workers which leave have given to others.
+        self._handed_over: set[str] = set()
         # Whether what workers hold belongs together: not in the middle of a step, unless that can be undone.
         self._is_whole = True
         self._commit: StepCommit | None = None
@@ -254,7 +256,9 @@ class PipelineEngine:
             self._held_by = all_gather_values(sorted(self._held.model))
         moves = find_moves(self._held_by, needed)
         put_beside(run.parts, taken(moves, self._held, run.worker.rank))
-        run.metrics.note(LayersMoved(run.step, tuple(sorted({name for name, *_ in moves}))))
+        moved = {name for name, *_ in moves} | self._handed_over
+        run.metrics.note(LayersMoved(run.step, tuple(sorted(moved))))
+        self._handed_over = set()
 
     def train(self, steps: int) -> Trained:
         """Take the steps through the pipeline; it is empty at their end.
@@ -535,6 +539,7 @@ class PipelineEngine:
         only = {name: ranks for name, ranks in self._holders.items() if not set(ranks) & set(staying)}
         moves = [(name, ranks[0], staying[i % len(staying)]) for i, (name, ranks) in enumerate(only.items())]
         self._in_trust = taken(moves, self._own_layers(self._pipe.optimizer), self._run.worker.rank)
+        self._handed_over = set(only)
 
     def begin_anew(self) -> None:
         run = self._run

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from plait.workloads.from_transformers import from_config
-from plait.workloads.metrics import IGNORED
+from plait.workloads.metrics import IGNORED, more_is_better
 
 Size = Literal["base", "medium", "tiny"]
 # Layers, heads and width: Devlin et al. (2019), Turc et al. (2019), and one for tests.
@@ -49,11 +49,13 @@ def _config(size: str, vocabulary: int, context: int, dropout: float) -> dict[st
     }
 
 
+@more_is_better
 def masked_accuracy(output: Any, labels: Tensor) -> tuple[Tensor, int]:
     """How many masked tokens were named, and how many there are; for `evaluate.metric`."""
     return (output.prediction_logits.argmax(-1) == labels).sum(), int((labels != IGNORED).sum())
 
 
+@more_is_better
 def span_accuracy(output: Any, span_b2: Tensor) -> tuple[Tensor, int]:
     """Of how many windows both ends of the answer were named, and how many windows there are."""
     begins = output.start_logits.argmax(-1) == span_b2[:, 0]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from torch.utils.data import DataLoader, Dataset
+
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, DataError
+from plait.core.files import expand_path
 from plait.core.names import check_arguments, did_you_mean, resolve
 from plait.workloads.data.cifar import cifar
 from plait.workloads.data.digits import digits
@@ -58,6 +62,7 @@ def build(kind: str, split: Split, **options: Any) -> Any:
         raise
     if dataset is None and split == "test":
         return None
+    _refuse_others(dataset, f"data.kind: {kind} returned", repr(split))
     if is_stream(dataset):
         return dataset
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -70,14 +75,58 @@ def build(kind: str, split: Split, **options: Any) -> Any:
     return dataset
 
 
+def _refuse_others(found: Any, returned: str, split: str) -> None:
+    """Refuse what looks like a data set, or holds some, but is none."""
+    if isinstance(found, DataLoader):
+        raise DataError(
+            f"{returned} a DataLoader for {split}, expected the data set: return loader.dataset, and let the "
+            f"job say how batches are made (data.batch_size, shuffle, last_batch, loaders, collate_fn)"
+        )
+    if isinstance(found, (tuple, list)) and any(isinstance(each, Dataset) for each in found):
+        raise DataError(
+            f"{returned} a {type(found).__name__} of {len(found)} data sets for {split}, expected one: the "
+            f"one that `split` names"
+        )
+    if isinstance(found, Mapping) and 0 not in found:
+        raise DataError(
+            f"{returned} a {type(found).__name__} for {split}, expected one data set: if it has one for each "
+            f"split, return found[split]"
+        )
+
+
 def check(kind: str, options: Mapping[str, Any]) -> tuple[Callable[..., MapDataset], dict[str, Any]]:
     """What makes sets of that kind, and the options as it takes them; reads nothing, refuses wrong ones."""
     kind, options = in_place_of(kind, options)
     factory = factory_of(kind)
+    _check_split(factory, kind, options)
     reserved = ("batch_size", "shuffle", "last_batch", "loaders", "collate_fn")
     check_arguments(factory, options, "data", DataError, positional=1, reserved=reserved)
     is_ours = kind in KINDS or kind in WORKLOAD_KINDS
     return factory, _converted(factory, options) if is_ours else dict(options)
+
+
+def _check_split(factory: Callable[..., Any], kind: str, options: Mapping[str, Any]) -> None:
+    """Refuse a factory that does not take the split as its first argument."""
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    name = kind.rpartition(":")[2]
+    placed = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if not placed:
+        how = "" if not parameters else " by position"
+        raise DataError(
+            f"data.kind: {kind} takes no argument{how}; expected the split, 'train' or 'test', to come "
+            f"first: def {name}(split)"
+        )
+    first = placed[0].name
+    if first in options and placed[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        raise DataError(
+            f"data.{first}: {name} has {first!r} first, where it gets the split; expected "
+            f"{name}(split, {first}, ...)"
+        )
 
 
 def in_place_of(kind: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -129,4 +178,4 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         converted = decode(hint, encode(value), key)
     except ArtefactError as failure:
         raise DataError(str(failure)) from None
-    return converted.expanduser() if isinstance(converted, Path) else converted
+    return Path(expand_path(str(converted), key, DataError)) if isinstance(converted, Path) else converted

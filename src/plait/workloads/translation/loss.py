@@ -7,6 +7,7 @@ from torch import Tensor
 
 from plait.core.errors import JobError
 from plait.workloads.data.sentences.vocabulary import PAD
+from plait.workloads.metrics import more_is_better
 
 
 def label_smoothing(
@@ -32,6 +33,7 @@ def label_smoothing(
     return total / (target.shape[0] * tokens_per_sample)
 
 
+@more_is_better
 def token_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """How many tokens the largest logit names, given the right ones before them, and how many there are."""
     is_token = target != PAD

@@ -1,0 +1,101 @@
+"""Whether all workers train on the same data, and whether the test split is new: looked at before step 1."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plait.core.codec import decode, encode
+from plait.core.errors import DataError
+from plait.core.units import count_of
+from plait.data.fingerprint import Fingerprint, repeated_samples, take_fingerprints
+from plait.launch.worker import Worker
+from plait.training.components import DataPair
+
+SPLITS = ("train", "test")
+log = logging.getLogger(__name__)
+
+
+class UnlikeDataError(DataError):
+    """This worker has other data than another one; the others may go on without it."""
+
+    everywhere = False
+
+
+@dataclass(frozen=True)
+class _WorkerData:
+    """What one worker sees of the splits."""
+
+    worker: int
+    host: str
+    splits: Mapping[str, Fingerprint | None]
+
+
+def look_at_data(worker: Worker, sources: DataPair, seed: int, name: str = "") -> None:
+    """Refuse data that another worker has otherwise, and warn of test samples that are trained on.
+
+    `sources` are the training and the test split. The first worker that comes says in the job's store what
+    it sees of the data of that `name`; all others compare with that.
+    """
+    is_first = worker.rank == 0
+    if worker.world_size == 1 and worker.memberships is None:
+        seen = take_fingerprints(sources, seed, many=True)
+    else:
+        seen = take_fingerprints(sources, seed, many=is_first)
+        _compare(worker, seen, name)
+    if is_first and all(each is not None for each in seen):
+        train, test = (each for each in seen if each is not None)
+        _warn_of_repeats(train, test)
+
+
+def _compare(worker: Worker, seen: Sequence[Fingerprint | None], name: str) -> None:
+    own = _WorkerData(worker.id, worker.host, dict(zip(SPLITS, seen)))
+    found = worker.store.compare_set(f"plait/data/{name}", "", json.dumps(encode(own)))
+    other = decode(_WorkerData, json.loads(found), "data")
+    for split, mine in own.splits.items():
+        if (words := _difference(mine, other.splits[split])) is not None:
+            raise UnlikeDataError(
+                f"data: worker {own.worker} on {own.host} has {words[0]} in the {split} split, worker "
+                f"{other.worker} on {other.host} has {words[1]}; every worker must have the same data: is a "
+                f"copy of its files incomplete or listed in another order? What is drawn at random must "
+                f"follow torch's, numpy's or Python's own generator, which are seeded alike"
+            )
+
+
+def _difference(mine: Fingerprint | None, other: Fingerprint | None) -> tuple[str, str] | None:
+    """What two workers have of a split, in words, where that is not the same."""
+    if mine is None or other is None:
+        return None if mine is other else (_length(mine), _length(other))
+    if mine.length != other.length:
+        return _length(mine), _length(other)
+    both = sorted(set(mine.samples) & set(other.samples))
+    unlike = [number for number in both if mine.samples[number] != other.samples[number]]
+    # A few that differ may be drawn anew each time they are read.
+    if 2 * len(unlike) <= len(both):
+        return None
+    return f"other samples ({len(unlike)} of {len(both)} looked at, such as number {unlike[0]})", "its own"
+
+
+def _length(found: Fingerprint | None) -> str:
+    if found is None:
+        return "no data"
+    return "a stream without length" if found.length is None else count_of(found.length, "sample")
+
+
+def _warn_of_repeats(train: Fingerprint, test: Fingerprint) -> None:
+    repeated = repeated_samples(train.samples, test.samples)
+    if not repeated:
+        return
+    number, place = repeated[0]
+    log.warning(
+        "data: %d of the %d test samples looked at are among the %d training samples looked at (test sample "
+        "%d is training sample %d), so the test split does not say how the model does on new data; return "
+        "splits that have nothing in common",
+        len(repeated),
+        len(test.samples),
+        len(train.samples),
+        number,
+        place,
+    )

@@ -1,0 +1,112 @@
+"""The first test batches, evaluated before step 1: a broken metric or test file shows before the training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from plait.data.calling import evaluation_mode
+from plait.data.loader_processes import load_aside
+from plait.schema.settings import TrainSettings
+from plait.training.components import Components
+from plait.training.evaluate import evaluation_batches, measure
+from plait.verification import unchanged_random_numbers
+
+# How long a test batch may take to be read in another process.
+LONGEST_S = 60.0
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_size: int) -> None:
+    """Evaluate this worker's share of the first `evaluate.sanity_batches` test batches; its error is raised.
+
+    Nothing is left of it: batches are read by another process, metrics are copies, and random numbers and
+    the buffers and attributes of the model, and of a loss or metric that is a module, are put back.
+    """
+    wanted = settings.evaluate.sanity_batches
+    if wanted == 0 or parts.test_set is None:
+        return
+    try:
+        batches = _read(parts, settings, wanted, rank, world_size)
+        # A model without memory is evaluated in its stages only.
+        if batches and parts.pieces is None:
+            with contextlib.ExitStack() as kept:
+                kept.enter_context(unchanged_random_numbers())
+                for each in (parts.model, parts.loss, parts.metric and parts.metric[1]):
+                    if isinstance(each, torch.nn.Module):
+                        kept.enter_context(_unchanged(each))
+                _evaluate(parts, batches)
+    except Exception as failure:
+        failure.add_note(
+            f"This was the evaluation of {wanted} test batches before the first step; "
+            f"evaluate.sanity_batches: 0 leaves it out."
+        )
+        raise
+
+
+def _read(
+    parts: Components, settings: TrainSettings, wanted: int, rank: int, world_size: int
+) -> list[tuple[Any, int]]:
+    """This worker's share of the first test batches, each with its number of samples."""
+    assert parts.test_set is not None
+    alone = replace(settings, data=replace(settings.data, loaders=0))
+    size = settings.evaluate.batch_size or settings.data.batch_size
+
+    def shares() -> Iterator[tuple[Any, int]]:
+        for batch in itertools.islice(evaluation_batches(parts, alone, size, rank, world_size), wanted):
+            if batch.count:
+                yield batch.content, batch.count
+
+    found = load_aside(shares(), LONGEST_S)
+    if found is None and parts.test_set.is_stream:
+        # Read here, it might have no samples left for the evaluations to come.
+        log.info("the test split is a stream that cannot be read in another process; it is not tried")
+        return []
+    if found is None:
+        with unchanged_random_numbers():
+            found = list(shares())
+    return found
+
+
+def _evaluate(parts: Components, batches: list[tuple[Any, int]]) -> None:
+    metric = None if parts.metric is None else (parts.metric[0], _copied(parts.metric[1]))
+    own = replace(parts, loss=_copied(parts.loss), metric=metric)
+    with torch.no_grad(), evaluation_mode(parts.model):
+        for content, count in batches:
+            measure(own, content, count)
+
+
+def _copied(function: T) -> T:
+    """A copy, which may have state of its own; modules, and what cannot be copied, as they are."""
+    if not isinstance(function, torch.nn.Module):
+        with contextlib.suppress(Exception):
+            return copy.deepcopy(function)
+    return function
+
+
+@contextlib.contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards buffers have the values, and modules the attributes, that they have now."""
+    # Scripted modules keep theirs elsewhere.
+    plain = [module for module in model.modules() if isinstance(module._buffers, dict)]
+    modules = [(module, dict(module.__dict__), dict(module._buffers)) for module in plain]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in modules:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, before in values:
+                buffer.copy_(before)
