@@ -222,3 +222,22 @@ def test_a_tensor_kept_from_another_number_of_trials_is_refused():
     keep_trials(fused, FusedOptimizer(fused, "sgd"), [1])
     with pytest.raises(FusionError, match="had 3 trials"):
         fused(x[1:2])
+
+
+@pytest.mark.parametrize("kind", LONE)
+def test_weights_in_bfloat16_move_as_with_torchs_optimizer(kind):
+    torch.manual_seed(0)
+    lone, rate = [net().bfloat16() for _ in range(TRIALS)], 1.0 if kind == "adadelta" else 0.01
+    optimizers = [LONE[kind](m.parameters(), lr=rate, weight_decay=0.1) for m in lone]
+    fused = fuse(lone)
+    optimizer = FusedOptimizer(fused, kind, lr=rate, weight_decay=0.1)
+    before = [p.clone() for p in lone[0].parameters()]
+    for step in range(3):
+        x = batch(step, 4, 5).bfloat16()
+        step_fused(fused, optimizer, x)
+        for model, own, inputs in zip(lone, optimizers, x):
+            step_alone(model, own, inputs)
+    assert any(not torch.equal(p, first) for p, first in zip(lone[0].parameters(), before))
+    for own, model in zip(fused.split(), lone):
+        for found, wanted in zip(own.parameters(), model.parameters()):
+            torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.01)

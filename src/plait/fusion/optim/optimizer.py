@@ -220,7 +220,7 @@ class FusedOptimizer:
         return [(tensor, trials, tensor[list(trials)].clone()) for tensor, trials in found.values()]
 
     def _advance(self, clocks: list[StepClock], moving: Tensor | None) -> None:
-        for clock in {id(clock): clock for clock in clocks}.values():
+        for clock in _distinct(clocks):
             clock.advance(moving, self.hyperparameters.get("momentum"))
 
     def _has_kernel(self) -> bool:
@@ -278,33 +278,41 @@ class FusedOptimizer:
         self, updated: Updated, gradients: list[Tensor], clocks: list[StepClock], moving: Tensor | None
     ) -> None:
         """All trials at once, the coefficients broadcast over each parameter, or in one pass by a kernel."""
-        by_clock = {id(clock): self._coefficients(clock, moving) for clock in clocks}
+        tables = {id(clock): self._coefficients(clock, moving) for clock in _distinct(clocks)}
         in_one_pass = self._in_one_pass()
         for (parameter, state), gradient, clock in zip(updated, gradients, clocks):
-            gradient, coefficients = _of_active(gradient, moving), by_clock[id(clock)]
+            gradient, table = _of_active(gradient, moving), tables[id(clock)]
             if in_one_pass and self.kind.one_pass is not None:
-                self.kind.one_pass(parameter, gradient, state, coefficients, self.common)
+                self.kind.one_pass(parameter, gradient, state, table, self.common)
                 continue
             if parameter.is_complex():  # as torch's optimizers: real and imaginary parts on their own
                 parameter, gradient = torch.view_as_real(parameter), torch.view_as_real(gradient)
                 state = {name: torch.view_as_real(value) for name, value in state.items()}
-            shape = (-1,) + (1,) * (parameter.dim() - 1)
-            own = {name: c.view(shape) for name, c in coefficients.items()}
+            rows = table.view(*table.shape, *(1,) * (parameter.dim() - 1)).unbind()
+            own = dict(zip(self.kind.coefficient_names, rows, strict=True))
             self.kind.update(parameter, gradient, state, own, self.common)
 
-    def _coefficients(self, clock: StepClock, moving: Tensor | None) -> dict[str, Tensor]:
-        kind = torch.float32
-        for parameter in self.parameters:
-            kind = torch.promote_types(kind, parameter.dtype.to_real())
+    def _coefficients(self, clock: StepClock, moving: Tensor | None) -> Tensor:
+        """The coefficients of this step: a row for each of the kind's names, a column for each trial.
+
+        Computed once for all parameters that share a clock, and cast as one tensor: on a GPU each operation
+        on these few numbers costs as much time as one on a small weight.
+        """
+        precision = torch.float32
+        for kind in {parameter.dtype.to_real() for parameter in self.parameters}:
+            precision = torch.promote_types(precision, kind)
         steps = clock.steps if self.kind.counts_steps else clock.pushes
         found = self.kind.coefficients(self.hyperparameters, steps.to(torch.float64))
-        return {name: self._hold(name, c, moving).to(kind) for name, c in found.items()}
-
-    def _hold(self, name: str, coefficient: Tensor, active: Tensor | None) -> Tensor:
-        """What leaves a trial that stands still as it is."""
-        if active is None:
-            return coefficient
-        return torch.where(active, coefficient, 1.0 if name in self.kind.keeping else 0.0)
+        table = torch.stack([found[name] for name in self.kind.coefficient_names]).to(precision)
+        if moving is None:
+            return table
+        # What leaves a trial that stands still as it is; made without a copy from the host, which no CUDA
+        # graph could hold.
+        kept = torch.zeros_like(table[:, :1])
+        for row, name in enumerate(self.kind.coefficient_names):
+            if name in self.kind.keeping:
+                kept[row].fill_(1.0)
+        return torch.where(moving, table, kept)
 
     def forget_trial(self, number: int) -> None:
         """Begin a trial anew: no steps, no state."""
@@ -326,6 +334,11 @@ class FusedOptimizer:
             self.active[finished] = False
         if finished != self.fused.frozen:
             self.fused.freeze(finished)
+
+
+def _distinct(clocks: Sequence[StepClock]) -> list[StepClock]:
+    """Each clock once: parameters that move together share theirs."""
+    return list({id(clock): clock for clock in clocks}.values())
 
 
 def _of_active(gradient: Tensor, active: Tensor | None) -> Tensor:
