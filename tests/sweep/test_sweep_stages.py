@@ -25,6 +25,7 @@ from plait.schema.job import make_job
 from plait.schema.settings import (
     CheckpointSettings,
     EvaluateSettings,
+    GroupSettings,
     ModelSettings,
     OptimizerSettings,
     PipelineSettings,
@@ -56,7 +57,9 @@ from support.world import run_ranks
 
 MICROBATCHES = 3
 STEPS = 10
-ADAM = OptimizerSettings("adamw", {"lr": 0.01})
+# Some of the group's parameters lie in each of the two stages.
+GROUP = GroupSettings("first.*|*.bias", {"weight_decay": 0.0, "lr": 0.02})
+ADAM = OptimizerSettings("adamw", {"lr": 0.01, "weight_decay": 0.1}, (GROUP,))
 
 
 class Keeps(nn.Module):

@@ -19,6 +19,7 @@ from plait.fusion.dispatch.install import (
     installed,
     recurrent_in,
     refresh_recurrent,
+    shared_names,
     slots_of,
     stack,
 )
@@ -27,13 +28,21 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.seams import running
 from plait.fusion.dispatch.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError
+from plait.fusion.optim.gradients import clip_gradients, refuse_joint_clipping
 from plait.fusion.patches import Patch, patch_norms
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared import Shared
 from plait.fusion.speed.compiled import CompiledForward
 from plait.fusion.trials.padding import Rows
-from plait.fusion.trials.per_trial import PerTrial
-from plait.fusion.trials.unfused import OwnModules, apply_alone, gradient_hooks, held_values, own_copy
+from plait.fusion.trials.per_trial import Number, PerTrial, one_each
+from plait.fusion.trials.unfused import (
+    OwnModules,
+    apply_alone,
+    copy_hooks,
+    gradient_hooks,
+    held_values,
+    own_copy,
+)
 
 
 class FusedModule(nn.Module):
@@ -67,7 +76,9 @@ class FusedModule(nn.Module):
             self.module.get_submodule(path).__dict__[name] = TrialTensor(stack(tensors), self._trials)
         self.freeze([])
         patch_norms(self.module)
+        refuse_joint_clipping(self)
         self.gradient_hooks = self._take_hooks(models)
+        self._register_hooks()
         needed = {
             **dict.fromkeys(_scripted(models[0]), "it is a scripted module"),
             **dict.fromkeys(_with_backward_hooks(models[0]), "it has backward hooks"),
@@ -87,13 +98,37 @@ class FusedModule(nn.Module):
         return self._trials.count
 
     def _take_hooks(self, models: Sequence[nn.Module]) -> list[list[list[Any]]]:
-        """By parameter and trial, the hooks that gradients have; from now on those of all trials."""
+        """By parameter and trial, the hooks that gradients have."""
         every = [list(model.parameters()) for model in models]
-        found = [[gradient_hooks(own[place]) for own in every] for place in range(len(every[0]))]
-        for parameter, hooks in zip(self.module.parameters(), found):
+        return [[gradient_hooks(own[place]) for own in every] for place in range(len(every[0]))]
+
+    def _register_hooks(self) -> None:
+        for parameter, hooks in zip(self.module.parameters(), self.gradient_hooks):
             if any(hooks):
                 parameter.register_hook(each_trial(hooks))
-        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: all but what goes by where tensors and modules lie."""
+        compiled = None if self._compiled is None else self._compiled.options
+        anew: dict[str, Any] = dict.fromkeys(("_wrappers", "_slots", "_recurrent", "_counts", "_known"))
+        return {**self.__dict__, **anew, "_compiled": compiled}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._wrappers = Wrappers(self._trials)
+        self._recurrent = recurrent_in(self.module)
+        refresh_recurrent(self._recurrent)
+        self._find_slots()
+        self._register_hooks()
+        refuse_joint_clipping(self)
+        places = shared_names(self.module)
+        for path, own in self._own.items():
+            own.restore(self._tied_in(own.part))
+            for number, module in enumerate(own.modules):
+                for name, parameter in module.named_parameters(prefix=path):
+                    copy_hooks(self.gradient_hooks[places[name]][number], parameter)
+        if self._compiled is not None:
+            self._compiled = CompiledForward(self, state["_compiled"])
 
     @property
     def unfused(self) -> dict[str, str]:
@@ -115,10 +150,12 @@ class FusedModule(nn.Module):
         for other in [other for other in self._own if other.startswith(f"{name}.") or not name]:
             del self._own[other]
         own = [own_copy(model.get_submodule(name)) for model in models]
-        inside = {id(p) for p in parts[name].parameters()}
-        tied = inside & {id(p) for p in _parameters_outside(self.module, parts[name])}
-        self._own[name] = OwnModules(parts[name], own, self._trials, tied, why)
+        self._own[name] = OwnModules(parts[name], own, self._trials, self._tied_in(parts[name]), why)
         self.forget()
+
+    def _tied_in(self, part: nn.Module) -> set[int]:
+        """The parameters of a submodule that others hold too, by their ids."""
+        return {id(p) for p in part.parameters()} & {id(p) for p in _parameters_outside(self.module, part)}
 
     def of_trials(self, tensor: Tensor) -> TrialTensor:
         """The same tensor for each trial, to be kept in an attribute."""
@@ -225,6 +262,15 @@ class FusedModule(nn.Module):
         finally:
             self._trials.rows = None
 
+    def clip_grad_norm_(self, max_norm: Number) -> Tensor:
+        """Clip the norm of each trial's gradients to `max_norm`, or to its own of several; the norms before.
+
+        As torch.nn.utils.clip_grad_norm_ for each trial alone.
+        """
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        limits = one_each("max_norm", max_norm, self.trials)
+        return clip_gradients(gradients, torch.tensor(limits, dtype=torch.float64).to(self.seeds.device))
+
     def channels_last(self) -> FusedModule:
         """Keep the weights of 2d convolutions with their channels innermost, as GPUs read them fastest."""
         for parameter in self.module.parameters():
@@ -282,7 +328,7 @@ class FusedModule(nn.Module):
     def _enter(self, value: Any) -> Any:
         if isinstance(value, Shared):
             return value.tensor
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or isinstance(value, TrialTensor):
             return value
         if value.dim() == 0 or value.shape[0] != self.trials:
             raise FusionError(
@@ -330,8 +376,7 @@ class FusedModule(nn.Module):
                 del part.forward
         refresh_recurrent(recurrent_in(made))
         for parameter, hooks in zip(made.parameters(), self.gradient_hooks):
-            for hook in hooks[number] if not gradient_hooks(parameter) else ():
-                parameter.register_hook(hook)
+            copy_hooks(hooks[number], parameter)
         return made
 
 

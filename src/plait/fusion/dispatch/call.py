@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch._C._functorch import peek_interpreter_stack
+
 from plait.fusion.dispatch import aliases
-from plait.fusion.dispatch.fallback import find_rule, loop, recover
+from plait.fusion.dispatch.fallback import (
+    find_rule,
+    loop,
+    recover,
+    refuse_outside,
+    refuse_transformed,
+)
 from plait.fusion.dispatch.registry import (
     PER_TRIAL_RULES,
     READING_RULES,
@@ -16,6 +24,7 @@ from plait.fusion.dispatch.registry import (
     Rule,
     usual_form,
 )
+from plait.fusion.dispatch.seams import is_running
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.trials import padding
 from plait.fusion.trials.per_trial import PerTrial
@@ -28,6 +37,10 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
         rule = RULES[function] = find_rule(function)
     if rule in READING_RULES:
         return rule(function, args, kwargs)
+    if not is_running():
+        refuse_outside(function)
+    if peek_interpreter_stack() is not None:
+        refuse_transformed(function)
     if kwargs:
         args, kwargs = usual_form(function, args, kwargs)
     if PerTrial.made_any and rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 
+# For all trials, or one for each.
+Number = float | Sequence[float] | Tensor
+
 
 class PerTrial(float):
     """A float in the eyes of a module, and one value a trial in those of the rules.
@@ -86,12 +89,26 @@ class PerTrial(float):
             raise FusionError(
                 f"{user_line()}\n  makes one number of a hyperparameter that differs between trials "
                 f"{self.values}",
-                "name this module in fuse(..., unfused=[...])",
+                "name this module in fuse(..., unfused=[...]); in a scheduler, give all trials one value",
             )
         return self.values[0]
 
     def __hash__(self) -> int:
         return hash(self.values)
+
+
+def one_each(name: str, value: Number, trials: int) -> list[float]:
+    """The value of each trial, from one for all or one each."""
+    values = value.tolist() if isinstance(value, Tensor) else value
+    if isinstance(values, PerTrial):
+        values = values.values
+    if isinstance(values, (int, float)):
+        return [float(values)] * trials
+    if len(values) != trials:
+        raise FusionError(
+            f"{name} has {len(values)} values, expected one, or one for each of the {trials} trials"
+        )
+    return [float(one) for one in values]
 
 
 @lru_cache(maxsize=1024)

@@ -88,6 +88,11 @@ class OwnModules:
         if own.requires_grad and id(stacked) not in self._tied and "deliver" not in own.__dict__:
             own.__dict__["deliver"] = own.register_post_accumulate_grad_hook(_Deliver(stacked, number))
 
+    def restore(self, tied: set[int]) -> None:
+        """Find the fused parameters again, after all was copied or unpickled."""
+        self._tied = tied
+        self._replace_all(self.modules)
+
     def reorder(self, numbers: Sequence[int]) -> None:
         """Let the trials be those at `numbers` so far; one that comes twice is copied."""
         taken: set[int] = set()
@@ -337,6 +342,13 @@ def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool 
 def gradient_hooks(parameter: Tensor) -> list[Any]:
     """The functions that were registered for a parameter's gradient."""
     return list((parameter._backward_hooks or {}).values())
+
+
+def copy_hooks(hooks: Sequence[Any], parameter: Tensor) -> None:
+    """Register hooks for a parameter's gradient where a copy has lost them."""
+    if not gradient_hooks(parameter):
+        for hook in hooks:
+            parameter.register_hook(hook)
 
 
 def held_values(module: nn.Module) -> list[Any]:

@@ -26,7 +26,7 @@ from plait.fusion import (
     keep_trials,
     replace_trial,
 )
-from plait.fusion.optim.optimizer import load_trial, lone_optimizer
+from plait.fusion.optim.lone import load_trial, lone_optimizer
 from plait.fusion.trials.membership import check_joining
 from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
@@ -130,7 +130,7 @@ class FusedArray:
         clips = [_clip(entry) for entry in entries]
         optimizers = [entry.parts.optimizer for entry in entries]
         # Always with a vector, as trials that come later may clip; what nobody clips costs one pass.
-        self.optimizer: FusedOptimizer = fuse_optimizers(self.fused, optimizers, clip_norm=clips)
+        self.optimizer: FusedOptimizer = fuse_optimizers(self.fused, optimizers, models, clip_norm=clips)
         self._notice_clips()
         self._is_scaled = first.settings.precision == "fp16"
         self._scales = LossScales(len(entries), self._device)
@@ -187,15 +187,14 @@ class FusedArray:
         # A vector for all, also where nobody clipped before.
         self.optimizer.clip_norm = self._clip_vector()
         for place, entry in zip(leaving, entering):
-            replace_trial(self.fused, self.optimizer, place, entry.parts.model, 0, self._numbers(entry))
+            replace_trial(self.fused, self.optimizer, place, entry.parts.model, 0)
             self._entries[place] = entry
         stay = [place for place in range(self.trials) if place not in leaving[pairs:]]
         if len(stay) < self.trials:
             keep_trials(self.fused, self.optimizer, stay)
             self._reorder(stay)
         for entry in entering[pairs:]:
-            numbers = {name: [value] for name, value in self._numbers(entry).items()}
-            add_trials(self.fused, self.optimizer, [entry.parts.model], [0], numbers)
+            add_trials(self.fused, self.optimizer, [entry.parts.model], [0])
             self._reorder([*range(len(self._entries)), 0])
             self._entries[-1] = entry
         for place, entry in enumerate(self._entries):
@@ -216,8 +215,8 @@ class FusedArray:
             self._norms.reorder(places)
 
     def _load_entry(self, place: int, entry: TrialInit) -> None:
-        """The state that a newcomer brings beside its weights."""
-        load_trial(self.optimizer, entry.parts.optimizer, place)
+        """The hyperparameters and the state that a newcomer brings beside its weights."""
+        load_trial(self.optimizer, entry.parts.optimizer, place, entry.parts.model)
         self.fused.seeds[place], self.fused.ages[place] = self._seeds([entry])[0], entry.age
         self._load_scale(place, entry)
         self._entries[place] = _without_state(entry)
@@ -228,12 +227,6 @@ class FusedArray:
         """Where the trials' random numbers start."""
         own = (self._stream,) if self._stream else ()
         return [mix(entry.settings.seed, *own) for entry in entries]
-
-    def _numbers(self, entry: TrialInit) -> dict[str, float]:
-        """The hyperparameters of a newcomer's own optimizer as the fused one names them."""
-        group = dict(entry.parts.optimizer.param_groups[0])
-        group["beta1"], group["beta2"] = group.get("betas", (0.0, 0.0))
-        return {name: float(group[name]) for name in self.optimizer.numbers}
 
     def _load_scale(self, place: int, entry: TrialInit) -> None:
         if state := entry.parts.scaler.state_dict():
@@ -326,9 +319,10 @@ class FusedArray:
 
     def set_factors(self, factors: Sequence[float]) -> None:
         """The factors on the trials' learning rates, for the steps to come."""
-        rates = [e.parts.base_lrs[0] * factor for e, factor in zip(self._entries, factors)]
-        if rates != self.optimizer.numbers["lr"]:
-            self.optimizer.set(lr=rates)
+        for number, group in enumerate(self.optimizer.groups):
+            rates = [e.parts.base_lrs[number] * factor for e, factor in zip(self._entries, factors)]
+            if rates != group.numbers["lr"]:
+                group["lr"] = rates
 
     def _backward(self, pieces: Sequence[Piece], weights: list[float]) -> Tensor:
         counts = [count for _, count in pieces]
