@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.core.names import did_you_mean
 from plait.fusion.check import hyperparameters, tensor_attributes
+from plait.fusion.closures import copied_closures
 from plait.fusion.dispatch.install import (
     Wrappers,
     installed,
@@ -370,7 +371,8 @@ class FusedModule(nn.Module):
                 memo[id(value)] = value.of(number)
         for modules in self._own.values():
             memo[id(modules.part)] = modules.copy_of(number, memo)
-        made = copy.deepcopy(self.module, memo)
+        with copied_closures(self.module):
+            made = copy.deepcopy(self.module, memo)
         for part in made.modules():
             if isinstance(part.__dict__.get("forward"), Patch):
                 del part.forward

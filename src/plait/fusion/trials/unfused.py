@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.fusion.closures import copied_closures
 from plait.fusion.describe import describe
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
@@ -329,7 +330,8 @@ def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool 
     for value in held_values(module):
         if isinstance(value, Tensor) and not isinstance(value, TrialTensor) and not value.is_leaf:
             memo.setdefault(id(value), value.detach().clone())
-    with torch.no_grad():  # copies of scripted modules would remember where they come from
+    # Without gradients, as copies of scripted modules would remember where they come from.
+    with torch.no_grad(), copied_closures(module):
         made = copy.deepcopy(module, memo)
     for parameter, own in zip(module.parameters(), made.parameters()):
         if own.requires_grad != parameter.requires_grad:
