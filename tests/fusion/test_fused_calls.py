@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_checks import CLOSE, assert_equals_lone_models, make_models
+from fused_checks import CLOSE, assert_equals_lone_models, fuse, make_models
 from torch import nn
 
-from plait.fusion import FusionError, Shared, fuse
+from plait.fusion import FusionError, Shared
 
 ROWS, CHANNELS = 4, 6
 APART = (torch.tensor([0, 1, 2]), slice(None), torch.tensor([0, 1, 2]))

@@ -11,9 +11,10 @@ import types
 import numpy
 import pytest
 import torch
+from fused_checks import fuse
 from torch import nn
 
-from plait.fusion import FusionError, fuse, group_by_shape
+from plait.fusion import FusionError, group_by_shape
 
 
 @dataclasses.dataclass(slots=True)

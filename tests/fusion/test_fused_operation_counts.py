@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fused_checks import fuse
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.fusion import FusedOptimizer, fuse
+from plait.fusion import FusedOptimizer
 from plait.fusion.kernels import update
 from plait.fusion.optim import optimizer as optimizers
 

@@ -7,13 +7,13 @@ import pickle
 
 import pytest
 import torch
-from fused_checks import CLOSE, make_models
+from fused_checks import CLOSE, fuse, make_models
 from test_fused_optimizer_states import assert_same, batch, net, step_alone, step_fused
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
-from plait.fusion import FusedOptimizer, FusionError, fuse, fuse_optimizers, split_optimizer
+from plait.fusion import FusedOptimizer, FusionError, fuse_optimizers, split_optimizer
 
 TRIALS = 3
 RATES = [0.01, 0.02, 0.05]

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from fused_checks import CLOSE, make_models
+from fused_checks import CLOSE, fuse, make_models
 from torch import nn
 
-from plait.fusion import FusedOptimizer, FusionError, fuse, fuse_optimizers, replace_trial, split_optimizer
+from plait.fusion import FusedOptimizer, FusionError, fuse_optimizers, replace_trial, split_optimizer
 from plait.fusion.optim.lone import load_trial
 
 TRIALS = 3

@@ -7,13 +7,13 @@ import random
 
 import pytest
 import torch
-from fused_checks import make_models
+from fused_checks import fuse, make_models
 from test_fused_seams import Sign
 from test_unfused_modules import assert_trains_as_alone
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction as Function
 
-from plait.fusion import FusionError, fuse
+from plait.fusion import FusionError
 from plait.fusion.dispatch import seams
 from plait.fusion.dispatch.registry import RULES
 from plait.fusion.dispatch.tensor import TrialTensor

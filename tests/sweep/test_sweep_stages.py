@@ -244,7 +244,7 @@ def test_a_plan_to_be_measured_has_a_schedule_that_drains_or_is_refused_before(
 def test_width_one_is_advised_only_where_it_helps(
     in_a_stage: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **options: Any) -> Any:
         raise FusionError("cannot be fused")
 
     monkeypatch.setattr("plait.sweeping.worker.SweepTraining", refuse)

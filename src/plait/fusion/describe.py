@@ -48,9 +48,11 @@ _DESCRIPTORS = (
 _OF_CLASSES = frozenset(
     (
         "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "_abc_impl",
-        "__firstlineno__", "__static_attributes__", "__dataclass_params__",
+        "__firstlineno__", "__static_attributes__", "__dataclass_params__", "__slotnames__",
     )
 )  # fmt: skip
+# Of a class that a class statement made; others are built into Python or a library.
+_MADE_AT_RUN_TIME = 1 << 9
 _DEEPEST = 24
 
 
@@ -147,7 +149,7 @@ def _class(value: type, inner: Callable[[Any], Hashable]) -> Hashable:
     found: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
-    if found is value:
+    if found is value or not value.__flags__ & _MADE_AT_RUN_TIME:
         return ("class", value.__module__, value.__qualname__)
     content = [(n, inner(part)) for n, part in sorted(vars(value).items()) if n not in _OF_CLASSES]
     return ("class", value.__module__, value.__qualname__, inner(value.__bases__), *content)
@@ -200,13 +202,13 @@ def _listed(part: Any) -> Any:
 def _attributes(value: Any, inner: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
     """What an object holds under names, in its dictionary or in slots."""
     named = dict(vars(value)) if hasattr(value, "__dict__") else {}
-    for name in _slots(type(value)):
+    for name in slots_of_class(type(value)):
         if hasattr(value, name):
             named[name] = getattr(value, name)
     return tuple((name, inner(part)) for name, part in sorted(named.items(), key=lambda pair: str(pair[0])))
 
 
-def _slots(kind: type) -> list[str]:
+def slots_of_class(kind: type) -> list[str]:
     found = []
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ())

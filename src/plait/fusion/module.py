@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,16 @@ from plait.fusion.trials.unfused import (
 )
 
 
+class BeforeFirstCall(Protocol):
+    """What happens before a fused module's first call; it follows the trials until then."""
+
+    def __call__(self, fused: FusedModule, function: Callable[..., Any], args: Any, kwargs: Any) -> None: ...
+
+    def keep(self, numbers: Sequence[int]) -> None: ...
+
+    def replace(self, number: int, model: nn.Module) -> None: ...
+
+
 class FusedModule(nn.Module):
     """K trials of one model. Tensors that enter and leave have the trials axis first.
 
@@ -64,6 +74,8 @@ class FusedModule(nn.Module):
         self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
         self.register_buffer("ages", torch.tensor(ages, dtype=torch.int64, device=device))
         self._compiled: CompiledForward | None = None
+        # What compares the trials with the models alone, before the first call.
+        self.first_call: BeforeFirstCall | None = None
         # The draws that others have made of the trials' streams in the same forward: stages before this one.
         self.draws_before: int | tuple[int, ...] = 0
         self._trials = Trials(len(models))
@@ -168,15 +180,23 @@ class FusedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What each trial's model returns for its slice of the arguments, trials first."""
+        self._begin(_forward, args, kwargs)
         if self._compiled is not None:
             return self._compiled(self._run, args, kwargs)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(lambda module, *a, **k: module(*a, **k), *args, **kwargs)
+        return self.call(_forward, *args, **kwargs)
+
+    def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Before the first call: compare the trials with the models alone, where that was asked for."""
+        if self.first_call is not None:
+            first, self.first_call = self.first_call, None
+            first(self, function, args, kwargs)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function(model, *args)` returns for each trial: any code that is written for one model."""
+        self._begin(function, args, kwargs)
         with self._installed():
             outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
         if self.training:
@@ -245,6 +265,11 @@ class FusedModule(nn.Module):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         return apply_alone(self._trials, function, args, kwargs)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether trials have rows that are padding now."""
+        return self._trials.rows is not None
 
     @contextmanager
     def padded(self, counts: Sequence[int]) -> Iterator[None]:
@@ -380,6 +405,10 @@ class FusedModule(nn.Module):
         for parameter, hooks in zip(made.parameters(), self.gradient_hooks):
             copy_hooks(hooks[number], parameter)
         return made
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
 
 
 def _outermost(names: Iterable[str]) -> list[str]:

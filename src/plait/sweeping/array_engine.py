@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.sweeping.array_builder import ArrayBuilder
@@ -108,22 +108,33 @@ class ArrayEngine:
         if self._array is None:
             return self._split(joining)
         try:
+            entries = [each.entry for each in joining]
             with fused_work():
-                self._array.check_entering([each.entry for each in joining])
+                self._array.check_entering(entries)
+                numbers = [each.trial.trial for each in joining]
+                self._builder.verify_joining(self.group, self.trials[0].settings, entries, numbers)
         except NotFusedError as failure:
+            found = self._split(joining, self._builder.first_model(self.trials[0].settings, joining[0].entry))
+            if found.apart and found.joining:
+                return replace(self.admit(found.joining), apart=found.apart)
+            if found.apart:
+                return found
             # The array's trials have changed in a way that others have not.
             self.closed = f"others wait until it has ended: {failure}"
             return Admission((), waiting=tuple(joining))
         return Admission(tuple(joining))
 
-    def _split(self, joining: Sequence[Joining]) -> Admission:
-        """Those that can be fused with the first, apart from the others."""
-        if len(joining) < 2 or self._builder.is_pipelined:
+    def _split(self, joining: Sequence[Joining], first: nn.Module | None = None) -> Admission:
+        """Those that can be fused with the first, or with the model `first`, apart from the others."""
+        models = [each.entry.parts.model for each in joining]
+        if (len(models) < 2 and first is None) or self._builder.is_pipelined:
             return Admission(tuple(joining))
-        others, self._apart = split_by_kind([each.entry.parts.model for each in joining])
+        given = models if first is None else [first, *models]
+        others, self._apart = split_by_kind(given)
+        apart = [number - len(given) + len(models) for number in others]
         return Admission(
-            tuple(each for number, each in enumerate(joining) if number not in others),
-            apart=tuple(joining[number] for number in others),
+            tuple(each for number, each in enumerate(joining) if number not in apart),
+            apart=tuple(joining[number] for number in apart),
         )
 
     def noise(self, place: int) -> GradientAverages | None:
@@ -139,7 +150,9 @@ class ArrayEngine:
         self.collect_losses()
         if self._array is None:
             self.trials = [each.trial for each in change.joining]
-            self._array = self._builder.make(self.group, [each.entry for each in change.joining])
+            self._array = self._builder.make(
+                self.group, [each.entry for each in change.joining], [trial.trial for trial in self.trials]
+            )
         elif len(change.leaving) == len(self.trials) and not change.joining:
             self.close()
         elif change.leaving or change.joining:

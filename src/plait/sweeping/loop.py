@@ -13,6 +13,7 @@ from plait.comm.rpc import Client
 from plait.core.codec import finite
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
+from plait.measure.fresh_process import FreshProcesses
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
 from plait.sweeping.datasets import DataSets
@@ -50,6 +51,7 @@ class SweepTraining:
         device: torch.device,
         workers: WorkerGroup | None = None,
         members: SweepMembers | None = None,
+        fresh: FreshProcesses | None = None,
     ) -> None:
         self._worker = worker
         self._workers = workers
@@ -58,7 +60,7 @@ class SweepTraining:
         self._coordinator = coordinator
         self._sets = sets
         self._device = device
-        self._builder = ArrayBuilder(worker, settings, coordinator, device, workers)
+        self._builder = ArrayBuilder(worker, settings, coordinator, device, workers, fresh)
         self._engine = ArrayEngine(self._builder)
         self._streams: BatchStreams | None = None
         self._leaving: list[int] = []

@@ -35,13 +35,13 @@ def fused_work() -> Iterator[None]:
     except PlaitError as failure:
         if not isinstance(failure, FusionError):
             raise
-        raise NotFusedError(_short(str(failure))) from failure
+        raise NotFusedError(short(str(failure))) from failure
     except Exception as failure:
         words = f"a fused step failed with {type(failure).__name__}: {failure}"
-        raise NotFusedError(_short(words)) from failure
+        raise NotFusedError(short(words)) from failure
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
     """`text` on one line."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
@@ -66,5 +66,5 @@ def split_by_kind(models: Sequence[nn.Module]) -> tuple[list[int], str]:
             check_models([models[0], model])
         except FusionError as failure:
             others.append(number)
-            why = why or _short(str(failure))
+            why = why or short(str(failure))
     return others, why

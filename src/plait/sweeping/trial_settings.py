@@ -9,12 +9,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
-from plait.fusion.check import shape_key
 from plait.schema.settings import (
     DataSettings,
     LrScheduleSettings,
@@ -23,7 +19,6 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.sweeping.reasons import why_optimizer
-from plait.training import components
 from plait.workloads.losses import find_loss
 
 # Sections of the job whose further keys are options, and the fields that are not.
@@ -128,31 +123,10 @@ def is_number(value: Any) -> bool:
 
 
 def _model_key(settings: ModelSettings) -> Any:
-    """The shapes of the model and its arguments but for floats; all where it needs memory to be made.
+    """The model's arguments, of floats only whether they are zero: a model that asks takes another branch.
 
-    An argument that is no float, a tuple or a word say, may change what the model does without a trace in its
-    shapes.
+    Models whose shapes depend on a float all the same are told apart when they are there.
     """
-    others = {name: value for name, value in settings.args.items() if not isinstance(value, float)}
-    try:
-        with torch.device("meta"), _NoRandomNumbers():
-            shapes = repr(shape_key(components.find_model(settings)(**settings.args)))
-        return [settings.factory, shapes, encode(others)]
-    except Exception:  # a user's model may fail in any way on tensors without memory
-        return encode(settings)
-
-
-# In-place functions of tensors and of torch.nn.init, as far as models begin with them.
-_RANDOM = frozenset(
-    f"{prefix}{kind}_" for prefix in ("", "kaiming_", "xavier_", "trunc_") for kind in ("normal", "uniform")
-)
-
-
-class _NoRandomNumbers(TorchFunctionMode):
-    """Tensors without memory are not filled: torch would import its compiler for it, which takes a second."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensor = args[0] if args else (kwargs or {}).get("tensor")
-        if getattr(func, "__name__", "") in _RANDOM and isinstance(tensor, torch.Tensor) and tensor.is_meta:
-            return tensor
-        return func(*args, **(kwargs or {}))
+    floats = {name: value != 0.0 for name, value in settings.args.items() if isinstance(value, float)}
+    others = {name: value for name, value in settings.args.items() if name not in floats}
+    return [settings.factory, encode(others), floats]

@@ -38,6 +38,8 @@ def keep_trials(
     index = torch.tensor(list(numbers), device=fused.seeds.device)
     frozen = [place for place, number in enumerate(numbers) if number in fused.frozen]
     before = fused.trials
+    if fused.first_call is not None:
+        fused.first_call.keep(numbers)
     _rewrite(fused, lambda tensor: tensor[index])
     _rewrite_lists(fused, before, lambda values: [values[number] for number in numbers])
     optimizer.rewrite(lambda tensor: tensor[index], numbers)
@@ -82,6 +84,8 @@ def replace_trial(
     """
     _let_differ(fused, number, model)
     _write_model(fused, number, model)
+    if fused.first_call is not None:
+        fused.first_call.replace(number, model)
     for name, modules in fused.own_modules().items():
         modules.replace(number, own_copy(model.get_submodule(name)))
     fused.seeds[number], fused.ages[number] = seed, 0

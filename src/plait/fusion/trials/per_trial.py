@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -111,10 +110,21 @@ def one_each(name: str, value: Number, trials: int) -> list[float]:
     return [float(one) for one in values]
 
 
-@lru_cache(maxsize=1024)
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """One number a trial as a tensor; kept, since a copy to a device cannot be part of a CUDA graph."""
-    return torch.tensor(values, dtype=dtype, device=device)
+    key = (values, dtype, device)
+    if key not in _on_device:
+        made = torch.tensor(values, dtype=dtype, device=device)
+        if type(made) is not Tensor:  # it has no memory, and is of no use but here
+            return made
+        if len(_on_device) >= _MOST_KEPT:
+            del _on_device[next(iter(_on_device))]
+        _on_device[key] = made
+    return _on_device[key]
+
+
+_on_device: dict[Any, Tensor] = {}
+_MOST_KEPT = 1024
 
 
 def _other_values(other: Any, count: int) -> Sequence[float] | None:

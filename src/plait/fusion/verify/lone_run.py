@@ -1,0 +1,60 @@
+"""One trial's plain model, run with the random numbers that it draws in an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.trials.alone import LoneMode, seeded_for
+
+
+class LoneRun:
+    """One trial's plain model: its stream, and its generators where its fused form has modules of its own."""
+
+    def __init__(self, model: nn.Module, seed: int, age: int, unfused: Mapping[str, str]) -> None:
+        self._model = model
+        self._seed = seed
+        self._age = age
+        self._streams: Streams | None = None
+        for name in unfused:
+            part = model.get_submodule(name)
+            if not isinstance(part, torch.jit.ScriptModule):
+                part.register_forward_pre_hook(self._enter)
+                part.register_forward_hook(self._leave)
+        self._open: list[Any] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Within, one forward and its loss run as this trial."""
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        seeds, ages = (torch.tensor([number], device=device) for number in (self._seed, self._age))
+        self._streams = Streams(seeds, ages)
+        mode = LoneMode(self._streams)
+        handle = self._model.register_forward_hook(lambda *_: self._begin_loss(mode, seeds, ages))
+        try:
+            with mode:
+                yield
+        finally:
+            handle.remove()
+            while self._open:
+                self._open.pop().__exit__(None, None, None)
+        if self._model.training:
+            self._age += 1
+
+    def _begin_loss(self, mode: LoneMode, seeds: Tensor, ages: Tensor) -> None:
+        """A loss draws as the next call of the fused module would."""
+        mode.trials.streams = self._streams = Streams(seeds, ages + int(self._model.training))
+
+    def _enter(self, *_: object) -> None:
+        assert self._streams is not None
+        context = seeded_for(self._streams)
+        context.__enter__()
+        self._open.append(context)
+
+    def _leave(self, *_: object) -> None:
+        self._open.pop().__exit__(None, None, None)
