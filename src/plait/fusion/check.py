@@ -53,6 +53,7 @@ def check_structure(models: Sequence[nn.Module]) -> None:
         if not isinstance(model, nn.Module):
             raise FusionError(f"fuse: found {shown(model)} as model {number}, expected a torch.nn.Module")
         _refuse_lazy(model, number)
+        _refuse_sparse(model, number)
         _refuse_hooks(model, number)
     first = models[0]
     for number, model in enumerate(models[1:], 1):
@@ -68,6 +69,15 @@ def _refuse_lazy(model: nn.Module, number: int) -> None:
             raise FusionError(
                 f"fuse: {name!r} of model {number} has no shape yet (torch.nn.Lazy...); run one batch "
                 f"through each model first, or give the layer its sizes"
+            )
+
+
+def _refuse_sparse(model: nn.Module, number: int) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.layout != torch.strided:
+            raise FusionError(
+                f"fuse: {name!r} of model {number} is a {str(tensor.layout).removeprefix('torch.')} tensor, "
+                f"expected dense parameters and buffers; keep one that all trials share in a plain attribute"
             )
 
 
@@ -161,9 +171,15 @@ def tensor_attributes(models: Sequence[nn.Module]) -> list[tuple[str, str, list[
         for name, value in vars(part).items():
             if isinstance(value, Tensor) and name not in _SKIPPED:
                 every = [vars(other[path])[name] for other in others]
-                if not all(torch.equal(value, one) for one in every[1:]):
+                if not all(_is_equal(value, one) for one in every[1:]):
                     found.append((path, name, every))
     return found
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if one.layout == other.layout == torch.strided:
+        return torch.equal(one, other)
+    return describe(one) == describe(other)
 
 
 def different_attributes(first: nn.Module, other: nn.Module) -> list[tuple[str, str]]:
@@ -200,8 +216,8 @@ def _description(part: nn.Module, name: str, tree: Mapping[int, str]) -> Hashabl
 def _is_alike(first: Any, other: Any, trees: tuple[Mapping[int, str], Mapping[int, str]]) -> bool:
     if first is other:
         return True
-    if isinstance(first, Tensor) and isinstance(other, Tensor):
-        return first.shape == other.shape and first.dtype == other.dtype
+    if isinstance(first, Tensor) and isinstance(other, Tensor) and first.layout == torch.strided:
+        return (first.shape, first.dtype, first.layout) == (other.shape, other.dtype, other.layout)
     if _is_number(first) and _is_number(other) and float in (type(first), type(other)):
         return True
     return describe(first, trees[0]) == describe(other, trees[1])

@@ -332,7 +332,16 @@ def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool 
             memo.setdefault(id(value), value.detach().clone())
     # Without gradients, as copies of scripted modules would remember where they come from.
     with torch.no_grad(), copied_closures(module):
-        made = copy.deepcopy(module, memo)
+        try:
+            made = copy.deepcopy(module, memo)
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, RuntimeError, NotImplementedError, AttributeError) as failure:
+            line = " ".join(str(failure).split())[:200]
+            raise FusionError(
+                f"fuse: {type(module).__qualname__} cannot be copied ({type(failure).__name__}: {line}), "
+                f"which fused trials are made by; train each model alone"
+            ) from failure
     for parameter, own in zip(module.parameters(), made.parameters()):
         if own.requires_grad != parameter.requires_grad:
             own.requires_grad_(parameter.requires_grad)
