@@ -349,3 +349,29 @@ def test_transforms_of_torch_func_are_refused_in_a_fused_module_and_right_in_an_
     outputs = fuse(models, unfused=[""])(given)
     for number, model in enumerate(models):
         torch.testing.assert_close(outputs[number], model(x[0 if shared else number]), **CLOSE)
+
+
+def test_writes_reach_views_and_stay_with_their_trial_in_inference_mode_too():
+    def views(m, h):
+        flat = h.view(-1)
+        flat.mul_(2.0)
+        return h
+
+    class Writes(nn.Module):
+        def forward(self, x):
+            return x.add_(1.0)
+
+    class Both(Body):
+        def __init__(self):
+            super().__init__(views)
+            self.writes = Writes()
+
+        def forward(self, x):
+            return super().forward(x) + self.writes(torch.ones(CHANNELS, dtype=torch.float64))
+
+    models, x = make_models(Both), torch.randn(3, ROWS, CHANNELS, dtype=torch.float64)
+    fused = fuse(models, unfused=["writes"])
+    with torch.inference_mode():
+        outputs = fused(x.clone())
+        for number, model in enumerate(models):
+            torch.testing.assert_close(outputs[number], model(x[number].clone()), **CLOSE)

@@ -119,6 +119,34 @@ class CachesTensors(Net):
         return (h + self.table).relu() * _table(h.shape[1])
 
 
+class FailsWhenMade(Net):
+    """Refuses some of its arguments."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        if scale > 1.5:
+            raise ValueError(f"scale {scale} is too large")
+        self.scale = scale
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.relu() * self.scale
+
+
+class FailsInTraining(Net):
+    """Takes `good` steps, and then no more where its scale is large."""
+
+    def __init__(self, scale: float = 1.0, good: int = 0) -> None:
+        super().__init__()
+        self.scale, self.good = scale, good
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def between(self, h: Tensor) -> Tensor:
+        self.steps += self.training
+        if self.scale > 1.5 and int(self.steps) > self.good:
+            raise ValueError("one step too many")
+        return h.relu() * self.scale
+
+
 class ScalesInput(Net):
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()

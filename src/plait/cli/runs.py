@@ -49,6 +49,8 @@ def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag
     print(f"{folder.path}: {found['state']}, last word {age} ago")
     if found["progress"]:
         print(describe(found["progress"]))
+    for trial, why in found["progress"].get("failed", {}).items():
+        print(f"trial {trial} failed: {why}")
     if found["state"] == "failed" and cause is not None:
         print(f"it ended with: {cause} (see {folder.failure})")
     for worker in found["workers"]:

@@ -107,6 +107,8 @@ def sweep(
         show_result(result, job)
     if result.reason == "stopped":
         raise typer.Exit(STOPPED)
+    if result.reason == "failed":
+        raise typer.Exit(1)
 
 
 def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> list[tuple[str, Any]]:
@@ -137,6 +139,7 @@ class SweepDisplay:
         self._said = 0.0
         # How many arrays were shown, and how.
         self._arrays: dict[int, tuple[bool, str]] = {}
+        self._failed: set[str] = set()
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -154,6 +157,10 @@ class SweepDisplay:
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         self._show_arrays([decode(ArrayResult, array) for array in progress.get("arrays", [])])
+        for trial, why in progress.get("failed", {}).items():
+            if trial not in self._failed:
+                self._failed.add(trial)
+                self._say(f"trial {trial} failed: {why}")
         if self._live is not None:
             rows = [decode(TrialResult, row) for row in progress["rows"]]
             self._live.update(Group(Text(describe_sweep(progress)), trials_table(rows)))
@@ -241,6 +248,11 @@ def show_result(result: SweepResult, job: Path) -> None:
     print_table(trials_table(result.trials[:SHOWN]))
     if len(result.trials) > SHOWN:
         print(f"and {len(result.trials) - SHOWN} more in {folder.path}/trials.csv")
+    failed = [row for row in result.trials if row.state == "failed"]
+    for row in failed[:SHOWN]:
+        print(f"trial {row.trial} failed: {row.why}")
+    if failed:
+        print(f"the errors with their frames are in {folder.path}/failures")
     for array in result.arrays[:SHOWN]:
         print(describe_array(array))
     if len(result.arrays) > SHOWN:

@@ -171,13 +171,14 @@ class TrialCopied(Event):
 
 @dataclass(frozen=True)
 class TrialEnded(Event):
-    """A trial ended: `state` is finished, early-stop, dropped or diverged."""
+    """A trial ended: `state` is finished, early-stop, dropped, diverged or failed; `why` it failed."""
 
     trial: int
     step: int
     state: str
     metrics: Mapping[str, float | None]
     train_loss: float | None
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from plait.sweeping.array_size import choose_width, try_two
 from plait.sweeping.engines.fused import Array, TrialInit
 from plait.sweeping.engines.leader import LeaderArray, make_array
 from plait.sweeping.engines.verified_arrays import verify_entries
-from plait.sweeping.reasons import NotFusedError, fused_work, why_optimizer
+from plait.sweeping.reasons import NotFusedError, TrialsFailedError, fused_work, why_optimizer
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.worker_group import WorkerGroup, share_of
 from plait.training import components
@@ -84,10 +84,19 @@ class ArrayBuilder:
     def train_one_by_one(self, group: str, why: str) -> None:
         self._widths[group] = 1, why
 
+    def narrow(self, group: str, trials: int, why: str) -> None:
+        """Let arrays of a group hold half of the `trials` there is no memory for."""
+        width = min(self.width(group), trials) // 2
+        self._widths[group] = (width, "") if width > 1 else (1, why)
+
     def choose_width(self, group: str, settings: TrainSettings, sets: DataPair, share: int) -> None:
         """Decide how many trials of a group an array holds, of this worker's `share` of those that wait."""
         if group not in self._widths:
             self._widths[group] = self._find_width(group, settings, sets, share)
+
+    def forget_width(self, group: str) -> None:
+        """Choose the width of a group anew, with another of its trials."""
+        self._widths.pop(group, None)
 
     def forget_widths(self, kept: str) -> None:
         """Choose widths anew, except for the group `kept`, as other workers share out the trials now."""
@@ -234,6 +243,10 @@ class ArrayBuilder:
             unfused=dict(verdict.unfused),
             refused=verdict.refused,
         )
+        # A new model of another trial may come before those that join.
+        others = trials - len(numbers)
+        if failed := {numbers[n - others]: why for n, why in verdict.failed.items() if n >= others}:
+            raise TrialsFailedError(failed)
         if verdict.refused is not None:
             raise NotFusedError(verdict.refused)
         self._verdicts[group] = verdict

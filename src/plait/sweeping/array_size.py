@@ -24,7 +24,8 @@ from plait.measure.fresh_process import FreshProcessError, FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.engines.batch_streams import BatchStream
 from plait.sweeping.engines.fused import FusedArray, TrialInit
-from plait.sweeping.reasons import NotFusedError, fused_work, short
+from plait.sweeping.engines.unfused import UnfusedArray
+from plait.sweeping.reasons import NotFusedError, fused_work, short, why_failed
 from plait.training import components
 from plait.training.components import DataPair
 from plait.training.optimizers.eager import use_eager_optimizers
@@ -64,6 +65,10 @@ def choose_width(
     return found["width"], found["why"]
 
 
+class FailsAloneError(Exception):
+    """The trial that stands for its group fails by itself; `str` says why."""
+
+
 def try_two(
     fresh: FreshProcesses,
     settings: TrainSettings,
@@ -98,9 +103,12 @@ def _measured(
         **more,
     }
     try:
-        return fresh.call(f"{__name__}:{function}", argument, on_gpu=device.type == "cuda")
+        found = fresh.call(f"{__name__}:{function}", argument, on_gpu=device.type == "cuda")
     except FreshProcessError as failure:
         raise NotFusedError(short(str(failure))) from None
+    if "fails alone" in found:
+        raise FailsAloneError(found["fails alone"])
+    return found
 
 
 def import_fake_tensors() -> None:
@@ -112,16 +120,39 @@ def import_fake_tensors() -> None:
 def measure_width(argument: dict[str, Any]) -> dict[str, Any]:
     """The width of arrays and, where it is one, why."""
     asked = _Asked.of(argument)
-    with fused_work():
+
+    def measure() -> dict[str, Any]:
         width, why = _measure_width(asked, argument["trials"])
-    return {"width": width, "why": why}
+        return {"width": width, "why": why}
+
+    return _or_fails_alone(asked, measure)
 
 
-def take_step_of_two(argument: dict[str, Any]) -> None:
-    """A step of two fused trials."""
+def take_step_of_two(argument: dict[str, Any]) -> dict[str, Any]:
+    """Take a step of two fused trials."""
     asked = _Asked.of(argument)
-    with fused_work():
+
+    def take() -> dict[str, Any]:
         _stepper(asked, 2)()
+        return {}
+
+    return _or_fails_alone(asked, take)
+
+
+def _or_fails_alone(asked: _Asked, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` finds of fused trials; where it fails, why one trial fails by itself, if it does."""
+    try:
+        with fused_work():
+            return measure()
+    except NotFusedError as failure:
+        if isinstance(failure.__cause__, FusionError):
+            raise
+        try:
+            UnfusedArray(_entries(asked, 1)).step([asked.batch], [1.0])
+        except Exception as own:  # a user's model can fail in any way
+            if (why := why_failed(own)) is not None:
+                return {"fails alone": why}
+        raise
 
 
 @dataclass(frozen=True)

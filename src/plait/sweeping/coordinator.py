@@ -271,10 +271,11 @@ class Coordinator:
         state: str,
         metrics: Mapping[str, Any],
         train_loss: float | None,
+        why: str = "",
     ) -> Answer:
         if not self._assignments.has(worker, trial):
             return {}
-        self.scheduler.stop(trial, step, state, metrics, train_loss)
+        self.scheduler.stop(trial, step, state, metrics, train_loss, why)
         self._assignments.release(trial)
         self._remove_ended()
         return {}
@@ -312,7 +313,9 @@ class Coordinator:
 
         A sweep that has trials left was stopped.
         """
+        states = {trial.state for trial in self.scheduler.trials}
         reason = "finished" if self.scheduler.is_over else "stopped"
+        reason = "failed" if states == {"failed"} and self.scheduler.is_over else reason
         best = self.scheduler.best()
         if best is not None:
             self._publish(best)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,17 +13,19 @@ import torch
 
 from plait.comm.rpc import Client
 from plait.core.codec import finite
+from plait.core.files import write_atomic
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
+from plait.sweeping.array_size import FailsAloneError
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepClosedError, SweepMembers
 from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams
 from plait.sweeping.engines.leader import make_entry, position_of
-from plait.sweeping.reasons import NotFusedError
-from plait.sweeping.running_trial import RunningTrial, newest, save_trial
+from plait.sweeping.reasons import NotFusedError, TooWideError, TrialsFailedError, why_failed
+from plait.sweeping.running_trial import RunningTrial, failure_file, newest, save_trial
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import WorkerGroup, share_of
@@ -33,6 +37,7 @@ from plait.training.optimizers.lr_schedule import build_lr_factor
 POLL_S = 0.1
 # How often a worker asks whether others need some of its trials.
 OFFER_S = 0.5
+log = logging.getLogger(__name__)
 
 
 class SweepTraining:
@@ -67,6 +72,8 @@ class SweepTraining:
         self._may_get_more = True
         self._asked = 0.0
         self._is_over = False
+        # The group whose width could not be chosen with the trial that is trained alone now.
+        self._tried: str | None = None
         # Where workers come and go: the members, and when this worker last offered them trials of its array.
         self._members = members
         self._offered = 0.0
@@ -85,7 +92,9 @@ class SweepTraining:
                     self._give_back()
                 return reason
             except NotFusedError as failure:
-                self._separate(str(failure))
+                self._separate(failure)
+            except TrialsFailedError as failure:
+                self._fail(failure)
             except SweepClosedError:
                 self._engine.close()
                 return "finished"
@@ -105,6 +114,9 @@ class SweepTraining:
         if self._engine.trials:
             self._refill()
             return
+        if self._tried is not None:
+            self._builder.forget_width(self._tried)
+            self._tried = None
         found = self._coordinator.ask(ask="look", worker=self._worker.id)
         if "group" in found:
             self._begin(found)
@@ -151,7 +163,14 @@ class SweepTraining:
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
         self._streams = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._workers))
-        self._builder.choose_width(group, settings, sets, found["share"])
+        try:
+            self._builder.choose_width(group, settings, sets, found["share"])
+        except Exception as failure:  # a user's model can fail in any way
+            if (why := str(failure) if isinstance(failure, FailsAloneError) else why_failed(failure)) is None:
+                raise
+            # It will fail where it belongs: as a trial, trained alone. Others may do better.
+            self._builder.train_one_by_one(group, why)
+            self._tried = group
         if joining := self._take(self._builder.width(group), begin=True):
             self._change([], joining)
 
@@ -170,6 +189,8 @@ class SweepTraining:
         if joining:
             admission = self._engine.admit(joining)
             joining = admission.joining
+            for number, why in admission.failed.items():
+                self._report_failed(number, why)
             for each in admission.waiting:
                 self._hand_back(each.trial.trial)
             if admission.apart:
@@ -190,7 +211,13 @@ class SweepTraining:
         used = [trial.stream for trial in self._engine.trials]
         taken = []
         for assignment in answer["trials"]:
-            taken.append(self._prepare(assignment, used))
+            try:
+                taken.append(self._prepare(assignment, used))
+            except Exception as failure:  # a user's model can fail in any way
+                if (why := why_failed(failure)) is None:
+                    raise
+                self._report_failed(assignment["trial"], why, failure)
+                continue
             used.append(taken[-1].trial.stream)
         return taken
 
@@ -214,9 +241,45 @@ class SweepTraining:
             trial.load_progress(state.step, state.progress)
         return Joining(trial, make_entry(settings, state, self._device, self._sets))
 
-    def _separate(self, why: str) -> None:
-        """Train the trials of this group one by one from now on, from their last checkpoints."""
-        self._builder.train_one_by_one(self._engine.group, why)
+    def _separate(self, failure: NotFusedError) -> None:
+        """Train the trials of this group one by one from now on, or fewer at once, from their checkpoints."""
+        if isinstance(failure, TooWideError):
+            self._builder.narrow(self._engine.group, len(self._engine.trials), str(failure))
+        else:
+            self._builder.train_one_by_one(self._engine.group, str(failure))
+        self._dissolve()
+
+    def _fail(self, failure: TrialsFailedError) -> None:
+        """End trials that cannot go on; the others of their array go on from their checkpoints."""
+        for number, why in failure.reasons.items():
+            self._report_failed(number, why, failure.__cause__)
+        if self._workers is not None:
+            # The others of the group are in the middle of the same step: the sweep ends, and can go on
+            # without the trial.
+            raise failure.__cause__ or failure
+        self._dissolve()
+
+    def _report_failed(self, number: int, why: str, failure: BaseException | None = None) -> None:
+        """Record that a trial failed, and keep the frames of the error."""
+        log.warning("trial %d failed: %s", number, why)
+        if failure is not None:
+            frames = "".join(traceback.format_exception(failure))
+            write_atomic(failure_file(self._folder, number), frames)
+        step = next((each.step for each in self._engine.trials if each.trial == number), 0)
+        self._coordinator.ask(
+            ask="stop",
+            worker=self._worker.id,
+            trial=number,
+            step=step,
+            state="failed",
+            metrics={},
+            train_loss=None,
+            why=why,
+        )
+        self._held.discard(number)
+
+    def _dissolve(self) -> None:
+        """Let other arrays go on with the trials of this one, from their last checkpoints."""
         for trial in sorted(self._held):
             self._hand_back(trial)
         self._leaving = []

@@ -72,6 +72,7 @@ class SweepProgress:
             "trial_steps_per_s": round(rate, 3),
             "rows": encode([self._row(row, steps) for row in self._shown()]),
             "arrays": encode(self._arrays.table(LINES)),
+            "failed": {str(t.number): t.why for t in scheduler.trials if t.state == "failed"},
         }
         return {**found, "left_s": round((total - done) / rate, 1)} if rate > 0 else found
 

@@ -25,7 +25,7 @@ from plait.workloads.metrics import LOWER_IS_BETTER
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10
-ENDED = ("finished", "early-stop", "dropped", "diverged")
+ENDED = ("finished", "early-stop", "dropped", "diverged", "failed")
 
 
 @dataclass
@@ -42,6 +42,8 @@ class Trial:
     step: int = 0
     metrics: dict[str, float | None] = field(default_factory=dict)
     train_loss: float | None = None
+    # Why it failed.
+    why: str = ""
     # Results where trials are compared, by the number of the goal.
     reached: dict[int, float] = field(default_factory=dict)
 
@@ -116,7 +118,7 @@ class TrialScheduler:
         """All trials, best first: those that came to their end, then by how far the others came."""
         ordered = sorted(self.trials, key=_standing)
         return tuple(
-            TrialResult(t.number, t.state, t.step, dict(t.values), dict(t.metrics), t.train_loss)
+            TrialResult(t.number, t.state, t.step, dict(t.values), dict(t.metrics), t.train_loss, t.why)
             for t in ordered
         )
 
@@ -183,13 +185,20 @@ class TrialScheduler:
         return trial.goal
 
     def stop(
-        self, number: int, step: int, state: str, metrics: Mapping[str, Any], train_loss: float | None
+        self,
+        number: int,
+        step: int,
+        state: str,
+        metrics: Mapping[str, Any],
+        train_loss: float | None,
+        why: str = "",
     ) -> None:
-        """Record that a trial ended by itself: it diverged or stopped early."""
+        """Record that a trial ended by itself: it diverged, stopped early or failed."""
         trial = self.trials[number]
         if trial.has_ended:
             return
-        self._record_result(trial, step, metrics, train_loss, nan=state == "diverged")
+        self._record_result(trial, step, metrics, train_loss, nan=state in ("diverged", "failed"))
+        trial.why = why
         self._end(trial, state)
         if self.search.waits:
             self._finish_rung()
@@ -298,7 +307,9 @@ class TrialScheduler:
     def _end(self, trial: Trial, state: str) -> int:
         trial.state = state
         self._record(
-            run_events.TrialEnded(trial.number, trial.step, state, dict(trial.metrics), trial.train_loss)
+            run_events.TrialEnded(
+                trial.number, trial.step, state, dict(trial.metrics), trial.train_loss, trial.why
+            )
         )
         return 0
 
@@ -368,6 +379,7 @@ class TrialScheduler:
                 trial = self.trials[event.trial]
                 trial.state, trial.step = event.state, event.step
                 trial.metrics, trial.train_loss = dict(event.metrics), event.train_loss
+                trial.why = event.why
             case run_events.TrialCopied():
                 trial = self.trials[event.trial]
                 self._change(trial, event.values, _place(trial, event.step))
@@ -383,8 +395,15 @@ def _place(trial: Trial, step: int) -> int:
 def _standing(trial: Trial) -> tuple[Any, ...]:
     """Sorts trials best first; numbers keep the order of equals."""
     complete = trial.state in ("finished", "early-stop")
-    unknown = math.isnan(trial.result) or trial.state == "diverged"
-    return (unknown, not complete, 0 if complete else -trial.step, _number(trial.result), trial.number)
+    unknown = math.isnan(trial.result) or trial.state in ("diverged", "failed")
+    return (
+        trial.state == "failed",
+        unknown,
+        not complete,
+        0 if complete else -trial.step,
+        _number(trial.result),
+        trial.number,
+    )
 
 
 def _number(result: float) -> float:

@@ -9,6 +9,7 @@ from torch._C._functorch import peek_interpreter_stack
 from plait.fusion.dispatch import aliases
 from plait.fusion.dispatch.fallback import (
     find_rule,
+    is_in_place,
     loop,
     recover,
     refuse_outside,
@@ -50,7 +51,7 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
         outcome = rule(function, args, kwargs)
     except Exception as failure:
         outcome = recover(rule, function, args, kwargs, failure)
-    if before is not None and before != _version(args):
+    if before is not None and (before != _version(args) or (before < 0 and is_in_place(function))):
         aliases.repeat_writes(args[0].stacked)
     if padding.used:
         follow(function, args, kwargs, outcome)
@@ -58,11 +59,11 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
 
 
 def _version(args: Arguments) -> int | None:
-    """How often the first argument was written; each write in place counts one more."""
+    """How often the first argument was written, or -1 in inference mode, where nobody counts."""
     first = args[0] if args else None
     if not isinstance(first, TrialTensor) or first.pending is not None:
         return None
-    version: int = first.stacked._version
+    version: int = -1 if first.stacked.is_inference() else first.stacked._version
     return version
 
 

@@ -149,7 +149,8 @@ class OwnModules:
         given = [_slice_of((args, kwargs), number, self.trials.rows) for number in range(self.trials.count)]
         plain = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor]
         pristine = {id(leaf): leaf.clone() for leaf in plain} if self._copies is None else {}
-        versions = [leaf._version for leaf in plain]
+        counted = not any(leaf.is_inference() for leaf in plain)
+        versions = [leaf._version for leaf in plain] if counted else []
         outcomes = []
         for number, (module, streams) in enumerate(zip(self.modules, singles)):
             own_args, own_kwargs = given[number]
@@ -162,7 +163,10 @@ class OwnModules:
                 outcomes.append(module(*own_args, **own_kwargs))
             if self._copies is None:
                 self._refuse_changed(shape, _shape_of_objects(own_args, own_kwargs))
-                self._copies = versions != [leaf._version for leaf in plain]
+                if counted:
+                    self._copies = versions != [leaf._version for leaf in plain]
+                else:  # in inference mode nobody counts writes
+                    self._copies = any(not torch.equal(leaf, pristine[id(leaf)]) for leaf in plain)
         return outcomes
 
     def _refuse_changed(self, before: Any, after: Any) -> None:

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -70,7 +70,15 @@ _NOT_TWICE = (
 
 
 class _NotComparable(Exception):
-    """A plain model that fails by itself, or does something else each time."""
+    """A plain model that does something else each time."""
+
+
+class _FailsAlone(Exception):
+    """A plain model that fails by itself."""
+
+    def __init__(self, trial: int, why: str) -> None:
+        super().__init__(why)
+        self.trial = trial
 
 
 class Rehearsal(Protocol):
@@ -123,7 +131,8 @@ class Verdict:
 
     `refused` says why not even that helps; then each trial has to be trained alone. `has_python_state` says
     that modules keep numbers in Python that change from step to step, which no CUDA graph can hold. With
-    `loss_alone` only the loss is computed trial by trial.
+    `loss_alone` only the loss is computed trial by trial. `failed` are trials, by their places, that cannot
+    take a step alone either, and why.
     """
 
     unfused: Mapping[str, str] = field(default_factory=dict)
@@ -131,6 +140,7 @@ class Verdict:
     seconds: float = 0.0
     has_python_state: bool = False
     loss_alone: bool = False
+    failed: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def is_fused(self) -> bool:
@@ -158,9 +168,7 @@ def verify_fused(
     """
     start = time.perf_counter()
     found = _verify(rehearsal, dict(unfused or {}), scenes, list(range(len(rehearsal.models))))
-    return Verdict(
-        found.unfused, found.refused, time.perf_counter() - start, found.has_python_state, found.loss_alone
-    )
+    return replace(found, seconds=time.perf_counter() - start)
 
 
 def _verify(rehearsal: Rehearsal, unfused: dict[str, str], scenes: Scenes, trials: list[int]) -> Verdict:
@@ -210,21 +218,30 @@ class _Check:
         self._noise: dict[int, Noise] = {}
 
     def verdict(self) -> Verdict:
+        refused, failed = None, {}
         try:
             refused = self._resolve()
+        except _FailsAlone as failure:
+            number = self._numbers[failure.trial]
+            refused = f"trial {number} fails by itself on these batches: {failure}"
+            failed = {number: str(failure)}
         except _NotComparable as failure:
             refused = str(failure)
-        return Verdict(self.unfused, refused, 0.0, self.has_python_state, self.rehearsal.loss_alone)
+        state, alone = self.has_python_state, self.rehearsal.loss_alone
+        return Verdict(self.unfused, refused, 0.0, state, alone, failed)
 
     def _resolve(self) -> str | None:
         """Run modules trial by trial until all agree; or why they do not."""
         start, limit_s = time.perf_counter(), _SEARCH_S
         for attempt in range(_ATTEMPTS + 2):
             problem = self._problem()
-            if attempt == 0:
-                limit_s = max(limit_s, _SEARCH_TIMES * (time.perf_counter() - start))
             if problem is None:
                 return None
+            if attempt == 0:
+                # It may be one of the trials that cannot take a step, and no module of all of them.
+                for trial in range(1, len(self.rehearsal.models)):
+                    self._alone(trial, until=0)
+                limit_s = max(limit_s, _SEARCH_TIMES * (time.perf_counter() - start))
             if problem.only_loss and not self.rehearsal.loss_alone:
                 self.rehearsal.loss_alone = True
                 continue
@@ -389,9 +406,7 @@ class _Check:
             if training and isinstance(failure, PlaitError):
                 raise
             if training:
-                raise _NotComparable(
-                    f"trial {self._numbers[trial]} fails by itself on these batches: {_first_line(failure)}"
-                ) from failure
+                raise _FailsAlone(trial, _first_line(failure)) from failure
             return None  # its forward asks for gradients, say
         return {**step, **_numbers_in(model)}
 

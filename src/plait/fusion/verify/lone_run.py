@@ -10,7 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from plait.fusion.dispatch.random import Streams
+from plait.fusion.module import FusedModule
 from plait.fusion.trials.alone import LoneMode, seeded_for
+
+
+@contextmanager
+def draws_of_trial(fused: FusedModule, number: int, model: nn.Module) -> Iterator[None]:
+    """Within, `model`, which is trial `number` alone, draws what that trial draws in its next forwards."""
+    lone = LoneRun(model, int(fused.seeds[number]), int(fused.ages[number]), fused.unfused)
+    try:
+        with lone.forwards():
+            yield
+    finally:
+        lone.close()
 
 
 class LoneRun:
@@ -21,12 +33,39 @@ class LoneRun:
         self._seed = seed
         self._age = age
         self._streams: Streams | None = None
+        self._handles: list[Any] = []
         for name in unfused:
             part = model.get_submodule(name)
             if not isinstance(part, torch.jit.ScriptModule):
-                part.register_forward_pre_hook(self._enter)
-                part.register_forward_hook(self._leave)
+                self._handles.append(part.register_forward_pre_hook(self._enter))
+                self._handles.append(part.register_forward_hook(self._leave))
         self._open: list[Any] = []
+
+    def close(self) -> None:
+        """Leave nothing in the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def forwards(self) -> Iterator[None]:
+        """Within, each forward of the model and what follows it run as this trial's next ones."""
+        contexts: list[Any] = []
+
+        def begin(*_: object) -> None:
+            end()
+            contexts.append(self.forward())
+            contexts[-1].__enter__()
+
+        def end() -> None:
+            while contexts:
+                contexts.pop().__exit__(None, None, None)
+
+        handle = self._model.register_forward_pre_hook(begin)
+        try:
+            yield
+        finally:
+            handle.remove()
+            end()
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -38,6 +38,7 @@ from plait.sweeping.engines.microbatches import Piece, Round, most_rounds, round
 from plait.sweeping.engines.trial_norms import TrialNorms
 from plait.sweeping.worker_group import GroupSum, WorkerGroup, share_of
 from plait.training import checkpoint as checkpoints
+from plait.training import components
 from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, means, sums_of, sums_over_share
 from plait.training.monitoring.asked import wants_norms
@@ -410,16 +411,42 @@ class FusedArray:
         model = self.fused.trial(place)
         optimizer = lone_optimizer(self.optimizer, model, place)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        scale = self._entries[place].parts.scaler.state_dict()
-        if scale:
-            scale["scale"] = self._scales.scales[place].item()
-            scale["_growth_tracker"] = int(self._scales.good_steps[place])
         return TrialTensors(
             named_state.model_state(model),
             named_state.optimizer_state(optimizer, names),
-            scale,
+            self.loss_scale(place),
             int(self.fused.ages[place]),
         )
+
+    def loss_scale(self, place: int) -> dict[str, Any]:
+        """The state of the scaler that the trial at `place` would have alone; empty where none is in use."""
+        state: dict[str, Any] = self._entries[place].parts.scaler.state_dict()
+        if state:
+            state["scale"] = self._scales.scales[place].item()
+            state["_growth_tracker"] = int(self._scales.good_steps[place])
+        return state
+
+
+def rebuild_trial(array: FusedArray, place: int) -> TrialInit:
+    """The trial at `place` by itself, as it is now, beside the array, which stays as it is.
+
+    Its model is made by its factory and has the trial's weights and buffers; its optimizer is torch's own,
+    with the trial's state. `UnfusedArray([...]).step` takes a plain step with it. What models keep in Python
+    is as in a new one (`Verdict.has_python_state` says whether they keep any). Random numbers are torch's;
+    within `draws_of_trial(array.fused, place, model)` they are those that the trial draws next.
+    """
+    settings, known = array.settings_of(place), array.parts_of(place)
+    parts = components.build(settings, known.device, (known.train_set, known.test_set))
+    trial = array.fused.trial(place)
+    own = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in (*parts.model.named_parameters(), *parts.model.named_buffers()):
+            tensor.data = own[name].detach().clone()
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trial.named_parameters()}
+    state = named_state.optimizer_state(lone_optimizer(array.optimizer, trial, place), names)
+    named_state.load_optimizer_state(parts.optimizer, parts.names, state)
+    parts.scaler.load_state_dict(array.loss_scale(place))
+    return TrialInit(settings, parts, int(array.fused.ages[place]))
 
 
 def together(parts: Components, contents: Sequence[Any], length: int) -> Any:

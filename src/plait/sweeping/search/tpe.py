@@ -55,6 +55,8 @@ def _known(one: Past, over: Sequence[Dimension], distributions: Mapping[str, Any
         return optuna.trial.create_trial(
             state=states.PRUNED, intermediate_values={one.step: result}, **options
         )
+    if one.state == "failed":
+        return optuna.trial.create_trial(state=states.FAIL, **options)
     if one.state in ("waiting", "running"):
         return optuna.trial.create_trial(state=states.RUNNING, **options)
     return optuna.trial.create_trial(state=states.COMPLETE, value=result, **options)
