@@ -41,7 +41,10 @@ def sweep(
         list[str] | None,
         typer.Option(help="What to try: optimizer.lr=log:1e-4:1e-1:16 or KEY=V1,V2 (repeatable)."),
     ] = None,
-    search: Annotated[str, typer.Option(help=f"One of {', '.join(SEARCHES)}.")] = SearchSettings.kind,
+    search: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(SEARCHES)}; unset: {SearchSettings.kind}.", show_default=False),
+    ] = None,
     trials: Annotated[int | None, typer.Option(help="How many trials to draw, where they are drawn.")] = None,
     width: Annotated[int | None, typer.Option(help="Trials an array; unset: as many as fit and pay.")] = None,
     replicas: Annotated[
@@ -51,12 +54,19 @@ def sweep(
     plan: Annotated[
         str | None, typer.Option(help="Arrays in stages, one a worker: a plan file, model-parallel, auto.")
     ] = None,
-    eta: Annotated[int, typer.Option(help="One in ETA trials goes on (halving, asha).")] = SearchSettings.eta,
+    eta: Annotated[
+        int | None,
+        typer.Option(help=f"One in ETA trials goes on (halving, asha); unset: {SearchSettings.eta}."),
+    ] = None,
     least_steps: Annotated[
         int | None, typer.Option(help="Steps before trials are first compared (halving, asha, pbt).")
     ] = None,
-    metric: Annotated[str, typer.Option(help="What trials are compared by.")] = SearchSettings.metric,
-    seed: Annotated[int, typer.Option(help="Of what the search draws.")] = SearchSettings.seed,
+    metric: Annotated[
+        str | None, typer.Option(help="What trials are compared by; unset: the job's metric, or the loss.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help=f"Of what the search draws; unset: {SearchSettings.seed}.")
+    ] = None,
     devices: Annotated[
         str | None, typer.Option(help="cpu:4 or cuda:2: that many workers; cuda: one for each GPU.")
     ] = None,
@@ -66,7 +76,12 @@ def sweep(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: epochs=2 (repeatable).")
     ] = None,
-    resume: Annotated[str | None, typer.Option(help="Go on with the sweep in this run folder.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on with the sweep in this run folder; --width, --replicas, --trials may change."
+        ),
+    ] = None,
     run: Annotated[str | None, typer.Option(help="The run folder to use.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no worker output.")] = False,
     json_: JsonFlag = False,

@@ -150,13 +150,17 @@ class TrialEvaluated(Event):
 
 @dataclass(frozen=True)
 class TrialReached(Event):
-    """A trial came to where trials are compared; of `result` less is better, none is worst."""
+    """A trial came to where trials are compared; of `result` less is better, none is worst.
+
+    `judged` counts the results there up to this one and those that came with it; 0 where that was not noted.
+    """
 
     trial: int
     step: int
     result: float | None
     metrics: Mapping[str, float | None]
     train_loss: float | None
+    judged: int = 0
 
 
 @dataclass(frozen=True)

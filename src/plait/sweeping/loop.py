@@ -358,6 +358,7 @@ class SweepTraining:
         """Evaluate, save and report the trials for which it is time."""
         trials = self._engine.trials
         metrics = self._evaluate([place for place in places if trials[place].is_evaluated])
+        reached = []
         for place in places:
             trial = trials[place]
             if trial.is_evaluation_due:
@@ -365,9 +366,11 @@ class SweepTraining:
             if trial.stops_early:
                 self._end(place, "early-stop", metrics[place])
             elif trial.has_reached:
-                self._reach(place, metrics[place])
+                reached.append(place)
             elif trial.is_checkpoint_due or (self._members is not None and trial.is_evaluation_due):
                 self._save(place)
+
+        self._reach(reached, metrics)
 
     def _evaluate(self, places: Sequence[int]) -> dict[int, dict[str, float]]:
         trials = self._engine.trials
@@ -377,20 +380,27 @@ class SweepTraining:
         self._record([], [(trials[p].trial, trials[p].step, _finite(metrics[p])) for p in places])
         return metrics
 
-    def _reach(self, place: int, metrics: dict[str, float]) -> None:
-        """Report a trial at its goal; it leaves the array unless it goes on at once."""
-        trial = self._engine.trials[place]
-        result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
-        # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
-        is_due = self._waits or self._members is not None or trial.is_checkpoint_due
-        if self._is_wanted(trial, result) if trial.step >= trial.steps else is_due:
-            self._save(place)
-        answer = self._coordinator.ask(
-            ask="report", worker=self._worker.id, trial=trial.trial, step=trial.step, **result
-        )
-        trial.until = answer["until"]
-        if trial.until == 0:
-            self._let_leave(place)
+    def _reach(self, places: Sequence[int], metrics: Mapping[int, dict[str, float]]) -> None:
+        """Report trials at their goals, together; they leave the array unless they go on at once."""
+        results = []
+        for place in places:
+            trial = self._engine.trials[place]
+            result = {
+                "metrics": _finite(metrics[place]),
+                "train_loss": _finite_or_none(trial.latest_loss),
+            }
+            # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
+            is_due = self._waits or self._members is not None or trial.is_checkpoint_due
+            if self._is_wanted(trial, result) if trial.step >= trial.steps else is_due:
+                self._save(place)
+            results.append((trial.trial, trial.step, *result.values()))
+        if not results:
+            return
+        answer = self._coordinator.ask(ask="report", worker=self._worker.id, results=results)
+        for place, until in zip(places, answer["until"]):
+            self._engine.trials[place].until = until
+            if until == 0:
+                self._let_leave(place)
 
     def _end(self, place: int, state: str, metrics: dict[str, float]) -> None:
         """Report a trial that ended by itself."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
+from plait.core.shown import shown
 from plait.schema.settings import (
     DataSettings,
     LrScheduleSettings,
@@ -56,23 +57,30 @@ def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSett
         *parents, last = _place(key)
         below = tree
         for parent in parents:
+            if below.get(parent) is None:
+                below[parent] = {}
+            # A section of options is not the settings' own: those of other trials stay as they are.
+            below[parent] = dict(below[parent]) if isinstance(below[parent], dict) else below[parent]
+            if not isinstance(below[parent], dict):
+                raise JobError(
+                    f"--over {key}: found {shown(below[parent])} as {parent!r} in the job, expected a "
+                    f"section to set it in"
+                )
             below = below[parent]
-            if not isinstance(below, dict):
-                raise JobError(f"--over {key}: the job has no section {parent!r} to set it in")
         below[last] = encode(value)
     return decode(TrainSettings, tree, "trial")
 
 
 def _place(key: str) -> list[str]:
     """Where in the encoded settings a key of the job file lies."""
-    first, _, rest = key.partition(".")
+    first, *rest = key.split(".")
     if first == "model":
         return ["model", "factory"]
     if first == "model_args":
-        return ["model", "args", rest]
-    if first in _OPEN and rest not in {field.name for field in fields(_OPEN[first])}:
-        return [first, "options", rest]
-    return key.split(".")
+        return ["model", "args", *rest]
+    if first in _OPEN and rest[:1] and rest[0] not in {field.name for field in fields(_OPEN[first])}:
+        return [first, "options", *rest]
+    return [first, *rest]
 
 
 def is_fusable(settings: TrainSettings) -> bool:

@@ -20,7 +20,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.sweeping.array_size import import_fake_tensors
-from plait.sweeping.coordinator import Coordinator, choose_metric
+from plait.sweeping.coordinator import Coordinator, check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.engines.commands import EndCommand
@@ -45,7 +45,7 @@ def check_order(order: dict[str, Any]) -> None:
     use_eager_optimizers()
     settings = decode(SweepSettings, order["settings"], "settings")
     Search(settings)
-    choose_metric(settings)
+    check_comparable(settings, choose_metric(settings))
     check_data(settings.train.data)
     components.check(settings.train)
     for dimension in settings.over:

@@ -42,7 +42,8 @@ def _distribution(dimension: Dimension, optuna: Any) -> Any:
         # By place: a value may be a list, which optuna does not take.
         return optuna.distributions.CategoricalDistribution(list(range(len(dimension.values))))
     if dimension.whole:
-        return optuna.distributions.IntDistribution(int(dimension.low), int(dimension.high))
+        low, high = int(dimension.low), int(dimension.high)
+        return optuna.distributions.IntDistribution(low, high, log=dimension.log)
     return optuna.distributions.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
 
 
