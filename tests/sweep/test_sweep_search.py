@@ -297,7 +297,7 @@ def test_asha_trains_few_trials_to_the_end(tmp_path: Path):
 
 def test_a_diverged_member_of_a_population_goes_on_as_a_copy_of_a_good_one(tmp_path: Path):
     job = digits_job(steps=8, model=ModelSettings("support.odd_models:Net"))
-    settings = sweep_of("optimizer.lr=0.05,1e30,0.1", job=job, kind="pbt", least_steps=4, width=3)
+    settings = sweep_of("optimizer.lr=0.05,1e308,0.1", job=job, kind="pbt", least_steps=4, width=3)
     found = sweep_here(settings, tmp_path)
     row = next(row for row in found["trials"] if row["trial"] == 1)
     assert row["state"] == "finished"
