@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import plait
 from plait.cli.sweep import SweepDisplay, show_result, trials_table
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
-from plait.jobs.sweep import make_sweep, placement_of, sweep
+from plait.jobs.sweep import go_on, make_sweep, placement_of, sweep
 from plait.launch.run_dir import RunDir
 from plait.planner import Plan, save_plan
 from plait.planner.schedules.kinds import Schedule
@@ -172,6 +173,45 @@ def test_only_a_sweep_can_be_resumed(tmp_path: Path):
         sweep(plait.make_job(CONTENT), resume=str(tmp_path / "none"))
     with pytest.raises(InputError, match="holds no run that can go on"):
         sweep(plait.make_job(CONTENT), resume=str(tmp_path))
+
+
+def test_a_sweep_goes_on_with_what_may_change_and_refuses_what_may_not():
+    job, over = plait.make_job(CONTENT), ["optimizer.lr=log:1e-3:1"]
+    begun = make_sweep(job, over, "asha", 8, width=4, eta=3)
+    assert go_on(begun) == begun
+    assert go_on(begun, width=2, replicas=2, trials=12) == replace(
+        begun, width=2, replicas=2, search=replace(begun.search, trials=12)
+    )
+    assert go_on(begun, search="asha", eta=3, seed=0, metric="accuracy", trials=8) == begun
+    for asked, words in (
+        ({"eta": 2}, "--eta: found 2, but the sweep was begun with 3"),
+        ({"search": "random"}, "--search: found 'random', but the sweep was begun with 'asha'"),
+        ({"metric": "loss"}, "--metric: found 'loss', but the sweep was begun with 'accuracy'"),
+        ({"seed": 1}, "--seed: found 1, but the sweep was begun with 0"),
+        ({"least_steps": 3}, "--least-steps: found 3, but the sweep was begun with None"),
+        ({"trials": 4}, "--trials: found 4, but the sweep was begun with 8"),
+        ({"width": 0}, "--width: found 0, expected 1 or more"),
+    ):
+        with pytest.raises(InputError, match=words):
+            go_on(begun, **asked)
+    for kind in ("halving", "grid"):
+        listed = make_sweep(job, ["optimizer.lr=0.1,0.2"], kind)
+        with pytest.raises(InputError, match=f"--trials: found 9, but --search {kind} lists its trials"):
+            go_on(listed, trials=9)
+    halving = make_sweep(job, over, "halving", 8)
+    with pytest.raises(InputError, match="compares all of its trials with each other"):
+        go_on(halving, trials=9)
+
+
+def test_a_sweep_asked_for_more_trials_draws_them_and_repeats_none(tmp_path: Path):
+    job = plait.make_job({**CONTENT, "steps": 3})
+    begun = make_sweep(job, ["optimizer.lr=log:1e-3:1"], "random", 3, width=2)
+    first = sweep_here(begun, tmp_path)
+    more = sweep_here(go_on(begun, trials=5, width=4), tmp_path, resume=True)
+    whole = sweep_here(make_sweep(job, ["optimizer.lr=log:1e-3:1"], "random", 5, width=2), tmp_path / "whole")
+    assert len(first["trials"]) == 3
+    assert same_table(more, whole)
+    assert more["arrays"][-1]["trials"] == [3, 4]
 
 
 def test_a_sweep_of_pipelines_wants_a_width_before_anything_is_measured(tmp_path: Path):

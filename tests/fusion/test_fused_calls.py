@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_checks import CLOSE, assert_equals_lone_models, make_models
+from fused_checks import CLOSE, assert_equals_lone_models, fuse, make_models
 from torch import nn
 
-from plait.fusion import FusionError, Shared, fuse
+from plait.fusion import FusionError, Shared
 
 ROWS, CHANNELS = 4, 6
 APART = (torch.tensor([0, 1, 2]), slice(None), torch.tensor([0, 1, 2]))
@@ -294,3 +294,84 @@ def test_a_number_of_all_trials_makes_a_range_and_numbers_that_differ_are_refuse
     fused = fuse(make_models(lambda: Body(lambda m, h: h * len(torch.arange(h.mean() * 1000)))))
     with pytest.raises(FusionError, match="3 trials have 3 values"):
         fused(torch.rand(3, ROWS, CHANNELS).double())
+
+
+def plain_step(models, x):
+    """The gradients of each trial alone, with a penalty on what its first layer gives."""
+    for number, model in enumerate(models):
+        seen = []
+        handle = model[0].register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
+        (model(x[number]).square().mean() + seen[0].square().mean()).backward()
+        handle.remove()
+
+
+def test_what_a_hook_kept_is_refused_outside_of_the_call_and_taken_inside_of_map():
+    models = make_models(lambda: nn.Sequential(nn.Linear(CHANNELS, 3), nn.Tanh()))
+    fused, x = fuse(copy.deepcopy(models)), torch.randn(3, ROWS, CHANNELS, dtype=torch.float64)
+    seen = []
+    fused.module[0].register_forward_hook(lambda *call: seen.append(call[-1]))
+    losses = fused(x).square().mean((1, 2))
+    with pytest.raises(FusionError, match="square .*a fused model kept, after its call.*fused.map"):
+        losses + seen[0].square().mean()
+    penalized = fused.map(lambda loss, kept: loss + kept.square().mean(), losses, seen[0])
+    assert penalized.shape == (3,)
+    penalized.sum().backward()
+    plain_step(models, x)
+    for number, model in enumerate(models):
+        for found, wanted in zip(fused.module.parameters(), model.parameters()):
+            torch.testing.assert_close(found.grad[number], wanted.grad, **CLOSE)
+
+
+TRANSFORMS = {
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x[0]),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_transforms_of_torch_func_are_refused_in_a_fused_module_and_right_in_an_unfused_one(name, shared):
+    class Transformed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(CHANNELS, CHANNELS)
+
+        def forward(self, x):
+            return TRANSFORMS[name](lambda x: self.layer(x).tanh(), x)
+
+    models, x = make_models(Transformed), torch.randn(3, ROWS, CHANNELS, dtype=torch.float64)
+    given = Shared(x[0]) if shared else x
+    with pytest.raises(FusionError, match=r"within a transform of torch\.func"):
+        fuse(models)(given)
+    outputs = fuse(models, unfused=[""])(given)
+    for number, model in enumerate(models):
+        torch.testing.assert_close(outputs[number], model(x[0 if shared else number]), **CLOSE)
+
+
+def test_writes_reach_views_and_stay_with_their_trial_in_inference_mode_too():
+    def views(m, h):
+        flat = h.view(-1)
+        flat.mul_(2.0)
+        return h
+
+    class Writes(nn.Module):
+        def forward(self, x):
+            return x.add_(1.0)
+
+    class Both(Body):
+        def __init__(self):
+            super().__init__(views)
+            self.writes = Writes()
+
+        def forward(self, x):
+            return super().forward(x) + self.writes(torch.ones(CHANNELS, dtype=torch.float64))
+
+    models, x = make_models(Both), torch.randn(3, ROWS, CHANNELS, dtype=torch.float64)
+    fused = fuse(models, unfused=["writes"])
+    with torch.inference_mode():
+        outputs = fused(x.clone())
+        for number, model in enumerate(models):
+            torch.testing.assert_close(outputs[number], model(x[number].clone()), **CLOSE)

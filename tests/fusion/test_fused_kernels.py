@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_checks import fuse
 from torch import nn
 
-from plait.fusion import FusedOptimizer, fuse
+from plait.fusion import FusedOptimizer
 from plait.workloads.dcgan import discriminator, generator
 from plait.workloads.resnet import resnet18
 

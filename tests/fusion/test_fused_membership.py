@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_checks import CLOSE, make_models
+from fused_checks import CLOSE, fuse, make_models
 from torch import nn
 
-from plait.fusion import FusedOptimizer, FusionError, LossScales, add_trials, fuse, keep_trials, replace_trial
+from plait.fusion import FusedOptimizer, FusionError, LossScales, add_trials, keep_trials, replace_trial
 from plait.workloads import resnet
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_checks import CLOSE, alone, assert_equals_lone_models, make_models
+from fused_checks import CLOSE, alone, assert_equals_lone_models, fuse, make_models
 from torch import nn
 
-from plait.fusion import FusedOptimizer, FusionError, Shared, fuse, group_by_shape, keep_trials
+from plait.fusion import FusedOptimizer, FusionError, Shared, group_by_shape, keep_trials
 from plait.fusion.trials.per_trial import PerTrial
 
 

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from fused_checks import CLOSE, make_models
+from fused_checks import CLOSE, fuse, make_models
 from torch import nn
 
-from plait.fusion import FusedOptimizer, FusionError, fuse, fuse_optimizers, replace_trial, split_optimizer
-from plait.fusion.optim.optimizer import load_trial
+from plait.fusion import FusedOptimizer, FusionError, fuse_optimizers, replace_trial, split_optimizer
+from plait.fusion.optim.lone import load_trial
 
 TRIALS = 3
 LONE = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -162,7 +162,7 @@ def test_a_momentum_set_after_the_start_is_restored():
         step_fused(fused, optimizer, batch(step, 4, 5))
     again = FusedOptimizer(fused, "sgd", lr=0.1)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for own, other in zip(optimizer.state, again.state):
+    for own, other in zip(optimizer.state.values(), again.state.values()):
         assert own["momentum_buffer"].abs().max() > 0
         assert torch.equal(own["momentum_buffer"], other["momentum_buffer"])
 
@@ -198,7 +198,7 @@ def test_a_newcomers_state_begins_with_its_own_hyperparameters():
     fused = fuse(make_models(net, TRIALS))
     optimizer = FusedOptimizer(fused, "adagrad", initial_accumulator_value=[0.5, 2.0, 1.0])
     replace_trial(fused, optimizer, 1, net().double(), 3, {"initial_accumulator_value": 7.0})
-    assert all((state["sum"][1] == 7.0).all() for state in optimizer.state)
+    assert all((state["sum"][1] == 7.0).all() for state in optimizer.state.values())
 
 
 def test_a_tensor_kept_from_another_number_of_trials_is_refused():
@@ -222,3 +222,22 @@ def test_a_tensor_kept_from_another_number_of_trials_is_refused():
     keep_trials(fused, FusedOptimizer(fused, "sgd"), [1])
     with pytest.raises(FusionError, match="had 3 trials"):
         fused(x[1:2])
+
+
+@pytest.mark.parametrize("kind", LONE)
+def test_weights_in_bfloat16_move_as_with_torchs_optimizer(kind):
+    torch.manual_seed(0)
+    lone, rate = [net().bfloat16() for _ in range(TRIALS)], 1.0 if kind == "adadelta" else 0.01
+    optimizers = [LONE[kind](m.parameters(), lr=rate, weight_decay=0.1) for m in lone]
+    fused = fuse(lone)
+    optimizer = FusedOptimizer(fused, kind, lr=rate, weight_decay=0.1)
+    before = [p.clone() for p in lone[0].parameters()]
+    for step in range(3):
+        x = batch(step, 4, 5).bfloat16()
+        step_fused(fused, optimizer, x)
+        for model, own, inputs in zip(lone, optimizers, x):
+            step_alone(model, own, inputs)
+    assert any(not torch.equal(p, first) for p, first in zip(lone[0].parameters(), before))
+    for own, model in zip(fused.split(), lone):
+        for found, wanted in zip(own.parameters(), model.parameters()):
+            torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.01)

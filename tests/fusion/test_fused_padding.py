@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_checks import fuse
 from torch import nn
 
-from plait.fusion import FusedOptimizer, FusionError, fuse
+from plait.fusion import FusedOptimizer, FusionError
 from plait.fusion.trials.padding import pad
 
 COUNTS = [5, 8, 2, 1]

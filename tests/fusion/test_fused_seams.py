@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as checkpoints
-from fused_checks import make_models
+from fused_checks import fuse, make_models
 from test_unfused_modules import Base, assert_trains_as_alone, batches
 from torch import nn
 
-from plait.fusion import FusedOptimizer, FusionError, Shared, fuse
+from plait.fusion import FusedOptimizer, FusionError, Shared
 from support.odd_models import Sign
 
 

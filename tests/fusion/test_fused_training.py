@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_checks import CLOSE, make_models
+from fused_checks import CLOSE, fuse, make_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from plait.fusion import FusedOptimizer, FusionError, fuse, fuse_optimizers, split_optimizer
+from plait.fusion import FusedOptimizer, FusionError, fuse_optimizers, split_optimizer
 from plait.workloads import alexnet, bert, lstm, mlp, mobilenet, pointnet, resnet, transformer, vgg
 
 TRIALS = 3

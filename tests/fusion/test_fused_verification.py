@@ -7,13 +7,13 @@ import random
 
 import pytest
 import torch
-from fused_checks import make_models
+from fused_checks import fuse, make_models
 from test_fused_seams import Sign
 from test_unfused_modules import assert_trains_as_alone
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction as Function
 
-from plait.fusion import FusionError, fuse
+from plait.fusion import FusionError
 from plait.fusion.dispatch import seams
 from plait.fusion.dispatch.registry import RULES
 from plait.fusion.dispatch.tensor import TrialTensor
@@ -231,3 +231,48 @@ class Raises(nn.Module):
 
 def test_the_reason_of_a_module_that_runs_trial_by_trial_is_whole_and_without_advice():
     assert verified(Raises).unfused == {"part": "found this; name that"}
+
+
+class Neighbours(nn.Module):
+    """Multiplies with a sparse matrix, which is kept as `keep` says."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.matrix = None
+        keep(self, torch.eye(4, dtype=torch.float64).to_sparse())
+
+    def forward(self, x):
+        return torch.sparse.mm(self.matrix, self.layer(x))
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(5, 6, sparse=True), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(self.table(x.argmax(1) % 5)).to_sparse()
+
+
+def in_attribute(model, matrix):
+    model.matrix = matrix
+
+
+def in_buffer(model, matrix):
+    del model.matrix
+    model.register_buffer("matrix", matrix)
+
+
+def compressed(model, matrix):
+    model.matrix = matrix.to_sparse_csr()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensors_are_compared_or_refused_in_words():
+    assert fuse(make_models(lambda: Neighbours(in_attribute)), verify=BATCHES).unfused == {}
+    assert list(fuse(make_models(Sparse), verify=BATCHES).unfused) == ["table"]
+    with pytest.raises(FusionError, match="'matrix' of model 0 is a sparse_coo tensor, expected dense"):
+        fuse(make_models(lambda: Neighbours(in_buffer)), verify=BATCHES)
+    with pytest.raises(FusionError, match="Neighbours cannot be copied"):
+        fuse(make_models(lambda: Neighbours(compressed)), verify=BATCHES)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_checks import fuse
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from plait.fusion import FusedOptimizer, FusionError, fuse
+from plait.fusion import FusedOptimizer, FusionError
 from plait.fusion.kernels import can_run_on
-from plait.fusion.trials.array_size import MemoryNeed, measure_need, saturated_width, step_bytes
+from plait.fusion.trials.array_size import MemoryNeed, measure_need, step_bytes
 
 
 def make_step(width):
@@ -41,11 +42,6 @@ def test_the_largest_width_fits_and_the_next_does_not():
     assert need.of(width) + 10e6 <= 100e6 < need.of(width + 1) + 10e6
     with pytest.raises(FusionError, match="one trial needs 4 MB"):
         need.largest(3e6, overhead_bytes=0)
-
-
-def test_widening_ends_where_it_no_longer_pays():
-    assert saturated_width({1: 10.0, 2: 18.0, 4: 30.0, 8: 31.0, 16: 31.2}) == 4
-    assert saturated_width({1: 10.0, 2: 20.0}) == 2
 
 
 def test_our_kernels_leave_tensors_without_memory_alone(monkeypatch):

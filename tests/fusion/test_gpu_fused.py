@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fused_checks import fuse
 from torch import nn
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.fusion import FusedOptimizer, fuse
+from plait.fusion import FusedOptimizer
 from plait.schema.settings import ModelSettings, OptimizerSettings
 from plait.verification import perturb
 from support.sweeping import sweep_here, sweep_of, trial_alone

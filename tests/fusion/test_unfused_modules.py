@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_checks import make_models
+from fused_checks import fuse, make_models
 from torch import nn
 
-from plait.fusion import FusedOptimizer, FusionError, Shared, fuse, group_by_shape, keep_trials, replace_trial
+from plait.fusion import FusedOptimizer, FusionError, Shared, group_by_shape, keep_trials, replace_trial
 
 LR = 0.05
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +40,111 @@ class Configured(Net):
 
     def between(self, h: Tensor) -> Tensor:
         return h.relu() * self.config["scale"]
+
+
+@dataclass(slots=True)
+class Options:
+    scale: float
+
+
+class SlottedScale(Net):
+    """Keeps its number where nobody looks."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.options = Options(scale)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.relu() * self.options.scale
+
+
+def ClassOfItsOwn(scale: float = 1.0) -> nn.Module:
+    """A class for each number, all under one name."""
+
+    class Scaled(Net):
+        def between(self, h: Tensor) -> Tensor:
+            return h.relu() * scale
+
+    return Scaled()
+
+
+def WrappedForward(scale: float = 1.0) -> nn.Module:
+    """A layer whose forward was replaced by a function that calls it."""
+    net = Net()
+
+    def scaled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda h: forward(h).relu() * scale
+
+    net.first.forward = scaled(net.first.forward)  # type: ignore[method-assign]
+    return net
+
+
+def AfterAccumulation(scale: float = 1.0) -> nn.Module:
+    """A gradient that is changed once it is there."""
+    net = Net()
+
+    def change(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(scale)
+
+    net.last.weight.register_post_accumulate_grad_hook(change)
+    return net
+
+
+class FrozenNorm(Net):
+    """A batch norm that stays in evaluation in some of the trials."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.norm.train(scale < 1.0)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.norm(h).relu()
+
+
+@functools.cache
+def _table(size: int) -> Tensor:
+    return torch.arange(size).float() / size
+
+
+class CachesTensors(Net):
+    """Tensors that a function keeps: one made with the model, one when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", _table(16).clone())
+
+    def between(self, h: Tensor) -> Tensor:
+        return (h + self.table).relu() * _table(h.shape[1])
+
+
+class FailsWhenMade(Net):
+    """Refuses some of its arguments."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        if scale > 1.5:
+            raise ValueError(f"scale {scale} is too large")
+        self.scale = scale
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.relu() * self.scale
+
+
+class FailsInTraining(Net):
+    """Takes `good` steps, and then no more where its scale is large."""
+
+    def __init__(self, scale: float = 1.0, good: int = 0) -> None:
+        super().__init__()
+        self.scale, self.good = scale, good
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def between(self, h: Tensor) -> Tensor:
+        self.steps += self.training
+        if self.scale > 1.5 and int(self.steps) > self.good:
+            raise ValueError("one step too many")
+        return h.relu() * self.scale
 
 
 class ScalesInput(Net):

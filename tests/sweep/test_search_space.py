@@ -141,3 +141,23 @@ def test_the_trials_of_a_large_grid_are_drawn_without_a_look_at_all_others(monke
     scheduler.open()
     assert (len(scheduler.trials), len({trial.group for trial in scheduler.trials})) == (300, 1)
     assert (len(made) <= 1, looked) == (True, [])
+
+
+def test_whole_numbers_can_be_spaced_and_drawn_by_their_logarithm():
+    assert parse_dimension("a=logint:4:64:5").values == (4, 8, 16, 32, 64)
+    drawn = [parse_dimension("a=logint:1:100").at(share / 1000) for share in range(1000)]
+    assert {type(value) for value in drawn} == {int}
+    assert (min(drawn), max(drawn)) == (1, 100)
+    # As many below ten as above.
+    assert 0.4 < sum(value < 10 for value in drawn) / 1000 < 0.6
+    with pytest.raises(FusionError, match="0 < low < high"):
+        parse_dimension("a=logint:0:8")
+
+
+@pytest.mark.parametrize("text", ["a=loguniform:1e-4:1e-1", "a=ints:4:64:5", "a=Log:1:2"])
+def test_a_kind_of_range_that_there_is_not_is_no_text(text):
+    with pytest.raises(FusionError, match="expected key=v1,v2.*there is no"):
+        parse_dimension(text)
+    # Names of functions are text, and so is what has too few or too many numbers.
+    assert parse_dimension("loss=mine:mae").values == ("mine:mae",)
+    assert parse_dimension("time=at:12").values == ("at:12",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,7 +91,8 @@ def test_each_trial_equals_plait_train_with_its_values(name: str, tmp_path: Path
 
 def test_a_loss_of_ones_own_has_its_numbers_for_each_trial_over_padded_batches(tmp_path: Path):
     job = digits_job(loss="torch.nn:CrossEntropyLoss", steps=10)
-    settings = sweep_of("loss_args.label_smoothing=0,0.1,0.3", "data.batch_size=20,33", job=job, width=6)
+    over = "loss_args.label_smoothing=0,0.1,0.3", "data.batch_size=20,33"
+    settings = sweep_of(*over, job=job, width=6, metric="loss")
     for row in sweep_here(settings, tmp_path / "sweep")["trials"]:
         alone, _ = trial_alone(settings, row["values"], tmp_path / f"alone-{row['trial']}")
         assert row["metrics"] == pytest.approx(alone.test, abs=1e-9)
@@ -161,17 +163,21 @@ def test_a_narrow_array_is_refilled_and_events_tell_who_sat_together(tmp_path: P
 
 
 def test_the_width_is_found_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    needs, measure = [], array_size.measure_need
+    measure = array_size.measure_need
 
     def measured(*asked):
-        needs.append(measure(*asked))
-        return needs[-1]
+        need = measure(*asked)
+        # In a process of its own, which leaves nothing else behind.
+        (tmp_path / "need").write_text(f"{os.getpid()} {need.trial_bytes}")
+        return need
 
     monkeypatch.setattr(array_size, "measure_need", measured)
     found = sweep_here(sweep_of("optimizer.lr=log:1e-3:0.1:6", width=None, job=digits_job(steps=4)), tmp_path)
     assert len(found["trials"]) == 6
     # Computed from a step on tensors without memory, not by the upper bound for models that cannot.
-    assert needs
+    process, bytes_ = (tmp_path / "need").read_text().split()
+    assert int(process) != os.getpid()
+    assert float(bytes_) > 0
 
 
 def test_a_model_that_cannot_be_fused_is_told_of_and_trains_one_by_one(tmp_path: Path):

@@ -15,6 +15,8 @@ from plait.schema.settings import (
     CheckpointSettings,
     EarlyStopSettings,
     EvaluateSettings,
+    GroupSettings,
+    LrScheduleSettings,
     ModelSettings,
     OptimizerSettings,
 )
@@ -49,7 +51,7 @@ def assert_as_alone(settings: SweepSettings, found: dict[str, Any], folder: Path
 def test_a_search_that_learns_fuses_where_no_width_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # As many as pay depends on the machine; here, all that may be.
     monkeypatch.setattr(
-        "plait.sweeping.array_builder.choose_width", lambda s, d, sets, trials, *rest: (trials, "")
+        "plait.sweeping.array_builder.choose_width", lambda fresh, s, d, sets, trials, *rest: (trials, "")
     )
     job = digits_job(steps=9)
     settings = sweep_of("optimizer.lr=log:1e-3:0.3", width=None, job=job, kind="asha", trials=12)
@@ -100,6 +102,17 @@ def test_an_operation_that_is_refused_in_mid_training_separates_the_trials(tmp_p
         assert not event.fused
         assert "if self.calls > 3 and y.sum().item() > 0" in event.why
     assert together(found) == [([0, 1], False), ([0, 1], True)]
+
+
+def test_groups_of_parameters_train_fused_also_where_trials_join_and_leave(tmp_path: Path):
+    no_decay = GroupSettings("*.bias", {"weight_decay": 0.0, "lr": 0.02})
+    adamw = OptimizerSettings("adamw", {"lr": 0.01, "weight_decay": 0.3}, (no_decay,))
+    schedule = LrScheduleSettings("polynomial", 2)
+    job = digits_job(steps=9, optimizer=adamw, lr_schedule=schedule, clip_norm=0.5)
+    settings = sweep_of("optimizer.lr=0.01,0.05", "steps=5,9,7", width=2, job=job)
+    found = sweep_here(settings, tmp_path / "sweep")
+    assert together(found) == [([0, 1, 2, 3, 4, 5], True)]
+    assert_as_alone(settings, found, tmp_path)
 
 
 def test_each_array_of_one_trial_says_why_it_is_one(tmp_path: Path):

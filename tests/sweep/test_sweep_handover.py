@@ -98,7 +98,7 @@ class Workers:
     def _report(self, worker: int, trial: int) -> None:
         step, _ = self.trials[worker][trial]
         result = {"metrics": {"loss": float(trial), "accuracy": 1.0 / (1 + trial)}, "train_loss": 0.0}
-        until = self.ask(worker, ask="report", trial=trial, step=step, **result)["until"]
+        until = self.ask(worker, ask="report", results=[(trial, step, *result.values())])["until"][0]
         self.trials[worker][trial][1] = until
         if until == 0:
             del self.trials[worker][trial]
@@ -135,9 +135,9 @@ class Workers:
         self._publish(rest, lost=(*self.membership.lost, worker))
         for trial in gone:
             # It had asked this before it died, and is answered now.
-            late = {"metrics": {"loss": 0.0}, "train_loss": 0.0, "trial": trial, "step": 6}
-            answer = self.coordinator.answer({"ask": "report", "worker": worker, **late})
-            assert answer == {"until": 0}
+            late = [(trial, 6, {"loss": 0.0}, 0.0)]
+            answer = self.coordinator.answer({"ask": "report", "worker": worker, "results": late})
+            assert answer == {"until": [0]}
 
     def _join(self, worker: int) -> None:
         if len(self.trials) < 4:

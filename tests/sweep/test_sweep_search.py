@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import plait
+from plait.core import run_events
 from plait.core.codec import decode, encode
-from plait.core.errors import InputError
+from plait.core.errors import InputError, JobError
 from plait.core.run_events import TrialStep
-from plait.schema.settings import EvaluateSettings, TrainSettings
+from plait.schema.settings import EvaluateSettings, ModelSettings, TrainSettings
 from plait.sweeping.array_record import Arrays
+from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.progress import MOST_OPEN, SweepProgress, TrialBoards
-from plait.sweeping.scheduler import TrialScheduler
+from plait.sweeping.scheduler import Report, TrialScheduler
 from plait.sweeping.search.halving import goes_on
 from plait.sweeping.search.values import Past, Search
 from plait.sweeping.trial_settings import array_key, with_values
@@ -25,11 +28,13 @@ from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job
 
 
-def make_scheduler(settings: Any, past: list[Any] = ()) -> tuple[TrialScheduler, list[Any]]:  # type: ignore[assignment]
+def make_scheduler(
+    settings: Any, past: Sequence[Any] = (), copy: Any = lambda winner, loser: None
+) -> tuple[TrialScheduler, list[Any]]:
     """A scheduler that needs no run, and the events it recorded."""
     recorded: list[Any] = []
     scheduler = TrialScheduler(
-        settings, 1, "loss", lambda own: own.steps or 0, recorded.append, lambda winner, loser: None
+        settings, 1, "loss", lambda own: own.steps or 0, lambda *events: recorded.extend(events), copy
     )
     scheduler.open(past)
     return scheduler, recorded
@@ -56,7 +61,9 @@ def play(scheduler: TrialScheduler, losses: dict[int, float]) -> None:
         for trial in scheduler.take(waiting[0].group, 3, begin=False):
             until = trial.goal
             while until:
-                until = scheduler.report(trial.number, until, {"loss": losses[trial.number]}, None)
+                until = scheduler.report([Report(trial.number, until, {"loss": losses[trial.number]}, None)])[
+                    0
+                ]
 
 
 def test_halving_lets_the_best_of_each_eta_go_on_to_the_next_rung():
@@ -82,6 +89,48 @@ def test_asha_decides_as_trials_come_and_never_waits():
         reached.append(losses[number])
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (5, 4, 3, 2, 1, 0), (2, 5, 0, 3, 1, 4)])
+def test_asha_judges_trials_that_come_together_by_the_same_results_whatever_their_places(order):
+    losses = {0: 5.0, 1: 4.0, 2: 6.0, 3: 1.0, 4: 7.0, 5: 0.5}
+    settings = sweep_of("seed=0,1,2,3,4,5", kind="asha", least_steps=3)
+    scheduler, recorded = make_scheduler(settings)
+    scheduler.take(scheduler.waiting()[0].group, 6, begin=False)
+    found = scheduler.report([Report(number, 3, {"loss": losses[number]}, None) for number in order])
+    goes = {number for number, until in zip(order, found) if until}
+    assert goes == {3, 5}
+    # A decision that was lost is made again by the same results, not by those that came later.
+    drawn = [event for event in recorded if not isinstance(event, run_events.TrialEnded)]
+    again, _ = make_scheduler(settings, [_through_json(event) for event in drawn])
+    assert {trial.number for trial in again.trials if not trial.has_ended} == {3, 5}
+
+
+def test_a_population_replaces_every_member_that_diverged():
+    copies = []
+    settings = sweep_of("optimizer.lr=0.1,0.2,0.3,0.4,0.5", kind="pbt", least_steps=10)
+    scheduler, recorded = make_scheduler(settings, copy=lambda w, s: copies.append((w, s)))
+    scheduler.take(scheduler.waiting()[0].group, 5, begin=False)
+    for number in (1, 2, 3):
+        scheduler.stop(number, 4 + number, "diverged", {}, None)
+    scheduler.report([Report(number, 10, {"loss": float(number)}, None) for number in (0, 4)])
+    # Those that have no result, and no more: a quarter of five is one.
+    assert {loser for _, loser in copies} == {1, 2, 3}
+    assert {winner for winner, _ in copies} == {0}
+    assert [trial.state for trial in scheduler.trials] == ["waiting"] * 5
+    assert [trial.step for trial in scheduler.trials] == [10] * 5
+    again, _ = make_scheduler(settings, [_through_json(event) for event in recorded])
+    assert again.table() == scheduler.table()
+    play(scheduler, dict.fromkeys(range(5), 1.0))
+    assert {trial.state for trial in scheduler.trials} == {"finished"}
+
+
+def test_a_population_of_which_all_diverged_has_diverged():
+    scheduler, _ = make_scheduler(sweep_of("optimizer.lr=0.1,0.2", kind="pbt", least_steps=10))
+    scheduler.take(scheduler.waiting()[0].group, 2, begin=False)
+    for number in (0, 1):
+        scheduler.stop(number, 4, "diverged", {}, None)
+    assert [trial.state for trial in scheduler.trials] == ["diverged"] * 2
+
+
 @pytest.mark.parametrize("kind", ["grid", "halving", "asha", "pbt"])
 def test_a_scheduler_restarted_after_any_event_comes_to_the_same_end(kind: str):
     over = "optimizer.lr=" + ",".join(str(0.01 * n) for n in range(1, 8))
@@ -103,7 +152,7 @@ def test_a_population_copies_winners_and_changes_their_values():
     copies = []
     settings = sweep_of("optimizer.lr=0.1,0.2,0.3,0.4", kind="pbt", least_steps=10)
     scheduler = TrialScheduler(
-        settings, 1, "loss", lambda own: 30, lambda e: None, lambda w, s: copies.append((w, s))
+        settings, 1, "loss", lambda own: 30, lambda *e: None, lambda w, s: copies.append((w, s))
     )
     scheduler.open()
     play(scheduler, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
@@ -125,7 +174,7 @@ def test_a_population_copies_winners_and_changes_their_values():
 )
 def test_a_population_stays_within_what_was_asked_for(over: str, kind: type):
     settings = sweep_of(over, kind="pbt", least_steps=1, trials=None if "," in over else 8)
-    scheduler = TrialScheduler(settings, 1, "loss", lambda own: 60, lambda e: None, lambda w, s: None)
+    scheduler = TrialScheduler(settings, 1, "loss", lambda own: 60, lambda *e: None, lambda w, s: None)
     scheduler.open()
     (dimension,) = settings.over
     seen, rounds = set(), 0
@@ -135,7 +184,7 @@ def test_a_population_stays_within_what_was_asked_for(over: str, kind: type):
             seen.add(trial.values[dimension.key])
             # Who is best changes, so that values move.
             loss = float((trial.number * 7 + rounds * 3) % 11)
-            scheduler.report(trial.number, trial.goal, {"loss": loss}, None)
+            scheduler.report([Report(trial.number, trial.goal, {"loss": loss}, None)])
     low, high = min(dimension.ends()), max(dimension.ends())
     assert all(low <= value <= high and type(value) is kind for value in seen)
     assert {low, high} < seen
@@ -152,13 +201,13 @@ def test_a_trial_without_the_metric_is_never_the_best():
         1,
         "accuracy",
         lambda own: 5,
-        lambda e: None,
+        lambda *e: None,
         lambda w, s: None,
     )
     scheduler.open()
     for trial in scheduler.take(scheduler.waiting()[0].group, 2, begin=False):
         metrics = {"loss": 9.0, "accuracy": 0.1} if trial.number == 0 else {"loss": 9.0}
-        scheduler.report(trial.number, 5, metrics, 9.0)
+        scheduler.report([Report(trial.number, 5, metrics, 9.0)])
     best = scheduler.best()
     assert best is not None
     assert best.number == 0
@@ -281,3 +330,40 @@ def test_a_sweep_writes_the_curves_of_each_trial_for_tensorboard(tmp_path: Path)
     boards.close()
     assert len(list((tmp_path / "many").glob("*/events*"))) == 2 * MOST_OPEN
     TrialBoards(None).add(0, 1, {"train/loss": 0.5})
+
+
+def test_a_diverged_member_of_a_population_goes_on_as_a_copy_of_a_good_one(tmp_path: Path):
+    job = digits_job(steps=8, model=ModelSettings("support.odd_models:Net"))
+    settings = sweep_of("optimizer.lr=0.05,1e308,0.1", job=job, kind="pbt", least_steps=4, width=3)
+    found = sweep_here(settings, tmp_path)
+    row = next(row for row in found["trials"] if row["trial"] == 1)
+    assert row["state"] == "finished"
+    assert row["step"] == 8
+    assert row["values"]["optimizer.lr"] < 1.0
+    assert math.isfinite(row["metrics"]["loss"])
+
+
+def test_losses_that_trials_compute_differently_are_not_compared_unless_asked_for():
+    plain = digits_job(steps=2, evaluate=EvaluateSettings(metric="none"))
+    for over in ("loss_args.label_smoothing=0.0,0.1", "loss=cross-entropy,mse"):
+        settings = sweep_of(over, job=plain)
+        with pytest.raises(InputError, match=r"loss.*computed differently.*--metric"):
+            check_comparable(settings, choose_metric(settings))
+    asked = sweep_of("loss_args.label_smoothing=0.0,0.1", job=plain, metric="loss")
+    check_comparable(asked, choose_metric(asked))
+    other = sweep_of("loss_args.label_smoothing=0.0,0.1", job=digits_job(steps=2))
+    check_comparable(other, choose_metric(other))
+
+
+def test_a_nested_key_sets_the_nested_value_and_leaves_its_neighbours():
+    model = ModelSettings("support.sweeping:norm_net", {"config": {"width": 4, "deep": {"rate": 0.1}}})
+    job = digits_job(steps=2, model=model)
+    values = {"model_args.config.deep.rate": 0.5, "model_args.other.share": 2, "data.extra.size": 3}
+    made = with_values(job, values)
+    assert made.model.args == {"config": {"width": 4, "deep": {"rate": 0.5}}, "other": {"share": 2}}
+    assert made.data.options["extra"] == {"size": 3}
+    assert job.model.args == {"config": {"width": 4, "deep": {"rate": 0.1}}}
+    assert with_values(job, {"optimizer.lr": 0.25}).optimizer.options["lr"] == 0.25
+    with pytest.raises(JobError, match=r"--over model_args.config.width.low: found 4 as 'width' in the job"):
+        with_values(job, {"model_args.config.width.low": 1})
+    assert array_key(made) != array_key(with_values(job, {**values, "model_args.other.share": 3}))

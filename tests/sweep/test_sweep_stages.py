@@ -25,6 +25,7 @@ from plait.schema.job import make_job
 from plait.schema.settings import (
     CheckpointSettings,
     EvaluateSettings,
+    GroupSettings,
     ModelSettings,
     OptimizerSettings,
     PipelineSettings,
@@ -56,7 +57,9 @@ from support.world import run_ranks
 
 MICROBATCHES = 3
 STEPS = 10
-ADAM = OptimizerSettings("adamw", {"lr": 0.01})
+# Some of the group's parameters lie in each of the two stages.
+GROUP = GroupSettings("first.*|*.bias", {"weight_decay": 0.0, "lr": 0.02})
+ADAM = OptimizerSettings("adamw", {"lr": 0.01, "weight_decay": 0.1}, (GROUP,))
 
 
 class Keeps(nn.Module):
@@ -241,7 +244,7 @@ def test_a_plan_to_be_measured_has_a_schedule_that_drains_or_is_refused_before(
 def test_width_one_is_advised_only_where_it_helps(
     in_a_stage: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **options: Any) -> Any:
         raise FusionError("cannot be fused")
 
     monkeypatch.setattr("plait.sweeping.worker.SweepTraining", refuse)

@@ -14,9 +14,8 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import decode
 from plait.core.errors import InputError
-from plait.fusion import verify
 from plait.fusion.dispatch import seams
-from plait.fusion.verify import Verdict
+from plait.fusion.verify import Verdict, check
 from plait.pipeline.layout import arrange
 from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
@@ -100,7 +99,7 @@ def test_trials_that_cannot_share_stages_train_one_by_one_in_them(tmp_path: Path
 
 def refused_rank(rank: int, settings: SweepSettings, folder: Path, resolve: Any) -> str:
     """What a sweep says that is refused."""
-    verify._Check.resolve = resolve or verify._Check.resolve  # type: ignore[method-assign]
+    check._Check._resolve = resolve or check._Check._resolve  # type: ignore[method-assign]
     try:
         sweep_rank(rank, settings, folder)
     except InputError as failure:

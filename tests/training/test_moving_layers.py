@@ -104,7 +104,7 @@ def test_a_pipeline_that_changes_its_plan_trains_as_one_process_does(tmp_path: P
 @pytest.mark.parametrize("schedule", [Schedule.FLUSH, Schedule.STASH])
 def test_replicas_of_stages_go_over_to_another_topology_between_two_steps(schedule: Schedule, tmp_path: Path):
     """Compared with a run that drains after the same step."""
-    settings = planned((2, 1), schedule, steps=10, verify="off")
+    settings = planned((2, 1), schedule, steps=10, verify=UNVERIFIED)
     size = settings.data.batch_size
     weights = []
     for name, change in (("changed", TopologyChange("ring")), ("same", BatchSizeChange(size))):
@@ -146,7 +146,7 @@ def refusals(rank: int, settings: TrainSettings, folder: Path, names: list[str])
 def test_a_topology_that_stages_cannot_have_is_refused_on_all_workers(
     replicas: tuple[int, ...], expected: dict[str, str], tmp_path: Path
 ):
-    settings = planned(replicas, Schedule.FLUSH, verify="off")
+    settings = planned(replicas, Schedule.FLUSH, verify=UNVERIFIED)
     for found in run_ranks(sum(replicas), refusals, settings, tmp_path, list(expected)):
         for said, words in zip(found, expected.values(), strict=True):
             assert words in said

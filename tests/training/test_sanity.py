@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from plait.core.codec import encode
 from plait.core.errors import JobError
 from plait.launch.run_dir import RunDir
-from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, TrainSettings
+from plait.schema.settings import UNVERIFIED, DataSettings, EvaluateSettings, ModelSettings, TrainSettings
 from plait.training import components
 from plait.training.sanity import try_evaluation
 from plait.training.worker import train
@@ -219,7 +219,7 @@ class LateFault(Dataset[Any]):
 
 
 def test_the_points_of_a_sweep_that_fails_are_on_disk(tmp_path: Path):
-    settings = sweep_of("optimizer.lr=0.01,0.1", job=job("LateFault", data=late_data(), verify="off"))
+    settings = sweep_of("optimizer.lr=0.01,0.1", job=job("LateFault", data=late_data(), verify=UNVERIFIED))
     with pytest.raises(OSError, match="no such block"):
         sweep_here(settings, tmp_path)
     # In order, four batches of five come before it.

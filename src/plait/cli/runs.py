@@ -51,6 +51,8 @@ def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag
     lines = [f"{folder.path}: {found['state']}, last word {age} ago"]
     if found["progress"]:
         lines.append(describe(found["progress"]))
+    for trial, why in found["progress"].get("failed", {}).items():
+        lines.append(f"trial {trial} failed: {why}")
     if found["state"] == "failed" and cause is not None:
         lines.append(f"it ended with: {cause} (see {folder.failure})")
     for worker in found["workers"]:

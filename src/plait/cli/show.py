@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from plait.core.units import show_rate, show_seconds
+from plait.core.units import count_of, show_rate, show_seconds
 from plait.launch.display import WorkerState
 from plait.schema.results import RunResult, show_metric, show_metrics
 
@@ -90,6 +90,8 @@ def describe(progress: Mapping[str, Any]) -> str:
         parts.append(f"{show_rate(progress['samples_per_s'])} samples/s")
     if "left_s" in progress:
         parts.append(f"{show_seconds(progress['left_s'])} left")
+    if progress.get("failed"):
+        parts.append(f"{count_of(len(progress['failed']), 'trial')} failed")
     return "  ".join(parts)
 
 

@@ -49,7 +49,10 @@ def sweep(
         list[str] | None,
         typer.Option(help="What to try: optimizer.lr=log:1e-4:1e-1:16 or KEY=V1,V2 (repeatable)."),
     ] = None,
-    search: Annotated[str, typer.Option(help=f"One of {', '.join(SEARCHES)}.")] = SearchSettings.kind,
+    search: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(SEARCHES)}; unset: {SearchSettings.kind}.", show_default=False),
+    ] = None,
     trials: Annotated[int | None, typer.Option(help="How many trials to draw, where they are drawn.")] = None,
     width: Annotated[int | None, typer.Option(help="Trials an array; unset: as many as fit and pay.")] = None,
     replicas: Annotated[
@@ -59,12 +62,19 @@ def sweep(
     plan: Annotated[
         str | None, typer.Option(help="Arrays in stages, one a worker: a plan file, model-parallel, auto.")
     ] = None,
-    eta: Annotated[int, typer.Option(help="One in ETA trials goes on (halving, asha).")] = SearchSettings.eta,
+    eta: Annotated[
+        int | None,
+        typer.Option(help=f"One in ETA trials goes on (halving, asha); unset: {SearchSettings.eta}."),
+    ] = None,
     least_steps: Annotated[
         int | None, typer.Option(help="Steps before trials are first compared (halving, asha, pbt).")
     ] = None,
-    metric: Annotated[str, typer.Option(help="What trials are compared by.")] = SearchSettings.metric,
-    seed: Annotated[int, typer.Option(help="Of what the search draws.")] = SearchSettings.seed,
+    metric: Annotated[
+        str | None, typer.Option(help="What trials are compared by; unset: the job's metric, or the loss.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help=f"Of what the search draws; unset: {SearchSettings.seed}.")
+    ] = None,
     devices: Annotated[
         str | None, typer.Option(help="cpu:4 or cuda:2: that many workers; cuda: one for each GPU.")
     ] = None,
@@ -74,7 +84,12 @@ def sweep(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: epochs=2 (repeatable).")
     ] = None,
-    resume: Annotated[str | None, typer.Option(help="Go on with the sweep in this run folder.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on with the sweep in this run folder; --width, --replicas, --trials may change."
+        ),
+    ] = None,
     run: Annotated[str | None, typer.Option(help="The run folder to use.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no worker output.")] = False,
     json_: JsonFlag = False,
@@ -116,6 +131,8 @@ def sweep(
         show_result(result, job)
     if result.reason == "stopped":
         raise typer.Exit(STOPPED)
+    if result.reason == "failed":
+        raise typer.Exit(1)
 
 
 def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> list[tuple[str, Any]]:
@@ -146,6 +163,7 @@ class SweepDisplay:
         self._said = 0.0
         # How many arrays were shown, and how.
         self._arrays: dict[int, tuple[bool, str]] = {}
+        self._failed: set[str] = set()
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -163,6 +181,10 @@ class SweepDisplay:
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         self._show_arrays([decode(ArrayResult, array) for array in progress.get("arrays", [])])
+        for trial, why in progress.get("failed", {}).items():
+            if trial not in self._failed:
+                self._failed.add(trial)
+                self._say(f"trial {trial} failed: {why}")
         if self._live is not None:
             rows = [decode(TrialResult, row) for row in progress["rows"]]
             self._live.update(Group(Text(describe_sweep(progress)), trials_table(rows)))
@@ -250,6 +272,11 @@ def show_result(result: SweepResult, job: Path) -> None:
     print_table(trials_table(result.trials[:SHOWN]))
     if len(result.trials) > SHOWN:
         print(f"and {len(result.trials) - SHOWN} more in {folder.path}/trials.csv")
+    failed = [row for row in result.trials if row.state == "failed"]
+    for row in failed[:SHOWN]:
+        print(f"trial {row.trial} failed: {row.why}")
+    if failed:
+        print(f"the errors with their frames are in {folder.path}/failures")
     for array in result.arrays[:SHOWN]:
         print(describe_array(array))
     if len(result.arrays) > SHOWN:

@@ -164,13 +164,17 @@ class TrialEvaluated(Event):
 
 @dataclass(frozen=True)
 class TrialReached(Event):
-    """A trial came to where trials are compared; of `result` less is better, none is worst."""
+    """A trial came to where trials are compared; of `result` less is better, none is worst.
+
+    `judged` counts the results there up to this one and those that came with it; 0 where that was not noted.
+    """
 
     trial: int
     step: int
     result: float | None
     metrics: Mapping[str, float | None]
     train_loss: float | None
+    judged: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,13 +189,14 @@ class TrialCopied(Event):
 
 @dataclass(frozen=True)
 class TrialEnded(Event):
-    """A trial ended: `state` is finished, early-stop, dropped or diverged."""
+    """A trial ended: `state` is finished, early-stop, dropped, diverged or failed; `why` it failed."""
 
     trial: int
     step: int
     state: str
     metrics: Mapping[str, float | None]
     train_loss: float | None
+    why: str = ""
 
 
 @dataclass(frozen=True)

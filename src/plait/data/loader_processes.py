@@ -93,11 +93,20 @@ class LoaderPool:
     """Processes that answer tasks by `make(task)`, each over a socket of its own.
 
     They inherit `make` and all it refers to as it is when the pool is made. An answer that takes longer than
-    `timeout_s` is a LoaderError.
+    `timeout_s` is a LoaderError. `name` is what an error calls one that has ended, `hint` its advice where
+    memory may have been short.
     """
 
-    def __init__(self, count: int, make: Callable[[Any], Any], timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        make: Callable[[Any], Any],
+        timeout_s: float | None = None,
+        name: str = "data.loaders: a loader process",
+        hint: str = "Use fewer data.loaders",
+    ) -> None:
         self._timeout_s = timeout_s
+        self._name, self._hint = name, hint
         self._sockets: list[socket.socket] = []
         self._processes: list[BaseProcess] = []
         # The loaders whose answers are outstanding, in the order of the tasks.
@@ -157,8 +166,8 @@ class LoaderPool:
         process.join(END_S)
         code = process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
-        hint = "; was memory short? Use fewer data.loaders" if code == -signal.SIGKILL else ""
-        return LoaderError(f"data.loaders: a loader process (pid {process.pid}) ended by {how}{hint}")
+        hint = f"; was memory short? {self._hint}" if code == -signal.SIGKILL else ""
+        return LoaderError(f"{self._name} (pid {process.pid}) ended by {how}{hint}")
 
 
 # The workers' ends of all sockets, which a loader must not hold open.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,11 +13,12 @@ from plait.core.shown import shown
 from plait.fusion.describe import describe
 from plait.fusion.dispatch.install import shared_names
 from plait.fusion.errors import FusionError
+from plait.fusion.patches import Patch
 
 # What the structure is compared by, and what torch keeps in addition.
 _SKIPPED = frozenset(
     (
-        "training", "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "forward",
+        "training", "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs",
         "_is_full_backward_hook",
     )
 )  # fmt: skip
@@ -29,12 +30,18 @@ def check_models(models: Sequence[nn.Module]) -> None:
     """Refuse models that differ in more than values, naming the first difference."""
     check_structure(models)
     for number, model in enumerate(models[1:], 1):
+        if model.training != models[0].training:
+            modes = ["training" if one.training else "evaluation" for one in (models[0], model)]
+            raise FusionError(
+                f"fuse: model 0 is in {modes[0]} and model {number} in {modes[1]}; expected all in one mode"
+            )
         for path, name in different_attributes(models[0], model):
             found = [vars(one.get_submodule(path)).get(name) for one in (models[0], model)]
             raise FusionError(
                 f"fuse: {path or 'the model'}.{name} is {_short(found[0])} in model 0 and {_short(found[1])} "
                 f"in model {number}; floats, parameters and buffers may differ between fused models, other "
-                f"values not; plait.fusion.group_by_shape sorts models into groups that can be fused"
+                f"values not, nor what cannot be compared; plait.fusion.group_by_shape sorts models into "
+                f"groups that can be fused"
             )
 
 
@@ -46,9 +53,12 @@ def check_structure(models: Sequence[nn.Module]) -> None:
         if not isinstance(model, nn.Module):
             raise FusionError(f"fuse: found {shown(model)} as model {number}, expected a torch.nn.Module")
         _refuse_lazy(model, number)
+        _refuse_sparse(model, number)
+        _refuse_hooks(model, number)
     first = models[0]
     for number, model in enumerate(models[1:], 1):
         _same("modules", _kinds(first), _kinds(model), number)
+        _same("modes", _modes(first), _modes(model), number)
         _same("parameters and buffers", _shapes(first), _shapes(model), number)
         _same("tied weights", shared_names(first), shared_names(model), number)
 
@@ -62,13 +72,66 @@ def _refuse_lazy(model: nn.Module, number: int) -> None:
             )
 
 
+def _refuse_sparse(model: nn.Module, number: int) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.layout != torch.strided:
+            raise FusionError(
+                f"fuse: {name!r} of model {number} is a {str(tensor.layout).removeprefix('torch.')} tensor, "
+                f"expected dense parameters and buffers; keep one that all trials share in a plain attribute"
+            )
+
+
+def _refuse_hooks(model: nn.Module, number: int) -> None:
+    """Refuse hooks that get a parameter with its gradient, which in an array are those of all trials."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise FusionError(
+                f"fuse: {name!r} of model {number} has a hook that runs after its gradient is accumulated "
+                f"(register_post_accumulate_grad_hook), which would get the parameter of all trials; use "
+                f"register_hook, which gets each trial's gradient, or train each model alone"
+            )
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _kinds(model: nn.Module) -> dict[str, Any]:
-    return {name: type(part).__qualname__ for name, part in model.named_modules()}
+    tree = _tree(model)
+    return {name: _Kind(type(part), tree) for name, part in model.named_modules()}
+
+
+class _Kind:
+    """The class of a module, which is the same where its name or else all that it defines is."""
+
+    def __init__(self, kind: type, tree: Mapping[int, str]) -> None:
+        self._kind = kind
+        self._description = describe(kind, tree)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kind) and self._description == other._description
+
+    def __hash__(self) -> int:
+        return hash(self._description)
+
+    def __repr__(self) -> str:
+        has_name = self._description == ("class", self._kind.__module__, self._kind.__qualname__)
+        # Of classes made in a function there may be several under one name, which say different things.
+        return self._kind.__qualname__ if has_name else f"{self._kind.__qualname__} (made at run time)"
+
+
+def _modes(model: nn.Module) -> dict[str, str]:
+    """Which modules are kept in another mode than the model, such as frozen batch norms."""
+    kept = {False: "kept in evaluation", True: "kept in training"}
+    return {
+        name: kept[part.training] if part.training != model.training else "in the model's mode"
+        for name, part in model.named_modules()
+    }
+
+
+def _tree(model: nn.Module) -> dict[int, str]:
+    return {id(part): name for name, part in model.named_modules()}
 
 
 def _shapes(model: nn.Module) -> dict[str, Any]:
@@ -108,44 +171,56 @@ def tensor_attributes(models: Sequence[nn.Module]) -> list[tuple[str, str, list[
         for name, value in vars(part).items():
             if isinstance(value, Tensor) and name not in _SKIPPED:
                 every = [vars(other[path])[name] for other in others]
-                if not all(torch.equal(value, one) for one in every[1:]):
+                if not all(_is_equal(value, one) for one in every[1:]):
                     found.append((path, name, every))
     return found
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if one.layout == other.layout == torch.strided:
+        return torch.equal(one, other)
+    return describe(one) == describe(other)
 
 
 def different_attributes(first: nn.Module, other: nn.Module) -> list[tuple[str, str]]:
     """Where two models of one structure differ in what is no float, parameter or buffer: path and name."""
     others = dict(other.named_modules())
+    trees = _tree(first), _tree(other)
     return [
         (path, name)
         for path, part in first.named_modules()
+        # What a scripted module holds is each trial's own: it runs trial by trial.
         for name in dict.fromkeys([*vars(part), *vars(others[path])])
-        if name not in _SKIPPED and not _is_alike(_attribute(part, name), _attribute(others[path], name))
+        if name not in _SKIPPED
+        and not isinstance(part, torch.jit.ScriptModule)
+        and not _is_alike(_attribute(part, name), _attribute(others[path], name), trees)
     ]
 
 
 def _attribute(part: nn.Module, name: str) -> Any:
     """An attribute as it counts: of torch's hooks the functions, not the numbers they were given."""
     value = vars(part).get(name)
+    if isinstance(value, Patch):  # the module's own forward counts, as its class has it
+        return None
     return tuple(value.values()) if "_hooks" in name and isinstance(value, dict) else value
 
 
-def _description(part: nn.Module, name: str) -> Hashable:
+def _description(part: nn.Module, name: str, tree: Mapping[int, str]) -> Hashable:
     """An attribute as it must be the same in models that are fused."""
     value = _attribute(part, name)
     if isinstance(value, Tensor):
         return tuple(value.shape), str(value.dtype)
-    return value != 0 if isinstance(value, float) else describe(value)
+    return value != 0 if isinstance(value, float) else describe(value, tree)
 
 
-def _is_alike(first: Any, other: Any) -> bool:
+def _is_alike(first: Any, other: Any, trees: tuple[Mapping[int, str], Mapping[int, str]]) -> bool:
     if first is other:
         return True
-    if isinstance(first, Tensor) and isinstance(other, Tensor):
-        return first.shape == other.shape and first.dtype == other.dtype
+    if isinstance(first, Tensor) and isinstance(other, Tensor) and first.layout == torch.strided:
+        return (first.shape, first.dtype, first.layout) == (other.shape, other.dtype, other.layout)
     if _is_number(first) and _is_number(other) and float in (type(first), type(other)):
         return True
-    return describe(first) == describe(other)
+    return describe(first, trees[0]) == describe(other, trees[1])
 
 
 def _is_number(value: Any) -> bool:
@@ -165,10 +240,12 @@ def shape_key(model: nn.Module) -> Hashable:
 
     Of a float only whether it is zero counts: a model that asks so takes another branch.
     """
+    tree = _tree(model)
     values = tuple(
-        (path, name, _description(part, name))
+        (path, name, _description(part, name, tree))
         for path, part in model.named_modules()
         for name in vars(part)
-        if name not in _SKIPPED
+        if name not in _SKIPPED and not isinstance(part, torch.jit.ScriptModule)
     )
-    return (*_kinds(model).items(), *_shapes(model).items(), *shared_names(model).items(), *values)
+    known = (_kinds(model), _modes(model), _shapes(model), shared_names(model))
+    return (model.training, *(pair for part in known for pair in part.items()), *values)

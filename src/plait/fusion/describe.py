@@ -5,8 +5,11 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import sys
+import threading
 import types
-from collections.abc import Hashable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Set
 from typing import Any
 
 import numpy
@@ -22,68 +25,197 @@ _PLAIN = (
     str,
     bytes,
     type(None),
+    type(...),
+    type(NotImplemented),
     torch.dtype,
     torch.device,
+    torch.layout,
+    torch.memory_format,
     torch.Size,
     range,
     slice,
 )
-_DEEPEST = 12
+# Two of these are alike whatever they hold: a number of torch's own, or nothing that a model computes with.
+_ALL_ALIKE = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
+_DESCRIPTORS = (
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+)
+# What a class holds besides what its instances do.
+_OF_CLASSES = frozenset(
+    (
+        "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "_abc_impl",
+        "__firstlineno__", "__static_attributes__", "__dataclass_params__", "__slotnames__",
+    )
+)  # fmt: skip
+# Of a class that a class statement made; others are built into Python or a library.
+_MADE_AT_RUN_TIME = 1 << 9
+_DEEPEST = 24
 
 
-def describe(value: Any) -> Hashable:
+def describe(value: Any, tree: Mapping[int, str] | None = None) -> Hashable:
     """Equal for values that act alike: containers by their parts, functions by code and what they close over.
 
-    Objects are described by their class and attributes. Of what cannot be looked into only the class counts.
+    Classes that can be imported are described by their names, others by their content; objects by their class
+    and attributes, or by what they would be pickled as. What nothing can be known of equals itself alone.
+    Modules whose ids are in `tree` are described by their names there, since they are compared where they
+    belong.
     """
-    return _describe(value, {}, 0)
+    return _Description(tree or {}).of(value, 0)
 
 
-def _describe(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    if isinstance(value, _PLAIN):
-        return (type(value).__name__, repr(value))
-    if isinstance(value, enum.Enum):
-        return (type(value).__qualname__, value.name)
-    if isinstance(value, type):
+class _Description:
+    """One walk through a value and all that it refers to."""
+
+    def __init__(self, tree: Mapping[int, str]) -> None:
+        self._tree = tree
+        self._seen: dict[int, int] = {}
+        # Kept, so that no id is used for another object meanwhile.
+        self._held: list[Any] = []
+        # How many classes the walk is inside of.
+        self._classes = 0
+
+    def of(self, value: Any, depth: int) -> Hashable:
+        if isinstance(value, _PLAIN):
+            return (type(value).__name__, repr(value))
+        if isinstance(value, enum.Enum):
+            return (type(value).__qualname__, value.name)
+        if id(value) in self._tree:
+            return ("module", self._tree[id(value)])
+        if id(value) in self._seen:
+            return ("again", self._seen[id(value)])
+        if depth > _DEEPEST:
+            return _Itself(value)
+        self._seen[id(value)] = len(self._seen)
+        self._held.append(value)
+        return self._within(value, lambda part: self.of(part, depth + 1))
+
+    def _within(self, value: Any, inner: Callable[[Any], Hashable]) -> Hashable:
+        if isinstance(value, type):
+            self._classes += 1
+            found = _class(value, inner)
+            self._classes -= 1
+            return found
+        kind = inner(type(value))
+        if isinstance(value, Tensor):
+            # torch.nn.utils.parametrize makes a class for a module, whose functions know that module.
+            return (kind, *_tensor(value, with_values=self._classes == 0))
+        if isinstance(value, (numpy.ndarray, numpy.generic)):
+            if value.dtype.hasobject:
+                return (kind, value.shape, inner(value.tolist()))
+            return (kind, value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).hexdigest())
+        if isinstance(value, torch.Generator):
+            return (kind, hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest())
+        if isinstance(value, _ALL_ALIKE):
+            return kind
+        if isinstance(value, weakref.ReferenceType):
+            return (kind, inner(value()))
+        if isinstance(value, Mapping):
+            content = tuple((inner(key), inner(part)) for key, part in value.items())
+            factory = inner(getattr(value, "default_factory", None))
+            return (kind, content, factory, _attributes(value, inner))
+        if isinstance(value, (list, tuple)):
+            return (kind, tuple(inner(part) for part in value), _attributes(value, inner))
+        if isinstance(value, Set):
+            return (kind, *sorted((inner(part) for part in value), key=repr))
+        if (known := _callable(value, kind, inner)) is not None:
+            return known
+        if isinstance(value, nn.Module):  # one that no tree of modules knows
+            return (kind, _attributes(value, inner))
+        return _object(value, kind, inner)
+
+
+class _Itself:
+    """A value of which nothing is known: it equals itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __repr__(self) -> str:  # as long as it lives, no other has this one
+        return f"{type(self._value).__qualname__} at {id(self._value)}"
+
+
+def _class(value: type, inner: Callable[[Any], Hashable]) -> Hashable:
+    """A class by its name where that leads to it, else by all that it defines."""
+    found: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    if found is value or not value.__flags__ & _MADE_AT_RUN_TIME:
         return ("class", value.__module__, value.__qualname__)
-    if id(value) in seen or depth > _DEEPEST:
-        return ("again", seen.get(id(value), -1))
-    seen[id(value)] = len(seen)
+    content = [(n, inner(part)) for n, part in sorted(vars(value).items()) if n not in _OF_CLASSES]
+    return ("class", value.__module__, value.__qualname__, inner(value.__bases__), *content)
 
-    def inner(part: Any) -> Hashable:
-        return _describe(part, seen, depth + 1)
 
-    kind = type(value).__qualname__
-    if isinstance(value, Tensor):
-        return (kind, *_tensor(value))
-    if isinstance(value, numpy.ndarray):
-        return (kind, value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).hexdigest())
-    if isinstance(value, torch.Generator):
-        return (kind, hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest())
-    if isinstance(value, Mapping):
-        return (kind, *((inner(key), inner(part)) for key, part in value.items()))
-    if isinstance(value, (list, tuple)):
-        return (kind, *(inner(part) for part in value))
-    if isinstance(value, (set, frozenset)):
-        return (kind, *sorted((inner(part) for part in value), key=repr))
+def _callable(value: Any, kind: Hashable, inner: Callable[[Any], Hashable]) -> Hashable | None:
     if isinstance(value, functools.partial):
         return (kind, inner(value.func), inner(value.args), inner(value.keywords))
     if isinstance(value, types.MethodType):
-        return (kind, inner(value.__func__), type(value.__self__).__qualname__)
+        return (kind, inner(value.__func__), inner(value.__self__))
+    if isinstance(value, (staticmethod, classmethod)):
+        return (kind, inner(value.__func__))
+    if isinstance(value, property):
+        return (kind, inner(value.fget), inner(value.fset), inner(value.fdel))
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
         return (
             kind, value.__module__, value.__qualname__, *_code(value.__code__), inner(tuple(cells)),
             inner(value.__defaults__), inner(value.__kwdefaults__),
         )  # fmt: skip
-    if isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
-        return (kind, getattr(value, "__module__", None), value.__name__)
-    if isinstance(value, nn.Module):
-        # A module that the tree of modules knows is compared there.
-        return ("module", kind)
-    if hasattr(value, "__dict__") and not isinstance(value, RemovableHandle):  # a number of torch's own
-        return (kind, *((name, inner(part)) for name, part in sorted(vars(value).items())))
-    return (kind,)
+    if isinstance(value, types.BuiltinFunctionType):
+        owner = value.__self__
+        own = None if isinstance(owner, (types.ModuleType, type)) else inner(owner)
+        return (kind, getattr(value, "__module__", None), value.__qualname__, own)
+    if isinstance(value, types.ModuleType):
+        return (kind, value.__name__)
+    if isinstance(value, _DESCRIPTORS):
+        return (kind, value.__objclass__.__qualname__, value.__name__)
+    return None
+
+
+def _object(value: Any, kind: Hashable, inner: Callable[[Any], Hashable]) -> Hashable:
+    """An object by its attributes, and by what it would be pickled as: some keep more than attributes."""
+    named = _attributes(value, inner)
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # it may refuse in any way
+        return _Itself(value)
+    if isinstance(reduced, str):
+        return (kind, named, reduced)
+    make, args, *rest = reduced
+    return (kind, named, inner(make), inner(args), *(inner(_listed(part)) for part in rest))
+
+
+def _listed(part: Any) -> Any:
+    """The items that a pickle would take from an iterator; anything else as it is."""
+    return list(part) if hasattr(part, "__next__") else part
+
+
+def _attributes(value: Any, inner: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
+    """What an object holds under names, in its dictionary or in slots."""
+    named = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    for name in slots_of_class(type(value)):
+        if hasattr(value, name):
+            named[name] = getattr(value, name)
+    return tuple((name, inner(part)) for name, part in sorted(named.items(), key=lambda pair: str(pair[0])))
+
+
+def slots_of_class(kind: type) -> list[str]:
+    found = []
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            hidden = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def _code(code: types.CodeType) -> tuple[Hashable, ...]:
@@ -92,15 +224,22 @@ def _code(code: types.CodeType) -> tuple[Hashable, ...]:
     return code.co_code, code.co_names, constants
 
 
-def _tensor(value: Tensor) -> tuple[Hashable, ...]:
-    about = (tuple(value.shape), str(value.dtype))
-    if value.is_meta or value.is_sparse or value.numel() == 0:
+def _tensor(value: Tensor, with_values: bool) -> tuple[Hashable, ...]:
+    about = (tuple(value.shape), str(value.dtype), str(value.layout))
+    if value.is_meta or value.numel() == 0 or not with_values:
         return about
     try:
-        content = value.detach().cpu().contiguous().view(torch.uint8 if value.dim() else value.dtype)
-        return (*about, hashlib.sha256(content.numpy().tobytes()).hexdigest())
+        plain = value.detach().cpu()
+        parts = [plain.contiguous()] if plain.layout == torch.strided else _parts_of_sparse(plain)
+        content = [part.view(torch.uint8 if part.dim() else part.dtype).numpy().tobytes() for part in parts]
+        return (*about, hashlib.sha256(b"".join(content)).hexdigest())
     except (RuntimeError, TypeError, NotImplementedError, AssertionError):  # a kind that has no bytes
-        return about
+        return (*about, _Itself(value))
+
+
+def _parts_of_sparse(value: Tensor) -> list[Tensor]:
+    whole = value.coalesce() if value.layout == torch.sparse_coo else value.to_sparse_coo().coalesce()
+    return [whole.indices().contiguous(), whole.values().contiguous()]
 
 
 def _is_full(cell: types.CellType) -> bool:

@@ -1,16 +1,33 @@
-"""`fuse`: K models in, one module that trains them all out, compared with the models alone where asked."""
+"""`fuse`: K models in, one module that trains them all out, compared with the models alone at first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from plait.fusion.check import check_models
+from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
-from plait.fusion.verify import BatchRehearsal, log_verdict, verify_fused
+from plait.fusion.shared import Shared
+from plait.fusion.verify import (
+    BatchRehearsal,
+    CallRehearsal,
+    NothingToCompareError,
+    Rehearsal,
+    log_verdict,
+    verify_fused,
+)
+
+log = logging.getLogger(__name__)
 
 
 def fuse(
@@ -18,7 +35,7 @@ def fuse(
     seeds: Sequence[int] | None = None,
     ages: Sequence[int] | None = None,
     unfused: Iterable[str] | Mapping[str, str] = (),
-    verify: Sequence[Any] | None = None,
+    verify: bool | Sequence[Any] = True,
 ) -> FusedModule:
     """One module that computes, and trains, all of `models` at once; the models stay as they are.
 
@@ -26,10 +43,13 @@ def fuse(
     the trials. `seeds` are the trials' random streams (0, 1, 2... where none are given), `ages` how many
     training forwards each has behind it. Submodules named in `unfused` run trial by trial; "" names them all.
 
-    With `verify`, one batch or two that the plain models take (a tensor, a tuple of positional or a dict of
-    named arguments), the trials are first compared with the models alone: outputs, gradients and buffers in
-    training and evaluation. Modules that cannot be fused rightly then run trial by trial, which
-    `FusedModule.unfused` lists; models for which even that is not right are refused.
+    The first call of the fused module compares its trials with the models alone, on the call's arguments:
+    outputs, gradients and buffers in training and evaluation. Modules that cannot be fused rightly run trial
+    by trial from then on, which `FusedModule.unfused` lists; models for which even that is not right are
+    refused. It takes a few steps of each model alone, and memory for a second array, or for parts of one
+    after the other; until then the models are kept. With `verify=False` nothing is compared. `verify` can
+    also be one batch or two that the plain models take (a tensor, a tuple of positional or a dict of named
+    arguments), on which the trials are compared at once.
     """
     is_list = isinstance(models, Iterable) and not (
         isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
@@ -48,22 +68,78 @@ def fuse(
         if len(given) != count:
             raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
-    if verify is not None:
-        reasons = _verified(models, seeds, ages, reasons, verify)
-    return FusedModule(models, seeds, ages, reasons)
+    if not isinstance(verify, bool):
+        batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
+        reasons = _verified(BatchRehearsal(models, seeds, ages, batches), reasons)
+    made = FusedModule(models, seeds, ages, reasons)
+    made.first_call = FirstCall(models) if verify is True else None
+    return made
 
 
-def _verified(
-    models: Sequence[nn.Module],
-    seeds: Sequence[int],
-    ages: Sequence[int],
-    unfused: Mapping[str, str],
-    batches: Sequence[Any],
-) -> dict[str, str]:
+def _verified(rehearsal: Rehearsal, unfused: Mapping[str, str]) -> dict[str, str]:
     """The submodules that must run trial by trial, and why."""
-    listed = [batches] if isinstance(batches, (Tensor, Mapping)) else batches
-    verdict = verify_fused(BatchRehearsal(models, seeds, ages, listed), unfused)
+    verdict = verify_fused(rehearsal, unfused)
     if verdict.refused is not None:
         raise FusionError(f"fuse: these models cannot be fused: {verdict.refused}; train each alone")
     log_verdict(verdict, unfused)
+    log.info(
+        "compared %d fused trials with the models alone in %.1f s; fuse(..., verify=False) leaves it out",
+        len(rehearsal.models),
+        verdict.seconds,
+    )
     return dict(verdict.unfused)
+
+
+class FirstCall:
+    """Verifies a fused module at its first call, with the models that it was made of."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = list(models)
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Trials have left, or come twice."""
+        self._models = [self._models[number] for number in numbers]
+
+    def replace(self, number: int, model: nn.Module) -> None:
+        """Another model has taken a trial's place."""
+        self._models[number] = model
+
+    def __call__(self, fused: FusedModule, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Compare the trials on these arguments; where nothing can run twice here, at a later call."""
+        if _cannot_compare(fused, pytree.tree_leaves((args, kwargs))):
+            fused.first_call = self
+            return
+        # Tensors made in inference mode, or without gradients, are compared with gradients all the same.
+        with torch.inference_mode(False), torch.enable_grad():
+            rehearsal = CallRehearsal(fused, self._models, function, *_plain((args, kwargs)))
+            try:
+                found = _verified(rehearsal, fused.unfused)
+            except NothingToCompareError as failure:
+                log.warning("fused trials were not verified: %s", failure)
+                return
+        for name, why in found.items():
+            if name not in fused.unfused:
+                fused.unfuse(name, why, self._models)
+
+
+def _plain(values: Any) -> Any:
+    """The arguments as tensors that gradients can be computed with."""
+
+    def own(x: Any) -> Any:
+        if isinstance(x, Shared):
+            return Shared(own(x.tensor))
+        return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
+
+    return pytree.tree_map(own, values)
+
+
+def _cannot_compare(fused: FusedModule, leaves: Sequence[Any]) -> bool:
+    """Whether models cannot run here on their own: what runs is traced, captured or differentiated."""
+    tensors = [x.tensor if isinstance(x, Shared) else x for x in leaves if isinstance(x, (Tensor, Shared))]
+    if any(isinstance(x, (FakeTensor, TrialTensor)) or x.is_meta for x in tensors) or fused.is_padded:
+        return True
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+        return True
+    if _get_current_dispatch_mode_stack():  # a trace, or tensors without memory
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,13 @@ from torch.utils import _pytree as pytree
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.core.names import did_you_mean
 from plait.fusion.check import hyperparameters, tensor_attributes
+from plait.fusion.closures import copied_closures
 from plait.fusion.dispatch.install import (
     Wrappers,
     installed,
     recurrent_in,
     refresh_recurrent,
+    shared_names,
     slots_of,
     stack,
 )
@@ -27,13 +29,31 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.seams import running
 from plait.fusion.dispatch.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError
+from plait.fusion.optim.gradients import clip_gradients, refuse_joint_clipping
 from plait.fusion.patches import Patch, patch_norms
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared import Shared
 from plait.fusion.speed.compiled import CompiledForward
 from plait.fusion.trials.padding import Rows
-from plait.fusion.trials.per_trial import PerTrial
-from plait.fusion.trials.unfused import OwnModules, apply_alone, gradient_hooks, held_values, own_copy
+from plait.fusion.trials.per_trial import Number, PerTrial, one_each
+from plait.fusion.trials.unfused import (
+    OwnModules,
+    apply_alone,
+    copy_hooks,
+    gradient_hooks,
+    held_values,
+    own_copy,
+)
+
+
+class BeforeFirstCall(Protocol):
+    """What happens before a fused module's first call; it follows the trials until then."""
+
+    def __call__(self, fused: FusedModule, function: Callable[..., Any], args: Any, kwargs: Any) -> None: ...
+
+    def keep(self, numbers: Sequence[int]) -> None: ...
+
+    def replace(self, number: int, model: nn.Module) -> None: ...
 
 
 class FusedModule(nn.Module):
@@ -54,6 +74,8 @@ class FusedModule(nn.Module):
         self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
         self.register_buffer("ages", torch.tensor(ages, dtype=torch.int64, device=device))
         self._compiled: CompiledForward | None = None
+        # What compares the trials with the models alone, before the first call.
+        self.first_call: BeforeFirstCall | None = None
         # The draws that others have made of the trials' streams in the same forward: stages before this one.
         self.draws_before: int | tuple[int, ...] = 0
         self._trials = Trials(len(models))
@@ -67,7 +89,9 @@ class FusedModule(nn.Module):
             self.module.get_submodule(path).__dict__[name] = TrialTensor(stack(tensors), self._trials)
         self.freeze([])
         patch_norms(self.module)
+        refuse_joint_clipping(self)
         self.gradient_hooks = self._take_hooks(models)
+        self._register_hooks()
         needed = {
             **dict.fromkeys(_scripted(models[0]), "it is a scripted module"),
             **dict.fromkeys(_with_backward_hooks(models[0]), "it has backward hooks"),
@@ -87,13 +111,37 @@ class FusedModule(nn.Module):
         return self._trials.count
 
     def _take_hooks(self, models: Sequence[nn.Module]) -> list[list[list[Any]]]:
-        """By parameter and trial, the hooks that gradients have; from now on those of all trials."""
+        """By parameter and trial, the hooks that gradients have."""
         every = [list(model.parameters()) for model in models]
-        found = [[gradient_hooks(own[place]) for own in every] for place in range(len(every[0]))]
-        for parameter, hooks in zip(self.module.parameters(), found):
+        return [[gradient_hooks(own[place]) for own in every] for place in range(len(every[0]))]
+
+    def _register_hooks(self) -> None:
+        for parameter, hooks in zip(self.module.parameters(), self.gradient_hooks):
             if any(hooks):
                 parameter.register_hook(each_trial(hooks))
-        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: all but what goes by where tensors and modules lie."""
+        compiled = None if self._compiled is None else self._compiled.options
+        anew: dict[str, Any] = dict.fromkeys(("_wrappers", "_slots", "_recurrent", "_counts", "_known"))
+        return {**self.__dict__, **anew, "_compiled": compiled}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._wrappers = Wrappers(self._trials)
+        self._recurrent = recurrent_in(self.module)
+        refresh_recurrent(self._recurrent)
+        self._find_slots()
+        self._register_hooks()
+        refuse_joint_clipping(self)
+        places = shared_names(self.module)
+        for path, own in self._own.items():
+            own.restore(self._tied_in(own.part))
+            for number, module in enumerate(own.modules):
+                for name, parameter in module.named_parameters(prefix=path):
+                    copy_hooks(self.gradient_hooks[places[name]][number], parameter)
+        if self._compiled is not None:
+            self._compiled = CompiledForward(self, state["_compiled"])
 
     @property
     def unfused(self) -> dict[str, str]:
@@ -115,10 +163,12 @@ class FusedModule(nn.Module):
         for other in [other for other in self._own if other.startswith(f"{name}.") or not name]:
             del self._own[other]
         own = [own_copy(model.get_submodule(name)) for model in models]
-        inside = {id(p) for p in parts[name].parameters()}
-        tied = inside & {id(p) for p in _parameters_outside(self.module, parts[name])}
-        self._own[name] = OwnModules(parts[name], own, self._trials, tied, why)
+        self._own[name] = OwnModules(parts[name], own, self._trials, self._tied_in(parts[name]), why)
         self.forget()
+
+    def _tied_in(self, part: nn.Module) -> set[int]:
+        """The parameters of a submodule that others hold too, by their ids."""
+        return {id(p) for p in part.parameters()} & {id(p) for p in _parameters_outside(self.module, part)}
 
     def of_trials(self, tensor: Tensor) -> TrialTensor:
         """The same tensor for each trial, to be kept in an attribute."""
@@ -130,15 +180,23 @@ class FusedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What each trial's model returns for its slice of the arguments, trials first."""
+        self._begin(_forward, args, kwargs)
         if self._compiled is not None:
             return self._compiled(self._run, args, kwargs)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(lambda module, *a, **k: module(*a, **k), *args, **kwargs)
+        return self.call(_forward, *args, **kwargs)
+
+    def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Before the first call: compare the trials with the models alone, where that was asked for."""
+        if self.first_call is not None:
+            first, self.first_call = self.first_call, None
+            first(self, function, args, kwargs)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function(model, *args)` returns for each trial: any code that is written for one model."""
+        self._begin(function, args, kwargs)
         with self._installed():
             outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
         if self.training:
@@ -208,6 +266,11 @@ class FusedModule(nn.Module):
     ) -> Any:
         return apply_alone(self._trials, function, args, kwargs)
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether trials have rows that are padding now."""
+        return self._trials.rows is not None
+
     @contextmanager
     def padded(self, counts: Sequence[int]) -> Iterator[None]:
         """Within, each trial's batch has `counts` rows of its own, and padding after them.
@@ -224,6 +287,15 @@ class FusedModule(nn.Module):
             yield
         finally:
             self._trials.rows = None
+
+    def clip_grad_norm_(self, max_norm: Number) -> Tensor:
+        """Clip the norm of each trial's gradients to `max_norm`, or to its own of several; the norms before.
+
+        As torch.nn.utils.clip_grad_norm_ for each trial alone.
+        """
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        limits = one_each("max_norm", max_norm, self.trials)
+        return clip_gradients(gradients, torch.tensor(limits, dtype=torch.float64).to(self.seeds.device))
 
     def channels_last(self) -> FusedModule:
         """Keep the weights of 2d convolutions with their channels innermost, as GPUs read them fastest."""
@@ -282,7 +354,7 @@ class FusedModule(nn.Module):
     def _enter(self, value: Any) -> Any:
         if isinstance(value, Shared):
             return value.tensor
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or isinstance(value, TrialTensor):
             return value
         if value.dim() == 0 or value.shape[0] != self.trials:
             raise FusionError(
@@ -324,15 +396,19 @@ class FusedModule(nn.Module):
                 memo[id(value)] = value.of(number)
         for modules in self._own.values():
             memo[id(modules.part)] = modules.copy_of(number, memo)
-        made = copy.deepcopy(self.module, memo)
+        with copied_closures(self.module):
+            made = copy.deepcopy(self.module, memo)
         for part in made.modules():
             if isinstance(part.__dict__.get("forward"), Patch):
                 del part.forward
         refresh_recurrent(recurrent_in(made))
         for parameter, hooks in zip(made.parameters(), self.gradient_hooks):
-            for hook in hooks[number] if not gradient_hooks(parameter) else ():
-                parameter.register_hook(hook)
+            copy_hooks(hooks[number], parameter)
         return made
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
 
 
 def _outermost(names: Iterable[str]) -> list[str]:

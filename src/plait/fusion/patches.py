@@ -25,7 +25,13 @@ class Patch:
 def patch_norms(module: nn.Module) -> None:
     """Batch norms without momentum read a counter in Python; theirs is one for each trial."""
     for part in module.modules():
-        if isinstance(part, _BatchNorm) and part.momentum is None and part.track_running_stats:
+        is_patched = "forward" in vars(part)
+        if (
+            isinstance(part, _BatchNorm)
+            and part.momentum is None
+            and part.track_running_stats
+            and not is_patched
+        ):
             part.forward = Patch(_cumulative_norm, part)  # type: ignore[method-assign]
 
 

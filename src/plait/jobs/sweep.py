@@ -26,6 +26,7 @@ from plait.schema.placement import Placement
 from plait.schema.results import SweepResult
 from plait.schema.schedules import Schedule
 from plait.schema.settings import SEARCHES, SearchSettings, TrainSettings
+from plait.sweeping.coordinator import choose_metric
 from plait.sweeping.engines.stages import check_in_stages, check_schedule
 from plait.sweeping.search.space import (
     MOST_VALUES,
@@ -50,14 +51,14 @@ def sweep(
     job: Job | str | Path | Mapping[str, Any],
     over: Over = (),
     *,
-    search: str = SearchSettings.kind,
+    search: str | None = None,
     trials: int | None = None,
     width: int | None = None,
     replicas: int | None = None,
-    eta: int = SearchSettings.eta,
+    eta: int | None = None,
     least_steps: int | None = None,
-    metric: str = SearchSettings.metric,
-    seed: int = SearchSettings.seed,
+    metric: str | None = None,
+    seed: int | None = None,
     resume: str | None = None,
     run_folder: str | None = None,
     display: Display | None = None,
@@ -69,34 +70,24 @@ def sweep(
     "optimizer.momentum": [0.0, 0.9]}`. The result's `run` is the folder with the best trial's
     checkpoint. Of the job's workers `replicas` train each array together or, where the job has a
     plan, as many as that has stages. With `resume` the sweep in that folder goes on, as it was asked for;
-    `job` then says where its workers run, and `replicas`, where given, how many share an array.
+    `job` then says where its workers run. Another `width` and other `replicas` change how its arrays are
+    made, and more `trials` are drawn where the search draws them one by one.
     """
     check_alone()
     job = as_job(job)
+    asked = {"search": search, "eta": eta, "least_steps": least_steps, "metric": metric, "seed": seed}
     run_dir = Path(job.run_dir)
     with searching(os.getcwd(), job.folder):
         named = run_folder if resume is None else resume
         folder = choose_folder(run_dir, job.name, resume is not None, named, RunKind.SWEEP)
         if resume is not None and folder is not None:
-            settings = load(SweepSettings, folder.sweep, KIND, VERSION)
-            if replicas is not None:
-                settings = replace(settings, replicas=replicas)
-                check(settings)
+            before = load(SweepSettings, folder.sweep, KIND, VERSION)
+            settings = go_on(before, width=width, replicas=replicas, trials=trials, **asked)
             _check_workers(job, settings)
-            files = {}
+            files = {} if settings == before else {folder.sweep: _text(settings)}
         else:
-            settings = make_sweep(
-                job,
-                over,
-                search,
-                trials,
-                width,
-                eta,
-                least_steps,
-                metric=metric,
-                seed=seed,
-                replicas=replicas,
-            )
+            given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+            settings = make_sweep(job, over, trials=trials, width=width, replicas=replicas, **given)
             folder = folder or new_run(run_dir, job.name)
             files = {folder.sweep: _text(settings)}
         found = launch_entry(
@@ -114,6 +105,56 @@ def sweep(
     result = replace(decode(SweepResult, found, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
     return result
+
+
+def go_on(
+    settings: SweepSettings,
+    *,
+    width: int | None = None,
+    replicas: int | None = None,
+    trials: int | None = None,
+    **asked: Any,
+) -> SweepSettings:
+    """The settings that a sweep goes on with, of what it was begun with and what is asked for now.
+
+    What would compare its trials in another way than those that have ended is refused.
+    """
+    search = settings.search
+    known = {"search": search.kind, **{name: getattr(search, name) for name in asked if name != "search"}}
+    if asked.get("metric") is not None and search.metric == "auto":
+        known["metric"] = choose_metric(settings)
+    for name, value in asked.items():
+        if value is not None and value != known[name]:
+            raise InputError(
+                f"--{name.replace('_', '-')}: found {shown(value)}, but the sweep was begun with "
+                f"{shown(known[name])}, by which its trials are compared; leave it out, or begin another"
+            )
+    if trials is not None and trials != search.trials:
+        search = replace(search, trials=_more_trials(search, trials))
+    settings = replace(
+        settings,
+        search=search,
+        width=settings.width if width is None else width,
+        replicas=settings.replicas if replicas is None else replicas,
+    )
+    check(settings)
+    return settings
+
+
+def _more_trials(search: SearchSettings, trials: int) -> int:
+    """How many trials a sweep that goes on has; more than before, where each is drawn by itself."""
+    if search.trials is None or search.kind not in ("random", "asha"):
+        why = "lists its trials" if search.trials is None else "compares all of its trials with each other"
+        raise InputError(
+            f"--trials: found {trials}, but --search {search.kind} {why}, so that no other can join now; "
+            f"leave it out, or begin another sweep"
+        )
+    if trials < search.trials:
+        raise InputError(
+            f"--trials: found {trials}, but the sweep was begun with {search.trials}, some of which may have "
+            f"ended; expected as many or more"
+        )
+    return trials
 
 
 def make_sweep(

@@ -46,7 +46,7 @@ FILES = (
     ".control",
     ".lock",
 )
-FOLDERS = ("logs", "events", "tensorboard", "checkpoints", "trials")
+FOLDERS = ("logs", "events", "tensorboard", "checkpoints", "trials", "failures")
 MOST_ATTEMPTS = 20
 # Checkpoints that are being written.
 UNFINISHED = ".step-*"

@@ -174,9 +174,9 @@ class Pipeline:
         # An optimizer wants a parameter, also on a worker whose stages have none.
         self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
         # Of its own groups: a user's optimizer may leave out those that are empty in these stages.
-        # That of fused trials has no groups, and rates of its own.
-        groups = getattr(self.optimizer, "param_groups", ())
-        self.base_lrs = tuple(float(group["lr"]) for group in groups)
+        # A float may be that of fused trials, with one value for each.
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.base_lrs = tuple(rate if isinstance(rate, float) else float(rate) for rate in rates)
         agreements = make_agreements(rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology)
         tied = make_tied(
             pipeline_layout,

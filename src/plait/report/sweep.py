@@ -61,6 +61,7 @@ def flat(row: TrialResult) -> dict[str, Any]:
         **row.values,
         **{f"test {name}": value for name, value in row.metrics.items()},
         "train_loss": row.train_loss,
+        **({"why": row.why} if row.why else {}),
     }
 
 

@@ -72,7 +72,10 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One trial of a sweep: its number, its hyperparameters, its last step and its metrics."""
+    """One trial of a sweep: its number, its hyperparameters, its last step and its metrics.
+
+    `why` says why a trial failed.
+    """
 
     trial: int
     state: str
@@ -80,11 +83,13 @@ class TrialResult:
     values: Mapping[str, Any]
     metrics: Mapping[str, float | None]
     train_loss: float | None
+    why: str = ""
 
     def __str__(self) -> str:
         values = ", ".join(f"{key} {show_value(value)}" for key, value in self.values.items())
         found = f"test {show_metrics(self.metrics)}" if self.metrics else "not evaluated"
-        return f"trial {self.trial} ({values}): {found}, {self.state} at step {self.step}"
+        why = f": {self.why}" if self.why else ""
+        return f"trial {self.trial} ({values}): {found}, {self.state} at step {self.step}{why}"
 
 
 @dataclass(frozen=True)
@@ -103,9 +108,10 @@ class ArrayResult:
 class SweepResult:
     """The result of a sweep; `trials` are sorted, best first, and `run` is the folder with the best one.
 
-    `step` counts the trials that have ended, of `steps`. Trials are compared by `metric`, of which less
-    (`mode` is `min`) or more (`max`) is better. `best` is None if no trial finished. Each array was
-    trained by `replicas` workers. `warnings` are those of all workers, each once.
+    `reason` is `finished`, `stopped`, or `failed` if every trial failed. `step` counts the trials that have
+    ended, of `steps`. Trials are compared by `metric`, of which less (`mode` is `min`) or more (`max`) is
+    better. `best` is None if no trial finished. Each array was trained by `replicas` workers. `warnings` are
+    those of all workers, each once.
     """
 
     reason: str

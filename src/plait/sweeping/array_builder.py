@@ -9,18 +9,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from plait.comm.rpc import Client
 from plait.fusion.errors import FusionError
 from plait.fusion.verify import Verdict, log_verdict
 from plait.launch.worker import Worker
+from plait.measure.fresh_process import FreshProcesses
 from plait.pipeline.layout import PipelineLayout
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import choose_width, try_two
 from plait.sweeping.engines.fused import Array, TrialInit
 from plait.sweeping.engines.leader import LeaderArray, make_array
 from plait.sweeping.engines.verified_arrays import verify_entries
-from plait.sweeping.reasons import NotFusedError, fused_work, why_optimizer
+from plait.sweeping.reasons import NotFusedError, TrialsFailedError, fused_work, why_optimizer
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.worker_group import WorkerGroup, share_of
 from plait.training import components
@@ -46,15 +48,20 @@ class ArrayBuilder:
         coordinator: Client,
         device: torch.device,
         workers: WorkerGroup | None,
+        fresh: FreshProcesses | None,
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._coordinator = coordinator
         self._device = device
         self._workers = workers
+        # Where widths are measured.
+        self._fresh = fresh
         # How many trials an array of a group holds, and, where that is one, why.
         self._widths: dict[str, tuple[int, str]] = {}
         self._verdicts: dict[str, Verdict] = {}
+        # The trials that were compared with themselves alone, by number.
+        self._verified: set[int] = set()
         # The layers of each stage that a verification has led to.
         self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
 
@@ -77,10 +84,19 @@ class ArrayBuilder:
     def train_one_by_one(self, group: str, why: str) -> None:
         self._widths[group] = 1, why
 
+    def narrow(self, group: str, trials: int, why: str) -> None:
+        """Let arrays of a group hold half of the `trials` there is no memory for."""
+        width = min(self.width(group), trials) // 2
+        self._widths[group] = (width, "") if width > 1 else (1, why)
+
     def choose_width(self, group: str, settings: TrainSettings, sets: DataPair, share: int) -> None:
         """Decide how many trials of a group an array holds, of this worker's `share` of those that wait."""
         if group not in self._widths:
             self._widths[group] = self._find_width(group, settings, sets, share)
+
+    def forget_width(self, group: str) -> None:
+        """Choose the width of a group anew, with another of its trials."""
+        self._widths.pop(group, None)
 
     def forget_widths(self, kept: str) -> None:
         """Choose widths anew, except for the group `kept`, as other workers share out the trials now."""
@@ -101,7 +117,7 @@ class ArrayBuilder:
         # Some module may have to run trial by trial.
         entries = [TrialInit(settings, components.build(settings, self._device, sets)) for _ in range(2)]
         try:
-            return self._try_width(settings, sets, trials, self._verify(group, entries))
+            return self._try_width(settings, sets, trials, self._verify(group, entries, ()))
         except NotFusedError as failure:
             return 1, str(failure)
 
@@ -109,12 +125,13 @@ class ArrayBuilder:
         self, settings: TrainSettings, sets: DataPair, trials: int, verdict: Verdict | None
     ) -> tuple[int, str]:
         width, replicas = self._settings.width, self._settings.replicas
-        with fused_work():
-            if width is None:
-                return choose_width(settings, self._device, sets, trials, replicas, verdict)
-            # A group's leader tries fusion by itself: later its followers would be in the middle of it.
-            if self._workers is not None and self._settings.train.pipeline is None:
-                try_two(settings, self._device, sets, replicas, verdict)
+        if self._fresh is None:
+            assert width is not None
+            return width, ""
+        if width is None:
+            return choose_width(self._fresh, settings, self._device, sets, trials, replicas, verdict)
+        # A group's leader tries fusion by itself: later its followers would be in the middle of it.
+        try_two(self._fresh, settings, self._device, sets, replicas, verdict)
         return width, ""
 
     def fused_work(self, group: str) -> AbstractContextManager[None]:
@@ -125,21 +142,49 @@ class ArrayBuilder:
         can_separate = self._workers is None and self.width(group) > 1
         return fused_work() if can_separate else nullcontext()
 
-    def make(self, group: str, entries: Sequence[TrialInit]) -> Array:
-        """An array of these trials, verified; NotFusedError where they must train one by one."""
+    def make(self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]) -> Array:
+        """An array of the trials `numbers`, verified; NotFusedError where they must train one by one."""
         workers = self._workers
         if workers is not None and workers.pipeline is not None:
-            stages, found = self._verify_in_stages(group, entries, workers.pipeline.layout)
+            stages, found = self._verify_in_stages(group, entries, numbers, workers.pipeline.layout)
             return LeaderArray(workers, entries, True, found, stages)
         fused = self.width(group) > 1
-        verdict = self._verify(group, entries) if fused else None
+        verdict = self._verify(group, entries, numbers) if fused else None
         with self.fused_work(group):
             if workers is not None:
                 return LeaderArray(workers, entries, fused, verdict)
             return make_array(entries, fused, None, verdict)
 
+    def verify_joining(
+        self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]
+    ) -> None:
+        """Compare trials that are to join an array whose first trial has the settings `first`.
+
+        NotFusedError where they are not, fused with that one, what they are alone. A new model of that trial
+        stands for the array, which is in the middle of its steps.
+        """
+        if self.width(group) == 1 or not self._is_verification_due(self._verdicts.get(group), numbers):
+            return
+        both = [self._new_entry(first, entries[0]), *entries]
+        known = self._verdicts.get(group, Verdict())
+        if self._workers is not None and self._workers.pipeline is not None:
+            _, verdict = self._verify_in_stages(group, both, numbers, self._workers.pipeline.layout)
+        else:
+            verdict = self._verify(group, both, numbers)
+        if further := [name for name in verdict.unfused if name not in known.unfused]:
+            self._verdicts[group] = known
+            raise NotFusedError(f"with them {further[0] or 'the model'} {verdict.unfused[further[0]]}")
+
+    def first_model(self, first: TrainSettings, like: TrialInit) -> nn.Module:
+        """A new model of a trial with the settings `first`, whose data are those of `like`."""
+        return self._new_entry(first, like).parts.model
+
+    def _new_entry(self, settings: TrainSettings, like: TrialInit) -> TrialInit:
+        sets = (like.parts.train_set, like.parts.test_set)
+        return TrialInit(settings, components.build(settings, self._device, sets))
+
     def _verify_in_stages(
-        self, group: str, entries: Sequence[TrialInit], layout: PipelineLayout
+        self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int], layout: PipelineLayout
     ) -> tuple[StagesOfTrials, Verdict]:
         """The stages of these trials, and how they are fused rightly; see `_verify`.
 
@@ -148,7 +193,7 @@ class ArrayBuilder:
         from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
 
         known = self._verdicts.get(group)
-        is_due = self._is_verification_due(known)
+        is_due = self._is_verification_due(known, numbers)
         planned = replace(layout, stages=self._stages.get(group, layout.stages))
         stages = prepare_trials(entries, planned, verify=is_due)
         for note in stages.checked.notes:
@@ -163,26 +208,30 @@ class ArrayBuilder:
             )
         self._stages[group] = stages.checked.fine
         timed = replace(verdict, seconds=verdict.seconds + stages.checked.seconds)
-        self._keep(group, timed, known, len(entries))
+        self._keep(group, timed, known, numbers, len(entries))
         return stages, verdict
 
-    def _is_verification_due(self, known: Verdict | None) -> bool:
+    def _is_verification_due(self, known: Verdict | None, numbers: Sequence[int]) -> bool:
+        """Whether one of the trials `numbers` is to be compared now: each once, or whenever it enters."""
         mode = self._settings.train.verify.start
-        return mode != "off" and (known is None or mode != "first")
+        is_new = known is None or not self._verified.issuperset(numbers)
+        return mode != "off" and (is_new or mode == "every_run")
 
-    def _verify(self, group: str, entries: Sequence[TrialInit]) -> Verdict:
-        """How these trials are fused rightly: what the group's first array showed, unless asked anew.
+    def _verify(self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]) -> Verdict:
+        """How these trials are fused rightly: what the group's first array showed, where all are known.
 
         Raises NotFusedError where they are not fused at all.
         """
         known = self._verdicts.get(group)
-        if not self._is_verification_due(known):
+        if not self._is_verification_due(known, numbers):
             return known or Verdict()
         verdict = verify_entries(entries, share_of(self._workers), known)
-        self._keep(group, verdict, known, len(entries))
+        self._keep(group, verdict, known, numbers, len(entries))
         return verdict
 
-    def _keep(self, group: str, verdict: Verdict, known: Verdict | None, trials: int) -> None:
+    def _keep(
+        self, group: str, verdict: Verdict, known: Verdict | None, numbers: Sequence[int], trials: int
+    ) -> None:
         """Report a verdict, and keep it for arrays to come; raises NotFusedError where it is a refusal."""
         log_verdict(verdict, known.unfused if known is not None else {})
         log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
@@ -194,6 +243,11 @@ class ArrayBuilder:
             unfused=dict(verdict.unfused),
             refused=verdict.refused,
         )
+        # A new model of another trial may come before those that join.
+        others = trials - len(numbers)
+        if failed := {numbers[n - others]: why for n, why in verdict.failed.items() if n >= others}:
+            raise TrialsFailedError(failed)
         if verdict.refused is not None:
             raise NotFusedError(verdict.refused)
         self._verdicts[group] = verdict
+        self._verified.update(numbers)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.adapt.monitors.gradient_noise import GradientAverages
+from plait.data.loader import Batch
+from plait.fusion.errors import FusionError
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.engines.batch_streams import next_batches, with_replacements
-from plait.sweeping.engines.fused import Array, TrialInit, TrialTensors
-from plait.sweeping.reasons import NotFusedError, fused_work, split_by_kind
+from plait.sweeping.engines.fused import Array, FusedArray, TrialInit, TrialTensors, rebuild_trial
+from plait.sweeping.engines.unfused import UnfusedArray
+from plait.sweeping.reasons import (
+    NotFusedError,
+    TooWideError,
+    TrialsFailedError,
+    fused_work,
+    split_by_kind,
+    why_failed,
+)
 from plait.sweeping.running_trial import RunningTrial
 
 
@@ -33,11 +44,13 @@ class TrialsChange:
 
 @dataclass(frozen=True)
 class Admission:
-    """Which trials join, which wait for another array, and which can never be fused with those that join."""
+    """Which trials join, wait for another array, can never be fused with those that join, or failed."""
 
     joining: tuple[Joining, ...]
     waiting: tuple[Joining, ...] = ()
     apart: tuple[Joining, ...] = ()
+    # Why trials cannot train at all, by their numbers.
+    failed: Mapping[int, str] = field(default_factory=dict)
 
 
 class ArrayEngine:
@@ -74,8 +87,12 @@ class ArrayEngine:
         for _ in range(steps):
             batches = next_batches([trial.stream for trial in self.trials])
             factors = [trial.lr_factor(trial.step) for trial in self.trials]
-            with self._builder.fused_work(self.group):
-                losses = self._array.step(batches, factors)
+            try:
+                with self._one_trials_failure(), self._builder.fused_work(self.group):
+                    losses = self._array.step(batches, factors)
+            except NotFusedError as failure:
+                self._blame(failure, batches, factors)
+                raise
             # Added up on the device: nobody waits for its values here.
             self._losses = losses if self._losses is None else self._losses + losses
             self._losses_of += 1
@@ -83,6 +100,36 @@ class ArrayEngine:
                 trial.step += 1
                 trial.moved = True
                 trial.position = batch.after
+
+    @contextmanager
+    def _one_trials_failure(self) -> Iterator[None]:
+        """Within, what stops a trial that is by itself raises TrialsFailedError."""
+        try:
+            yield
+        except (NotFusedError, TrialsFailedError):
+            raise
+        except Exception as failure:
+            why = why_failed(failure) if len(self.trials) == 1 else None
+            if why is None:
+                raise
+            raise TrialsFailedError({self.trials[0].trial: why}) from failure
+
+    def _blame(self, failure: NotFusedError, batches: Sequence[Batch], factors: Sequence[float]) -> None:
+        """Raise TrialsFailedError where it is single trials that cannot take this step, fused or not."""
+        array = self._array
+        if isinstance(failure.__cause__, FusionError) or isinstance(failure, TooWideError):
+            return
+        if not isinstance(array, FusedArray):
+            return
+        reasons = {}
+        for place, (trial, batch, factor) in enumerate(zip(self.trials, batches, factors)):
+            try:
+                UnfusedArray([rebuild_trial(array, place)]).step([batch], [factor])
+            except Exception as own:  # a user's model can fail in any way
+                if (why := why_failed(own)) is not None:
+                    reasons[trial.trial] = why
+        if reasons:
+            raise TrialsFailedError(reasons) from failure
 
     def collect_losses(self) -> None:
         """Give the losses since the last time to the trials they belong to."""
@@ -94,7 +141,7 @@ class ArrayEngine:
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, of the trials at `places`."""
         assert self._array is not None
-        with self._builder.fused_work(self.group):
+        with self._one_trials_failure(), self._builder.fused_work(self.group):
             return self._array.evaluate(places)
 
     def state(self, place: int) -> TrialTensors:
@@ -105,25 +152,40 @@ class ArrayEngine:
 
     def admit(self, joining: Sequence[Joining]) -> Admission:
         """Which of these trials may join the array that there is, or form a new one."""
-        if self._array is None:
+        if self._array is None or not joining:
             return self._split(joining)
         try:
+            entries = [each.entry for each in joining]
             with fused_work():
-                self._array.check_entering([each.entry for each in joining])
+                self._array.check_entering(entries)
+                numbers = [each.trial.trial for each in joining]
+                self._builder.verify_joining(self.group, self.trials[0].settings, entries, numbers)
+        except TrialsFailedError as failure:
+            others = [each for each in joining if each.trial.trial not in failure.reasons]
+            found = self.admit(others)
+            return replace(found, failed={**found.failed, **failure.reasons})
         except NotFusedError as failure:
+            found = self._split(joining, self._builder.first_model(self.trials[0].settings, joining[0].entry))
+            if found.apart and found.joining:
+                return replace(self.admit(found.joining), apart=found.apart)
+            if found.apart:
+                return found
             # The array's trials have changed in a way that others have not.
             self.closed = f"others wait until it has ended: {failure}"
             return Admission((), waiting=tuple(joining))
         return Admission(tuple(joining))
 
-    def _split(self, joining: Sequence[Joining]) -> Admission:
-        """Those that can be fused with the first, apart from the others."""
-        if len(joining) < 2 or self._builder.is_pipelined:
+    def _split(self, joining: Sequence[Joining], first: nn.Module | None = None) -> Admission:
+        """Those that can be fused with the first, or with the model `first`, apart from the others."""
+        models = [each.entry.parts.model for each in joining]
+        if (len(models) < 2 and first is None) or self._builder.is_pipelined:
             return Admission(tuple(joining))
-        others, self._apart = split_by_kind([each.entry.parts.model for each in joining])
+        given = models if first is None else [first, *models]
+        others, self._apart = split_by_kind(given)
+        apart = [number - len(given) + len(models) for number in others]
         return Admission(
-            tuple(each for number, each in enumerate(joining) if number not in others),
-            apart=tuple(joining[number] for number in others),
+            tuple(each for number, each in enumerate(joining) if number not in apart),
+            apart=tuple(joining[number] for number in apart),
         )
 
     def noise(self, place: int) -> GradientAverages | None:
@@ -139,7 +201,12 @@ class ArrayEngine:
         self.collect_losses()
         if self._array is None:
             self.trials = [each.trial for each in change.joining]
-            self._array = self._builder.make(self.group, [each.entry for each in change.joining])
+            with self._one_trials_failure():
+                self._array = self._builder.make(
+                    self.group,
+                    [each.entry for each in change.joining],
+                    [trial.trial for trial in self.trials],
+                )
         elif len(change.leaving) == len(self.trials) and not change.joining:
             self.close()
         elif change.leaving or change.joining:

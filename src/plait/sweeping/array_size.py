@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from plait.core.errors import InputError
+from plait.core.codec import decode, encode
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
-from plait.fusion.trials.array_size import MemoryNeed, measure_need, saturated_width
+from plait.fusion.trials.array_size import MemoryNeed, measure_need
 from plait.fusion.verify import Verdict
+from plait.measure.fresh_process import FreshProcessError, FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.engines.batch_streams import BatchStream
 from plait.sweeping.engines.fused import FusedArray, TrialInit
+from plait.sweeping.engines.unfused import UnfusedArray
+from plait.sweeping.reasons import NotFusedError, fused_work, short, why_failed
 from plait.training import components
+from plait.training.components import DataPair
+from plait.training.optimizers.eager import use_eager_optimizers
 
 # What a process beside the tensors of its models takes on a CPU.
 CPU_OVERHEAD_BYTES = 400 * 10**6
 # Of memory that is free now, what a sweep may plan with: other programs want some too.
 SHARE = 0.8
-STEPS = 4
+# Pairs of steps that are timed: as many as fit into some seconds, so that small steps are timed often.
+LEAST_PAIRS, MOST_PAIRS, TIMING_S = 5, 25, 2.0
+# An array is made narrower only where a step of a trial takes this much longer in it: times are no surer.
+MARGIN = 1.1
 # The widths from whose memory that of others follows.
 WIDTHS = (1, 2)
 # Wider arrays are not tried: by then a step is bound by the device.
@@ -35,9 +46,10 @@ log = logging.getLogger(__name__)
 
 
 def choose_width(
+    fresh: FreshProcesses,
     settings: TrainSettings,
     device: torch.device,
-    sets: tuple[Any, Any],
+    sets: DataPair,
     trials: int,
     replicas: int = 1,
     verdict: Verdict | None = None,
@@ -45,73 +57,172 @@ def choose_width(
     """The trials of one array, of `trials` that there are: as many as fit and as go faster together.
 
     Where that is one, also why. Of `replicas` workers this one measures a step on a share of the batch,
-    alone: sums are not timed.
+    alone: sums are not timed. All is measured in a process of its own.
     """
     if trials < 2:
         return 1, ""
-    # The last worker's share is the largest.
-    batch = BatchStream(sets[0], settings, Position(), False, replicas - 1, replicas).next()
-    # Sums of gradients need buffers.
-    beside = _weight_bytes(settings) if replicas > 1 else 0
-    width = min(trials, MOST, _fitting(settings, device, sets, batch, beside, verdict))
-    if width == 1:
-        return 1, "the memory of the device holds one trial"
-
-    def throughput(count: int) -> float:
-        return count / _seconds(_stepper(_entries(settings, device, sets, count), batch, verdict), device)
-
-    # From the widest down: two measurements are enough where wide arrays pay, as they mostly do.
-    wide = throughput(width)
-    while width > 1:
-        narrow = throughput(width // 2)
-        if saturated_width({width // 2: narrow, width: wide}) == width:
-            return width, ""
-        width, wide = width // 2, narrow
-    return 1, "two trials at once were no faster than one after the other on this device (measured)"
+    found = _measured(fresh, "measure_width", settings, device, sets, replicas, verdict, trials=trials)
+    return found["width"], found["why"]
 
 
-def _fitting(
+class FailsAloneError(Exception):
+    """The trial that stands for its group fails by itself; `str` says why."""
+
+
+def try_two(
+    fresh: FreshProcesses,
     settings: TrainSettings,
     device: torch.device,
-    sets: tuple[Any, Any],
-    batch: Batch,
-    beside: int,
+    sets: DataPair,
+    replicas: int = 1,
     verdict: Verdict | None = None,
-) -> int:
-    """The most trials that the memory of `device` holds, from steps on tensors without memory.
+) -> None:
+    """Take a step with two fused trials, in a process of its own; NotFusedError where it fails."""
+    _measured(fresh, "take_step_of_two", settings, device, sets, replicas, verdict)
 
-    Each trial needs `beside` bytes more than its step does.
-    """
-    # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
-    entries = _entries(settings, torch.device("cpu"), sets, max(WIDTHS))
+
+def _measured(
+    fresh: FreshProcesses,
+    function: str,
+    settings: TrainSettings,
+    device: torch.device,
+    sets: DataPair,
+    replicas: int,
+    verdict: Verdict | None,
+    **more: Any,
+) -> Any:
+    """What a function of this module finds in another process; NotFusedError where it fails there."""
+    # The last worker's share is the largest.
+    batch = BatchStream(sets[0], settings, Position(), False, replicas - 1, replicas).next()
+    argument = {
+        "settings": encode(settings),
+        "device": str(device),
+        "batch": batch,
+        "replicas": replicas,
+        "verdict": None if verdict is None else encode(verdict),
+        **more,
+    }
     try:
-        need = measure_need(lambda width: _stepper(entries[:width], batch, verdict), WIDTHS)
+        found = fresh.call(f"{__name__}:{function}", argument, on_gpu=device.type == "cuda")
+    except FreshProcessError as failure:
+        raise NotFusedError(short(str(failure))) from None
+    if "fails alone" in found:
+        raise FailsAloneError(found["fails alone"])
+    return found
+
+
+def import_fake_tensors() -> None:
+    """Import what torch needs for tensors without memory, which takes a second."""
+    with FakeTensorMode():
+        (torch.ones(1, requires_grad=True) * 2.0).backward()
+
+
+def measure_width(argument: dict[str, Any]) -> dict[str, Any]:
+    """The width of arrays and, where it is one, why."""
+    asked = _Asked.of(argument)
+
+    def measure() -> dict[str, Any]:
+        width, why = _measure_width(asked, argument["trials"])
+        return {"width": width, "why": why}
+
+    return _or_fails_alone(asked, measure)
+
+
+def take_step_of_two(argument: dict[str, Any]) -> dict[str, Any]:
+    """Take a step of two fused trials."""
+    asked = _Asked.of(argument)
+
+    def take() -> dict[str, Any]:
+        _stepper(asked, 2)()
+        return {}
+
+    return _or_fails_alone(asked, take)
+
+
+def _or_fails_alone(asked: _Asked, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` finds of fused trials; where it fails, why one trial fails by itself, if it does."""
+    try:
+        with fused_work():
+            return measure()
+    except NotFusedError as failure:
+        if isinstance(failure.__cause__, FusionError):
+            raise
+        try:
+            UnfusedArray(_entries(asked, 1)).step([asked.batch], [1.0])
+        except Exception as own:  # a user's model can fail in any way
+            if (why := why_failed(own)) is not None:
+                return {"fails alone": why}
+        raise
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is measured: trials of these settings on a device and a batch."""
+
+    settings: TrainSettings
+    device: torch.device
+    batch: Batch
+    replicas: int
+    verdict: Verdict | None
+
+    @classmethod
+    def of(cls, argument: Mapping[str, Any]) -> _Asked:
+        use_eager_optimizers()
+        verdict, device = argument["verdict"], torch.device(argument["device"])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return cls(
+            decode(TrainSettings, argument["settings"], "settings"),
+            device,
+            argument["batch"],
+            argument["replicas"],
+            None if verdict is None else decode(Verdict, verdict, "verdict"),
+        )
+
+
+def _measure_width(asked: _Asked, trials: int) -> tuple[int, str]:
+    width = min(trials, MOST, _fitting(asked))
+    if width == 1:
+        return 1, "the memory of the device holds one trial"
+    # From the widest down: one comparison is enough where wide arrays pay, as they mostly do.
+    wide = _stepper(asked, width)
+    while width > 1:
+        narrow = _stepper(asked, width // 2)
+        slower = slower_by(_seconds(narrow, wide, asked.device), width // 2, width)
+        if slower <= MARGIN:
+            return width, ""
+        width, wide = width // 2, narrow
+    return 1, f"two trials at once were {slower - 1:.0%} slower than one after the other here (measured)"
+
+
+def slower_by(times: Sequence[tuple[float, float]], narrow: int, wide: int) -> float:
+    """How much longer a step of a trial takes in the wide array than in the narrow one.
+
+    The median of the ratios of steps that took turns: another program slows both of a pair down.
+    """
+    return statistics.median((wide_s / wide) / (narrow_s / narrow) for narrow_s, wide_s in times)
+
+
+def _fitting(asked: _Asked) -> int:
+    """The most trials that the memory of the device holds, from steps on tensors without memory."""
+    # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
+    on_cpu = replace(asked, device=torch.device("cpu"))
+    entries = _entries(on_cpu, max(WIDTHS))
+    # Sums of gradients need buffers.
+    beside = _weight_bytes(asked.settings) if asked.replicas > 1 else 0
+    try:
+        need = measure_need(lambda width: _step_of(asked, entries[:width]), WIDTHS)
     except FusionError:
         raise
     except Exception as failure:  # not every model runs on tensors without memory
         log.info("no step on tensors without memory (%s); an upper bound of its memory is used", failure)
-        need = _rough_need(settings, batch)
+        need = _rough_need(asked.settings, asked.batch)
     need = MemoryNeed(need.fixed_bytes, need.trial_bytes + beside)
-    try:
-        if device.type == "cuda":
-            return need.largest(torch.cuda.mem_get_info(device)[0] * SHARE)
-        # The workers of a host share its memory.
-        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return need.largest(psutil.virtual_memory().available * SHARE / workers, CPU_OVERHEAD_BYTES)
-    except FusionError as failure:  # one trial is too large, fused or not
-        raise InputError(str(failure)) from None
-
-
-def try_two(
-    settings: TrainSettings,
-    device: torch.device,
-    sets: tuple[Any, Any],
-    replicas: int = 1,
-    verdict: Verdict | None = None,
-) -> None:
-    """Take a step with two fused trials; raises what it raises."""
-    batch = BatchStream(sets[0], settings, Position(), False, replicas - 1, replicas).next()
-    _stepper(_entries(settings, device, sets, 2), batch, verdict)()
+    if asked.device.type == "cuda":
+        return need.largest(torch.cuda.mem_get_info(asked.device)[0] * SHARE)
+    # The workers of a host share its memory.
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return need.largest(psutil.virtual_memory().available * SHARE / workers, CPU_OVERHEAD_BYTES)
 
 
 def _rough_need(settings: TrainSettings, batch: Batch) -> MemoryNeed:
@@ -126,28 +237,39 @@ def _weight_bytes(settings: TrainSettings) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _entries(
-    settings: TrainSettings, device: torch.device, sets: tuple[Any, Any], count: int
-) -> list[TrialInit]:
-    return [TrialInit(settings, components.build(settings, device, sets)) for _ in range(count)]
+def _entries(asked: _Asked, count: int) -> list[TrialInit]:
+    build = components.build_without_data
+    return [TrialInit(asked.settings, build(asked.settings, asked.device)) for _ in range(count)]
 
 
-def _stepper(entries: Sequence[TrialInit], batch: Batch, verdict: Verdict | None = None) -> Callable[[], Any]:
-    array, width = FusedArray(entries, verdict=verdict), len(entries)
-    return lambda: array.step([batch] * width, [1.0] * width)
+def _stepper(asked: _Asked, width: int) -> Callable[[], Any]:
+    return _step_of(asked, _entries(asked, width))
 
 
-def _seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a step: the least of a few, after one that warms up."""
-    step()
-    times = []
-    for _ in range(STEPS):
-        _finish(device)
-        start = time.perf_counter()
+def _step_of(asked: _Asked, entries: Sequence[TrialInit]) -> Callable[[], Any]:
+    array, width = FusedArray(entries, verdict=asked.verdict), len(entries)
+    return lambda: array.step([asked.batch] * width, [1.0] * width)
+
+
+def _seconds(
+    narrow: Callable[[], Any], wide: Callable[[], Any], device: torch.device
+) -> list[tuple[float, float]]:
+    """Seconds of steps of two arrays that take turns, after one of each that warms up."""
+    for step in (narrow, wide):
         step()
-        _finish(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    times: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while len(times) < LEAST_PAIRS or (len(times) < MOST_PAIRS and time.perf_counter() - began < TIMING_S):
+        times.append((_time(narrow, device), _time(wide, device)))
+    return times
+
+
+def _time(step: Callable[[], Any], device: torch.device) -> float:
+    _finish(device)
+    start = time.perf_counter()
+    step()
+    _finish(device)
+    return time.perf_counter() - start
 
 
 def _finish(device: torch.device) -> None:

@@ -29,7 +29,7 @@ from plait.sweeping.elastic.assignments import Assignments
 from plait.sweeping.elastic.changes import members_of, workers_changed
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
-from plait.sweeping.scheduler import Trial, TrialScheduler
+from plait.sweeping.scheduler import Report, Trial, TrialScheduler
 from plait.sweeping.settings import SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
@@ -69,6 +69,9 @@ class Coordinator:
             settings, groups, choose_metric(settings), self._steps_of, self._keep, self._copy, sets.seed_of
         )
         self.scheduler.open(events)
+        for trial in self.scheduler.trials[:1]:
+            has_test_split = sets.of(trial.settings)[1] is not None
+            check_comparable(settings, self.scheduler.metric, has_test_split)
         self.arrays = Arrays(events, go_on=takes_over)
         # The trials whose states were removed; one that has ended makes no other.
         self._removed: set[int] = set()
@@ -107,17 +110,19 @@ class Coordinator:
     def _steps_of(self, settings: TrainSettings) -> int:
         return components.total_steps(settings, len(self._sets.of(settings)[0]), 0, Position())
 
-    def _keep(self, event: Event) -> None:
-        """Record an event so that it outlives this process."""
-        self._log.record(event)
+    def _keep(self, *events: Event) -> None:
+        """Record events so that they outlive this process."""
+        for event in events:
+            self._log.record(event)
         self._log.flush()
 
     def _copy(self, winner: int, loser: int) -> None:
         """Give a trial another's weights and optimizer state; how far it is in its data stays its own."""
         source, own = newest(self._folder, winner), newest(self._folder, loser)
         assert source is not None
-        assert own is not None
-        save_state(self._folder, loser, replace(source, progress=own.progress))
+        # One that diverged on the way did not come as far: it goes on where the other is.
+        progress = own.progress if own is not None and own.step == source.step else source.progress
+        save_state(self._folder, loser, replace(source, progress=progress))
 
     def answer(self, question: Question) -> Answer:
         """The answer to a worker's question: `ask` names it, the rest are its arguments."""
@@ -258,16 +263,15 @@ class Coordinator:
         """Whether a trial with these results would be the best, so that its state is worth keeping."""
         return {"wanted": self.scheduler.would_be_best(trial, metrics, train_loss)}
 
-    def _on_report(
-        self, worker: int, trial: int, step: int, metrics: Mapping[str, Any], train_loss: float | None
-    ) -> Answer:
-        if not self._assignments.has(worker, trial):
-            return {"until": 0}
-        until = self.scheduler.report(trial, step, metrics, train_loss)
-        if until == 0:
-            self._assignments.release(trial)
+    def _on_report(self, worker: int, results: list[Any]) -> Answer:
+        """To which step trials go on that are at their goals: (trial, step, metrics, train_loss) of each."""
+        reports = [Report(*result) for result in results if self._assignments.has(worker, result[0])]
+        until = dict(zip((report.trial for report in reports), self.scheduler.report(reports)))
+        for trial, step in until.items():
+            if step == 0:
+                self._assignments.release(trial)
         self._remove_ended()
-        return {"until": until}
+        return {"until": [until.get(result[0], 0) for result in results]}
 
     def _on_stop(
         self,
@@ -277,10 +281,11 @@ class Coordinator:
         state: str,
         metrics: Mapping[str, Any],
         train_loss: float | None,
+        why: str = "",
     ) -> Answer:
         if not self._assignments.has(worker, trial):
             return {}
-        self.scheduler.stop(trial, step, state, metrics, train_loss)
+        self.scheduler.stop(trial, step, state, metrics, train_loss, why)
         self._assignments.release(trial)
         self._remove_ended()
         return {}
@@ -323,7 +328,9 @@ class Coordinator:
 
         A sweep that has trials left was stopped.
         """
+        states = {trial.state for trial in self.scheduler.trials}
         reason = "finished" if self.scheduler.is_over else "stopped"
+        reason = "failed" if states == {"failed"} and self.scheduler.is_over else reason
         best = self.scheduler.best()
         if best is not None:
             self._publish(best)
@@ -376,6 +383,19 @@ def choose_metric(settings: SweepSettings) -> str:
     if wanted not in find_modes(train.evaluate, train.loss):
         raise InputError(f"--metric: {unknown_mode(wanted)}, or compare by the loss: --metric loss")
     return wanted
+
+
+def check_comparable(settings: SweepSettings, metric: str, has_test_split: bool = True) -> None:
+    """Refuse to compare trials by losses that they compute differently, unless that was asked for."""
+    swept = [d.key for d in settings.over if d.key == "loss" or d.key.startswith("loss_args.")]
+    by_loss = metric == "loss" or not has_test_split
+    if swept and by_loss and settings.search.metric != "loss":
+        where = "" if has_test_split else ", since there is no test split"
+        raise InputError(
+            f"--over {swept[0]}: trials would be compared by their losses{where}, which are then computed "
+            f"differently; name a metric to compare them by (evaluate.metric in the job, or --metric), or "
+            f"give --metric loss to compare them all the same"
+        )
 
 
 def _assignment(trial: Trial) -> dict[str, Any]:

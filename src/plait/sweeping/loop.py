@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,16 +13,20 @@ import torch
 
 from plait.comm.rpc import Client
 from plait.core.codec import finite
+from plait.core.files import write_atomic
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
+from plait.measure.fresh_process import FreshProcesses
+from plait.schema.settings import TrainSettings
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
+from plait.sweeping.array_size import FailsAloneError
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepClosedError, SweepMembers
 from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams
 from plait.sweeping.engines.leader import make_entry, position_of
-from plait.sweeping.reasons import NotFusedError
-from plait.sweeping.running_trial import RunningTrial, newest, save_trial
+from plait.sweeping.reasons import NotFusedError, TooWideError, TrialsFailedError, why_failed
+from plait.sweeping.running_trial import RunningTrial, failure_file, newest, save_trial
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import WorkerGroup, share_of
@@ -35,6 +41,7 @@ from plait.workloads.metrics import find_modes
 POLL_S = 0.1
 # How often a worker asks whether others need some of its trials.
 OFFER_S = 0.5
+log = logging.getLogger(__name__)
 
 
 class SweepTraining:
@@ -53,6 +60,7 @@ class SweepTraining:
         device: torch.device,
         workers: WorkerGroup | None = None,
         members: SweepMembers | None = None,
+        fresh: FreshProcesses | None = None,
     ) -> None:
         self._worker = worker
         self._workers = workers
@@ -61,7 +69,7 @@ class SweepTraining:
         self._coordinator = coordinator
         self._sets = sets
         self._device = device
-        self._builder = ArrayBuilder(worker, settings, coordinator, device, workers)
+        self._builder = ArrayBuilder(worker, settings, coordinator, device, workers, fresh)
         self._engine = ArrayEngine(self._builder)
         self._streams: BatchStreams | None = None
         self._leaving: list[int] = []
@@ -70,6 +78,8 @@ class SweepTraining:
         self._is_over = False
         # Whether the first test batches were evaluated, so that what is broken there shows at once.
         self._has_tried = False
+        # The group whose width could not be chosen with the trial that is trained alone now.
+        self._tried: str | None = None
         # Where workers come and go: the members, and when this worker last offered them trials of its array.
         self._members = members
         self._offered = 0.0
@@ -88,7 +98,9 @@ class SweepTraining:
                     self._give_back()
                 return reason
             except NotFusedError as failure:
-                self._separate(str(failure))
+                self._separate(failure)
+            except TrialsFailedError as failure:
+                self._fail(failure)
             except SweepClosedError:
                 self._engine.close()
                 return "finished"
@@ -108,6 +120,9 @@ class SweepTraining:
         if self._engine.trials:
             self._refill()
             return
+        if self._tried is not None:
+            self._builder.forget_width(self._tried)
+            self._tried = None
         found = self._coordinator.ask(ask="look", worker=self._worker.id)
         if "group" in found:
             self._begin(found)
@@ -153,14 +168,31 @@ class SweepTraining:
         group = self._engine.group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
-        if not self._has_tried:
-            self._has_tried = True
-            share = share_of(self._workers)
-            try_evaluation(components.build(settings, self._device, sets), settings, *share)
+        self._try_evaluation(settings, sets)
         self._streams = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._workers))
-        self._builder.choose_width(group, settings, sets, found["share"])
+        try:
+            self._builder.choose_width(group, settings, sets, found["share"])
+        except Exception as failure:  # a user's model can fail in any way
+            if (why := str(failure) if isinstance(failure, FailsAloneError) else why_failed(failure)) is None:
+                raise
+            # It will fail where it belongs: as a trial, trained alone. Others may do better.
+            self._builder.train_one_by_one(group, why)
+            self._tried = group
         if joining := self._take(self._builder.width(group), begin=True):
             self._change([], joining)
+
+    def _try_evaluation(self, settings: TrainSettings, sets: components.DataPair) -> None:
+        """Evaluate the first test batches once, with the first trial that can be made."""
+        if self._has_tried:
+            return
+        try:
+            parts = components.build(settings, self._device, sets)
+        except Exception as failure:  # a user's model can fail in any way: one trial's, not the sweep's
+            if why_failed(failure) is None:
+                raise
+            return
+        self._has_tried = True
+        try_evaluation(parts, settings, *share_of(self._workers))
 
     def _refill(self) -> None:
         """Let trials that have ended leave, and ask for others in their places."""
@@ -177,6 +209,8 @@ class SweepTraining:
         if joining:
             admission = self._engine.admit(joining)
             joining = admission.joining
+            for number, why in admission.failed.items():
+                self._report_failed(number, why)
             for each in admission.waiting:
                 self._hand_back(each.trial.trial)
             if admission.apart:
@@ -197,7 +231,13 @@ class SweepTraining:
         used = [trial.stream for trial in self._engine.trials]
         taken = []
         for assignment in answer["trials"]:
-            taken.append(self._prepare(assignment, used))
+            try:
+                taken.append(self._prepare(assignment, used))
+            except Exception as failure:  # a user's model can fail in any way
+                if (why := why_failed(failure)) is None:
+                    raise
+                self._report_failed(assignment["trial"], why, failure)
+                continue
             used.append(taken[-1].trial.stream)
         return taken
 
@@ -223,9 +263,45 @@ class SweepTraining:
             trial.load_progress(state.step, state.progress)
         return Joining(trial, entry)
 
-    def _separate(self, why: str) -> None:
-        """Train the trials of this group one by one from now on, from their last checkpoints."""
-        self._builder.train_one_by_one(self._engine.group, why)
+    def _separate(self, failure: NotFusedError) -> None:
+        """Train the trials of this group one by one from now on, or fewer at once, from their checkpoints."""
+        if isinstance(failure, TooWideError):
+            self._builder.narrow(self._engine.group, len(self._engine.trials), str(failure))
+        else:
+            self._builder.train_one_by_one(self._engine.group, str(failure))
+        self._dissolve()
+
+    def _fail(self, failure: TrialsFailedError) -> None:
+        """End trials that cannot go on; the others of their array go on from their checkpoints."""
+        for number, why in failure.reasons.items():
+            self._report_failed(number, why, failure.__cause__)
+        if self._workers is not None:
+            # The others of the group are in the middle of the same step: the sweep ends, and can go on
+            # without the trial.
+            raise failure.__cause__ or failure
+        self._dissolve()
+
+    def _report_failed(self, number: int, why: str, failure: BaseException | None = None) -> None:
+        """Record that a trial failed, and keep the frames of the error."""
+        log.warning("trial %d failed: %s", number, why)
+        if failure is not None:
+            frames = "".join(traceback.format_exception(failure))
+            write_atomic(failure_file(self._folder, number), frames)
+        step = next((each.step for each in self._engine.trials if each.trial == number), 0)
+        self._coordinator.ask(
+            ask="stop",
+            worker=self._worker.id,
+            trial=number,
+            step=step,
+            state="failed",
+            metrics={},
+            train_loss=None,
+            why=why,
+        )
+        self._held.discard(number)
+
+    def _dissolve(self) -> None:
+        """Let other arrays go on with the trials of this one, from their last checkpoints."""
         for trial in sorted(self._held):
             self._hand_back(trial)
         self._leaving = []
@@ -304,6 +380,7 @@ class SweepTraining:
         """Evaluate, save and report the trials for which it is time."""
         trials = self._engine.trials
         metrics = self._evaluate([place for place in places if trials[place].is_evaluated])
+        reached = []
         for place in places:
             trial = trials[place]
             if trial.is_evaluation_due:
@@ -311,13 +388,11 @@ class SweepTraining:
             if trial.stops_early:
                 self._end(place, "early-stop", metrics[place])
             elif trial.has_reached:
-                self._reach(place, metrics[place])
+                reached.append(place)
             elif self._is_save_due(trial) and not self._save(place):
                 self._end(place, "diverged", {})
 
-    def _is_save_due(self, trial: RunningTrial) -> bool:
-        """Whether its state is kept now; where workers may be lost, after each evaluation."""
-        return trial.is_checkpoint_due or (self._members is not None and trial.is_evaluation_due)
+        self._reach(reached, metrics)
 
     def _evaluate(self, places: Sequence[int]) -> dict[int, dict[str, float]]:
         trials = self._engine.trials
@@ -327,22 +402,31 @@ class SweepTraining:
         self._record([], [(trials[p].trial, trials[p].step, _finite(metrics[p])) for p in places])
         return metrics
 
-    def _reach(self, place: int, metrics: dict[str, float]) -> None:
-        """Report a trial at its goal; it leaves the array unless it goes on at once."""
-        trial = self._engine.trials[place]
-        result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
-        # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
-        is_due = self._waits or self._members is not None or trial.is_checkpoint_due
-        is_wanted = self._is_wanted(trial, result) if trial.step >= trial.steps else is_due
-        if is_wanted and not self._save(place):
-            self._end(place, "diverged", {})
+    def _is_save_due(self, trial: RunningTrial) -> bool:
+        """Whether its state is kept now; where workers may be lost, after each evaluation."""
+        return trial.is_checkpoint_due or (self._members is not None and trial.is_evaluation_due)
+
+    def _reach(self, places: Sequence[int], metrics: Mapping[int, dict[str, float]]) -> None:
+        """Report trials at their goals, together; they leave the array unless they go on at once."""
+        fine, results = [], []
+        for place in places:
+            trial = self._engine.trials[place]
+            result = {"metrics": _finite(metrics[place]), "train_loss": _finite_or_none(trial.latest_loss)}
+            # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
+            is_due = self._waits or self._members is not None or trial.is_checkpoint_due
+            is_wanted = self._is_wanted(trial, result) if trial.step >= trial.steps else is_due
+            if is_wanted and not self._save(place):
+                self._end(place, "diverged", {})
+                continue
+            fine.append(place)
+            results.append((trial.trial, trial.step, *result.values()))
+        if not results:
             return
-        answer = self._coordinator.ask(
-            ask="report", worker=self._worker.id, trial=trial.trial, step=trial.step, **result
-        )
-        trial.until = answer["until"]
-        if trial.until == 0:
-            self._let_leave(place)
+        answer = self._coordinator.ask(ask="report", worker=self._worker.id, results=results)
+        for place, until in zip(fine, answer["until"]):
+            self._engine.trials[place].until = until
+            if until == 0:
+                self._let_leave(place)
 
     def _end(self, place: int, state: str, metrics: dict[str, float]) -> None:
         """Report a trial that ended by itself."""

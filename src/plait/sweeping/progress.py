@@ -95,6 +95,7 @@ class SweepProgress:
             "trial_steps_per_s": round(self.trial_steps_per_s, 3),
             "rows": encode([self._row(row, steps) for row in self._shown()]),
             "arrays": encode(self._arrays.table(LINES)),
+            "failed": {str(t.number): t.why for t in scheduler.trials if t.state == "failed"},
         }
         each_s = self._left_per_step_s
         return found if each_s is None else {**found, "left_s": round((total - done) * each_s, 1)}

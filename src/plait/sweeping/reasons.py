@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from plait.core.errors import PlaitError
+from plait.core.errors import DiskError, LaunchError, PeerError, PlaitError
+from plait.data.loader_processes import LoaderError
 from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
 from plait.fusion.optim.updates import KINDS
@@ -22,6 +23,18 @@ class NotFusedError(Exception):
     """Trials that were to train fused cannot; `str` says why."""
 
 
+class TooWideError(NotFusedError):
+    """There is no memory for as many trials at once."""
+
+
+class TrialsFailedError(Exception):
+    """Trials cannot go on, and would not alone: why, by their numbers. Others can."""
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__(", ".join(f"trial {number} failed: {why}" for number, why in reasons.items()))
+        self.reasons = reasons
+
+
 @contextmanager
 def fused_work() -> Iterator[None]:
     """Within, what stops fused trials raises NotFusedError, after which they can be trained one by one.
@@ -30,18 +43,36 @@ def fused_work() -> Iterator[None]:
     """
     try:
         yield
-    except (NotFusedError, torch.OutOfMemoryError):
+    except (NotFusedError, TrialsFailedError):
         raise
     except PlaitError as failure:
         if not isinstance(failure, FusionError):
             raise
-        raise NotFusedError(_short(str(failure))) from failure
+        raise NotFusedError(short(str(failure))) from failure
     except Exception as failure:
-        words = f"a fused step failed with {type(failure).__name__}: {failure}"
-        raise NotFusedError(_short(words)) from failure
+        words = short(f"a fused step failed with {type(failure).__name__}: {failure}")
+        raise (TooWideError if is_out_of_memory(failure) else NotFusedError)(words) from failure
 
 
-def _short(text: str) -> str:
+def is_out_of_memory(failure: BaseException) -> bool:
+    """Whether memory, of whichever device, was too short."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure)
+
+
+# What is no fault of a trial: another worker, the disk, a process that loads data, the end of the sweep.
+_NOT_OF_A_TRIAL = (PeerError, DiskError, LoaderError, LaunchError)
+
+
+def why_failed(failure: Exception) -> str | None:
+    """Why a trial that was by itself cannot go on; None where that is not the trial's own failure."""
+    if isinstance(failure, _NOT_OF_A_TRIAL):
+        return None
+    words = str(failure) if isinstance(failure, PlaitError) else f"{type(failure).__name__}: {failure}"
+    return short(words)
+
+
+def short(text: str) -> str:
     """`text` on one line."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
@@ -52,10 +83,9 @@ def why_optimizer(settings: TrainSettings) -> str | None:
     kind = KINDS.get(settings.optimizer.kind)
     if kind is None:
         return f"optimizer.kind {settings.optimizer.kind!r} has no fused form"
-    if settings.optimizer.groups:
-        return "optimizer.groups has no fused form"
     known = {*kind.hyperparameters, *kind.common, "betas"}
-    unknown = next((name for name in settings.optimizer.options if name not in known), None)
+    every = [settings.optimizer.options, *(group.options for group in settings.optimizer.groups)]
+    unknown = next((name for options in every for name in options if name not in known), None)
     return None if unknown is None else f"optimizer.{unknown} has no fused form"
 
 
@@ -67,5 +97,5 @@ def split_by_kind(models: Sequence[nn.Module]) -> tuple[list[int], str]:
             check_models([models[0], model])
         except FusionError as failure:
             others.append(number)
-            why = why or _short(str(failure))
+            why = why or short(str(failure))
     return others, why

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from plait.core.codec import encode
@@ -27,6 +28,11 @@ POINTS = 200
 def trial_folder(folder: RunDir, trial: int) -> RunDir:
     """The folder of one trial: that of an ordinary run, below the sweep's."""
     return RunDir(folder.path / "trials" / f"{trial:04d}")
+
+
+def failure_file(folder: RunDir, trial: int) -> Path:
+    """Where the error of a trial that failed is kept, with its frames."""
+    return folder.path / "failures" / f"trial-{trial:04d}.txt"
 
 
 @dataclass

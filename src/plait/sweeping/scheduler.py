@@ -25,7 +25,7 @@ from plait.workloads.metrics import find_modes
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10
-ENDED = ("finished", "early-stop", "dropped", "diverged")
+ENDED = ("finished", "early-stop", "dropped", "diverged", "failed")
 
 
 @dataclass
@@ -42,12 +42,21 @@ class Trial:
     step: int = 0
     metrics: dict[str, float | None] = field(default_factory=dict)
     train_loss: float | None = None
+    # Why it failed.
+    why: str = ""
     # Results where trials are compared, by the number of the goal.
     reached: dict[int, float] = field(default_factory=dict)
+    # By the same, among how many results it is judged there: those before it, and those that came with it.
+    judged: dict[int, int] = field(default_factory=dict)
 
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED
+
+    @property
+    def last(self) -> int:
+        """The number of its last goal, which is its end."""
+        return len(self.goals) - 1
 
     @property
     def goal(self) -> int:
@@ -60,8 +69,19 @@ class Trial:
         return self.reached[max(self.reached)] if self.reached else math.nan
 
 
+@dataclass(frozen=True)
+class Report:
+    """What a trial came to at a goal, or where it ended; without `has_result` it has none to compare."""
+
+    trial: int
+    step: int
+    metrics: Mapping[str, Any]
+    train_loss: float | None
+    has_result: bool = True
+
+
 class TrialScheduler:
-    """All trials of a sweep. `record` keeps an event for good; `copy` gives a trial another's weights.
+    """All trials of a sweep. `record` keeps events for good, all or none; `copy` copies another's weights.
 
     `data_of` says what trials must have in common to be trained on the same data.
     """
@@ -72,7 +92,7 @@ class TrialScheduler:
         workers: int,
         metric: str,
         steps_of: Callable[[TrainSettings], int],
-        record: Callable[[Event], None],
+        record: Callable[..., None],
         copy: Callable[[int, int], None],
         data_of: Callable[[TrainSettings], object] = lambda settings: None,
     ) -> None:
@@ -122,7 +142,7 @@ class TrialScheduler:
         """All trials, best first: those that came to their end, then by how far the others came."""
         ordered = sorted(self.trials, key=_standing)
         return tuple(
-            TrialResult(t.number, t.state, t.step, dict(t.values), dict(t.metrics), t.train_loss)
+            TrialResult(t.number, t.state, t.step, dict(t.values), dict(t.metrics), t.train_loss, t.why)
             for t in ordered
         )
 
@@ -153,13 +173,18 @@ class TrialScheduler:
             trial.state = "running"
         return fitting[:count]
 
-    def report(self, number: int, step: int, metrics: Mapping[str, Any], train_loss: float | None) -> int:
-        """Record a trial's result at its goal; the step it trains to next, or 0 where it leaves its array."""
-        trial = self.trials[number]
-        if trial.has_ended:
-            return 0
-        is_new = self._record_result(trial, step, metrics, train_loss)
-        if step >= trial.steps:
+    def report(self, reports: Sequence[Report]) -> list[int]:
+        """Record results of trials at their goals; the step each trains to next, or 0 where it leaves.
+
+        Trials that reach a goal together, in an array, are judged by the same results.
+        """
+        going = [report for report in reports if not self.trials[report.trial].has_ended]
+        new = self._record_results(going)
+        return [self._answer(report, report.trial in new) if report in going else 0 for report in reports]
+
+    def _answer(self, report: Report, is_new: bool) -> int:
+        trial = self.trials[report.trial]
+        if report.step >= trial.steps:
             self._end(trial, "finished")
         elif not is_new:
             return self._answer_again(trial)
@@ -181,22 +206,35 @@ class TrialScheduler:
     def _decide(self, trial: Trial) -> int:
         """ASHA's rule at the last goal that a trial reached: the step it trains to next, or 0."""
         place = len(trial.reached) - 1
-        arrivals = self._arrivals[place]
-        before = [self.trials[n].reached[place] for n in arrivals[: arrivals.index(trial.number)]]
+        # Those that came before it and with it.
+        arrivals = self._arrivals[place][: trial.judged[place]]
+        before = [self.trials[n].reached[place] for n in arrivals if n != trial.number]
         is_last = place == len(trial.goals) - 1
         if not is_last and not goes_on(trial.reached[place], before, self.search.settings.eta):
             return self._end(trial, "dropped")
         return trial.goal
 
     def stop(
-        self, number: int, step: int, state: str, metrics: Mapping[str, Any], train_loss: float | None
+        self,
+        number: int,
+        step: int,
+        state: str,
+        metrics: Mapping[str, Any],
+        train_loss: float | None,
+        why: str = "",
     ) -> None:
-        """Record that a trial ended by itself: it diverged or stopped early."""
+        """Record that a trial ended by itself: it diverged, stopped early or failed."""
         trial = self.trials[number]
         if trial.has_ended:
             return
-        self._record_result(trial, step, metrics, train_loss, nan=state == "diverged")
-        self._end(trial, state)
+        has_result = state not in ("diverged", "failed")
+        self._record_results([Report(number, step, metrics, train_loss, has_result)])
+        trial.why = why
+        # A population goes on with a copy of another in its place.
+        if state == "diverged" and self.search.settings.kind == "pbt" and _place(trial, step) < trial.last:
+            trial.state = "held"
+        else:
+            self._end(trial, state)
         if self.search.waits:
             self._finish_rung()
 
@@ -275,27 +313,38 @@ class TrialScheduler:
         self.trials.append(trial)
         return trial
 
-    def _record_result(
-        self,
-        trial: Trial,
-        step: int,
-        metrics: Mapping[str, Any],
-        train_loss: float | None,
-        nan: bool = False,
-    ) -> bool:
-        """Record a result; False where it is known."""
-        trial.step, trial.metrics, trial.train_loss = step, dict(metrics), train_loss
-        result = math.nan if nan else self._result(metrics, train_loss)
-        place = _place(trial, step)
-        if place in trial.reached:
-            return False
-        self._record(run_events.TrialReached(trial.number, step, finite(result), dict(metrics), train_loss))
-        self._arrive(trial, place, result)
-        return True
+    def _record_results(self, reports: Sequence[Report]) -> set[int]:
+        """Record results, all at once; the trials of which they were not known."""
+        # By place, and by where trials were before: those that came there earlier come here earlier, too.
+        # Only after a kill, where some began anew, do they come at once.
+        new: dict[tuple[int, int], list[Report]] = {}
+        for report in reports:
+            trial = self.trials[report.trial]
+            trial.step, trial.metrics, trial.train_loss = (
+                report.step,
+                dict(report.metrics),
+                report.train_loss,
+            )
+            place = _place(trial, report.step)
+            if place not in trial.reached:
+                new.setdefault((place, trial.judged.get(place - 1, 0)), []).append(report)
+        events = []
+        for (place, _), together in sorted(new.items(), key=lambda item: item[0]):
+            judged = len(self._arrivals.get(place, ())) + len(together)
+            for report in together:
+                result = self._result(report.metrics, report.train_loss) if report.has_result else math.nan
+                found = (report.step, finite(result), dict(report.metrics), report.train_loss)
+                events.append(run_events.TrialReached(report.trial, *found, judged))
+                self._arrive(self.trials[report.trial], place, result, judged)
+        if events:
+            self._record(*events)
+        return {event.trial for event in events}
 
-    def _arrive(self, trial: Trial, place: int, result: float) -> None:
+    def _arrive(self, trial: Trial, place: int, result: float, judged: int) -> None:
+        arrivals = self._arrivals.setdefault(place, [])
+        arrivals.append(trial.number)
         trial.reached[place] = result
-        self._arrivals.setdefault(place, []).append(trial.number)
+        trial.judged[place] = judged or len(arrivals)
 
     def _result(self, metrics: Mapping[str, Any], train_loss: float | None) -> float:
         # A trial whose evaluation lacks the metric has no result: its loss is no such number.
@@ -307,7 +356,9 @@ class TrialScheduler:
     def _end(self, trial: Trial, state: str) -> int:
         trial.state = state
         self._record(
-            run_events.TrialEnded(trial.number, trial.step, state, dict(trial.metrics), trial.train_loss)
+            run_events.TrialEnded(
+                trial.number, trial.step, state, dict(trial.metrics), trial.train_loss, trial.why
+            )
         )
         return 0
 
@@ -338,8 +389,6 @@ class TrialScheduler:
                 self._end(trial, "dropped")
 
     def _exploit(self, results: Mapping[int, float], place: int) -> None:
-        if len(results) < 2:
-            return
         dimensions = {dimension.key: dimension for dimension in self.settings.over}
         for copy in exploit(results, list(dimensions), seed=mix(self.search.settings.seed, place)):
             if (copy.loser, place) in self._copied:
@@ -350,8 +399,14 @@ class TrialScheduler:
                 for key, factor in copy.factors.items()
             }
             self._copy(copy.winner, copy.loser)
+            loser.step = winner.step
             self._change(loser, values, place)
             self._record(run_events.TrialCopied(loser.number, winner.number, loser.step, values))
+        for number, result in results.items():
+            trial = self.trials[number]
+            has_loss = trial.metrics or trial.train_loss is not None
+            if math.isnan(result) and not has_loss and (number, place) not in self._copied:
+                self._end(trial, "diverged")
 
     def _change(self, trial: Trial, values: Mapping[str, Any], place: int) -> None:
         trial.values, trial.settings = values, with_values(self.settings.train, values)
@@ -370,15 +425,18 @@ class TrialScheduler:
                 )
                 place = _place(trial, event.step)
                 if place not in trial.reached:
-                    self._arrive(trial, place, math.nan if event.result is None else event.result)
+                    result = math.nan if event.result is None else event.result
+                    self._arrive(trial, place, result, event.judged)
                 is_last = place == len(trial.goals) - 1
                 trial.state = "held" if self.search.waits and not is_last else "waiting"
             case run_events.TrialEnded():
                 trial = self.trials[event.trial]
                 trial.state, trial.step = event.state, event.step
                 trial.metrics, trial.train_loss = dict(event.metrics), event.train_loss
+                trial.why = event.why
             case run_events.TrialCopied():
                 trial = self.trials[event.trial]
+                trial.step = event.step
                 self._change(trial, event.values, _place(trial, event.step))
             case _:
                 pass
@@ -392,8 +450,15 @@ def _place(trial: Trial, step: int) -> int:
 def _standing(trial: Trial) -> tuple[Any, ...]:
     """Sorts trials best first; numbers keep the order of equals."""
     complete = trial.state in ("finished", "early-stop")
-    unknown = math.isnan(trial.result) or trial.state == "diverged"
-    return (unknown, not complete, 0 if complete else -trial.step, _number(trial.result), trial.number)
+    unknown = math.isnan(trial.result) or trial.state in ("diverged", "failed")
+    return (
+        trial.state == "failed",
+        unknown,
+        not complete,
+        0 if complete else -trial.step,
+        _number(trial.result),
+        trial.number,
+    )
 
 
 def _number(result: float) -> float:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-
 from plait.core.codec import decode_over, encode
 from plait.core.errors import JobError
 from plait.core.names import parameters_of
-from plait.fusion.check import shape_key
+from plait.core.shown import shown
 from plait.schema.settings import (
     DataSettings,
     LrScheduleSettings,
@@ -24,7 +20,6 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.sweeping.reasons import why_optimizer
-from plait.training import components
 from plait.workloads.losses import find_loss
 
 # Sections of the job whose further keys are options, and the fields that are not.
@@ -64,9 +59,16 @@ def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSett
         *parents, last = _place(key)
         below = tree
         for parent in parents:
+            if below.get(parent) is None:
+                below[parent] = {}
+            # A section of options is not the settings' own: those of other trials stay as they are.
+            below[parent] = dict(below[parent]) if isinstance(below[parent], dict) else below[parent]
+            if not isinstance(below[parent], dict):
+                raise JobError(
+                    f"--over {key}: found {shown(below[parent])} as {parent!r} in the job, expected a "
+                    f"section to set it in"
+                )
             below = below[parent]
-            if not isinstance(below, dict):
-                raise JobError(f"--over {key}: the job has no section {parent!r} to set it in")
         below[last] = encode(value)
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
         if values.get(key) is not None and other not in values:
@@ -76,14 +78,14 @@ def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSett
 
 def _place(key: str) -> list[str]:
     """Where in the encoded settings a key of the job file lies."""
-    first, _, rest = key.partition(".")
+    first, *rest = key.split(".")
     if first == "model":
         return ["model", "factory"]
     if first == "model_args":
-        return ["model", "args", rest]
-    if first in _OPEN and rest not in {field.name for field in fields(_OPEN[first])}:
-        return [first, "options", rest]
-    return key.split(".")
+        return ["model", "args", *rest]
+    if first in _OPEN and rest[:1] and rest[0] not in {field.name for field in fields(_OPEN[first])}:
+        return [first, "options", *rest]
+    return [first, *rest]
 
 
 def is_fusable(settings: TrainSettings) -> bool:
@@ -98,7 +100,7 @@ def array_key(settings: TrainSettings) -> str:
     tree["data"] = {**tree["data"], "batch_size": None}
     tree["optimizer"] = {**tree["optimizer"], "options": _switches(settings.optimizer.options)}
     tree["loss_args"] = _loss_switches(settings)
-    tree["model"] = _model_key(settings.model.factory, json.dumps(encode(settings.model.args)))
+    tree["model"] = _model_key(settings.model)
     text = json.dumps(tree, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -129,34 +131,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-@functools.lru_cache(maxsize=1024)
-def _model_key(factory: str, arguments: str) -> Any:
-    """The shapes of the model and its arguments but for floats; all where it needs memory to be made.
+def _model_key(settings: ModelSettings) -> Any:
+    """The model's arguments, of floats only whether they are zero: a model that asks takes another branch.
 
-    An argument that is no float, a tuple or a word say, may change what the model does without a trace in its
-    shapes.
+    Models whose shapes depend on a float all the same are told apart when they are there.
     """
-    settings = ModelSettings(factory, json.loads(arguments))
-    others = {name: value for name, value in settings.args.items() if not isinstance(value, float)}
-    try:
-        with torch.device("meta"), _NoRandomNumbers():
-            shapes = repr(shape_key(components.find_model(settings)(**settings.args)))
-        return [settings.factory, shapes, encode(others)]
-    except Exception:  # a user's model may fail in any way on tensors without memory
-        return encode(settings)
-
-
-# In-place functions of tensors and of torch.nn.init, as far as models begin with them.
-_RANDOM = frozenset(
-    f"{prefix}{kind}_" for prefix in ("", "kaiming_", "xavier_", "trunc_") for kind in ("normal", "uniform")
-)
-
-
-class _NoRandomNumbers(TorchFunctionMode):
-    """Tensors without memory are not filled: torch would import its compiler for it, which takes a second."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensor = args[0] if args else (kwargs or {}).get("tensor")
-        if getattr(func, "__name__", "") in _RANDOM and isinstance(tensor, torch.Tensor) and tensor.is_meta:
-            return tensor
-        return func(*args, **(kwargs or {}))
+    floats = {name: value != 0.0 for name, value in settings.args.items() if isinstance(value, float)}
+    others = {name: value for name, value in settings.args.items() if name not in floats}
+    return [settings.factory, encode(others), floats]

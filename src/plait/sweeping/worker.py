@@ -18,7 +18,9 @@ from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.sweeping.coordinator import Coordinator, choose_metric
+from plait.measure.fresh_process import FreshProcesses
+from plait.sweeping.array_size import import_fake_tensors
+from plait.sweeping.coordinator import Coordinator, check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.engines.commands import EndCommand
@@ -44,7 +46,7 @@ def check_order(order: dict[str, Any]) -> None:
     use_eager_optimizers()
     settings = decode(SweepSettings, order["settings"], "settings")
     Search(settings)
-    choose_metric(settings)
+    check_comparable(settings, choose_metric(settings))
     check_data(settings.train.data)
     components.check(settings.train)
     for dimension in settings.over:
@@ -58,6 +60,8 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     show_logs()
     use_eager_optimizers()
     settings = decode(SweepSettings, order["settings"], "settings")
+    # Before a device is in use.
+    fresh = FreshProcesses(import_fake_tensors) if _measures(settings, worker) else None
     folder = RunDir(Path(order["folder"]))
     device = components.choose_device(settings.train.device, worker.local_rank)
     if device.type == "cuda":
@@ -71,9 +75,9 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         check_shared(worker.host, folder, order.get("run"))
     try:
         if worker.memberships is None:
-            result = _take_part(worker, settings, folder, device, group, order["resume"])
+            result = _take_part(worker, settings, folder, device, group, fresh, order["resume"])
         else:
-            result = _take_part_while_needed(worker, settings, folder, device, order["resume"])
+            result = _take_part_while_needed(worker, settings, folder, device, fresh, order["resume"])
     except FusionError as failure:
         if settings.train.pipeline is not None:  # stages are fused, whatever the width
             raise
@@ -84,12 +88,21 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _measures(settings: SweepSettings, worker: Worker) -> bool:
+    """Whether this worker tries out how trials are fused: a width that nobody gave, or for its group."""
+    if settings.train.pipeline is not None or settings.width == 1:
+        return False
+    leads = worker.rank % settings.workers_per_array == 0
+    return leads and (settings.width is None or settings.replicas > 1)
+
+
 def _take_part(
     worker: Worker,
     settings: SweepSettings,
     folder: RunDir,
     device: torch.device,
     group: WorkerGroup | None,
+    fresh: FreshProcesses | None,
     resume: bool,
 ) -> dict[str, Any]:
     """Lead a worker group, or train alone, or follow; rank 0 returns the result."""
@@ -104,7 +117,7 @@ def _take_part(
     if isinstance(client, LocalClient) and groups > 1:
         answers = AnswerThread(worker.store, QUESTIONS, client)
     try:
-        SweepTraining(worker, settings, folder, client, sets, device, group).run()
+        SweepTraining(worker, settings, folder, client, sets, device, group, fresh=fresh).run()
     except BaseException:
         if coordinator is not None:
             coordinator.flush()
@@ -122,7 +135,12 @@ def _take_part(
 
 
 def _take_part_while_needed(
-    worker: Worker, settings: SweepSettings, folder: RunDir, device: torch.device, resume: bool
+    worker: Worker,
+    settings: SweepSettings,
+    folder: RunDir,
+    device: torch.device,
+    fresh: FreshProcesses | None,
+    resume: bool,
 ) -> dict[str, Any]:
     """Train until the end of the sweep or until the others go on without this worker.
 
@@ -137,7 +155,7 @@ def _take_part_while_needed(
 
     members = SweepMembers(worker, make_coordinator)
     members.join()
-    training = SweepTraining(worker, settings, folder, members, sets, device, members=members)
+    training = SweepTraining(worker, settings, folder, members, sets, device, members=members, fresh=fresh)
     while True:
         if training.run() != "left" and (result := members.result()) is not None:
             return result

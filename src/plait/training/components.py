@@ -296,17 +296,37 @@ def build(
     if test_set is None:
         check_test_split(settings)
     total_steps(settings, train_set.length, 0, Position())
-    if pieces is not None:
-        model = pieces.model
-    else:
-        model = build_model(settings.model, settings.seed)
-        model.to(device, torch.float64 if settings.precision == "float64" else None)
+    model = pieces.model if pieces is not None else _model_on(settings, device)
     factory = find_model(settings.model)
     for source in (train_set, test_set):
         if source is not None:
             check_vocabulary(settings, factory, model, source.dataset)
             check_length(settings, factory, model, source.dataset)
     check_continued(settings, train_set.dataset, model)
+    return _with_optimizer(settings, device, model, (train_set, test_set), pieces)
+
+
+def build_without_data(settings: TrainSettings, device: torch.device) -> Components:
+    """The parts of a run that take steps on batches from elsewhere: no data are read."""
+    no_data = DataSource(())
+    return _with_optimizer(settings, device, _model_on(settings, device), (no_data, None), None)
+
+
+def _model_on(settings: TrainSettings, device: torch.device) -> torch.nn.Module:
+    model = build_model(settings.model, settings.seed)
+    model.to(device, torch.float64 if settings.precision == "float64" else None)
+    return model
+
+
+def _with_optimizer(
+    settings: TrainSettings,
+    device: torch.device,
+    model: torch.nn.Module,
+    sets: DataPair,
+    pieces: OwnTensors | None,
+) -> Components:
+    """All parts of a run around its model."""
+    train_set, test_set = sets
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -103,6 +103,7 @@ def find_differences(expected: Observation, found: Observation, noise: Noise) ->
 
 def _apart(one: Tensor, other: Tensor) -> float:
     """The largest difference; values that are both NaN, or the same infinity, are equal."""
+    one, other = _dense(one), _dense(other)
     if one.numel() == 0:
         return 0.0
     if one.device == other.device:
@@ -119,12 +120,18 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return amount if amount == amount else torch.inf
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    """With its zeros written out: a gradient may be sparse on one side only."""
+    return tensor if tensor.layout == torch.strided else tensor.detach().to_dense()
+
+
 def _comparable(tensor: Tensor) -> Tensor:
     plain = tensor.detach().cpu()
     return torch.view_as_real(plain).double() if plain.is_complex() else plain.double()
 
 
 def _floor(value: Tensor) -> float:
+    value = _dense(value)
     if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
         return 0.0
     finite = value.detach().abs().max().item()

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch._C._functorch import peek_interpreter_stack
+
 from plait.fusion.dispatch import aliases
-from plait.fusion.dispatch.fallback import find_rule, loop, recover
+from plait.fusion.dispatch.fallback import (
+    find_rule,
+    is_in_place,
+    loop,
+    recover,
+    refuse_outside,
+    refuse_transformed,
+)
 from plait.fusion.dispatch.registry import (
     PER_TRIAL_RULES,
     READING_RULES,
@@ -16,6 +25,7 @@ from plait.fusion.dispatch.registry import (
     Rule,
     usual_form,
 )
+from plait.fusion.dispatch.seams import is_running
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.trials import padding
 from plait.fusion.trials.per_trial import PerTrial
@@ -28,6 +38,10 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
         rule = RULES[function] = find_rule(function)
     if rule in READING_RULES:
         return rule(function, args, kwargs)
+    if not is_running():
+        refuse_outside(function)
+    if peek_interpreter_stack() is not None:
+        refuse_transformed(function)
     if kwargs:
         args, kwargs = usual_form(function, args, kwargs)
     if PerTrial.made_any and rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
@@ -37,7 +51,7 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
         outcome = rule(function, args, kwargs)
     except Exception as failure:
         outcome = recover(rule, function, args, kwargs, failure)
-    if before is not None and before != _version(args):
+    if before is not None and (before != _version(args) or (before < 0 and is_in_place(function))):
         aliases.repeat_writes(args[0].stacked)
     if padding.used:
         follow(function, args, kwargs, outcome)
@@ -45,11 +59,11 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
 
 
 def _version(args: Arguments) -> int | None:
-    """How often the first argument was written; each write in place counts one more."""
+    """How often the first argument was written, or -1 in inference mode, where nobody counts."""
     first = args[0] if args else None
     if not isinstance(first, TrialTensor) or first.pending is not None:
         return None
-    version: int = first.stacked._version
+    version: int = -1 if first.stacked.is_inference() else first.stacked._version
     return version
 
 

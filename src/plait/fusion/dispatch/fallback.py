@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -116,6 +116,24 @@ def recover(rule: Rule, function: Function, args: Arguments, kwargs: Options, fa
             raise _unknown(function, failure) from failure
         # The call is wrong for a lone tensor too, and torch says why.
         raise lone_failure from None
+
+
+def refuse_outside(function: Function) -> NoReturn:
+    """Refuse a tensor of the trials where no fused module runs and plain tensors have the trials axis."""
+    raise FusionError(
+        f"{user_line()}\n  calls {_name(function)} on a tensor that a fused model kept, after its call has "
+        f"ended, where it would not fit tensors that have the trials first",
+        "return it from the model, or compute with it in fused.map(function, ...)",
+    )
+
+
+def refuse_transformed(function: Function) -> NoReturn:
+    """Refuse torch.func's transforms around what trials compute: they would differentiate the sum of all."""
+    raise FusionError(
+        f"{user_line()}\n  calls {_name(function)} on tensors of the trials within a transform of torch.func "
+        f"(grad, vjp, jvp, jacrev, vmap, ...), which knows nothing of trials",
+        "name the module in fuse(..., unfused=[...]), or use torch.autograd.grad",
+    )
 
 
 def _loop_anyhow(function: Function, args: Arguments, kwargs: Options) -> Any:

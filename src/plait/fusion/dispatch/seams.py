@@ -49,6 +49,11 @@ def running(again: Again, applied: Applied | None) -> Iterator[None]:
             _restore()
 
 
+def is_running() -> bool:
+    """Whether trials run now: a fused module's call, or a trial by itself."""
+    return bool(_RUNNING)
+
+
 def _patch() -> None:
     autograd._SingleLevelFunction.apply = classmethod(apply_function)  # type: ignore[attr-defined]
     checkpoints._checkpoint_without_reentrant_generator = _run_again

@@ -129,6 +129,9 @@ class TrialTensor(torch.Tensor):
         found: Tensor = memo[id(self)]
         return found
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return TrialTensor, (self.stacked.detach(), self.trials)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TrialTensor(trials={self.trials.count}, shape={tuple(self.shape)})"
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -15,8 +13,6 @@ except ImportError:
     from plait.fusion.kernels import absent as triton
 
 _BLOCK = 2048
-# The order of the coefficients in the kernel's table.
-_NAMES = ("size", "root", "eps", "enter1", "enter2", "keep2", "decay", "shrink")
 
 
 @triton.jit
@@ -51,13 +47,11 @@ def _adam(
     tl.store(square_ptr + at, square, mask=mask)
 
 
-def table(coefficients: Mapping[str, Tensor]) -> Tensor:
-    """The coefficients as `adam` takes them: a row for each, a column for each trial, in float32."""
-    return torch.stack([coefficients[name].to(torch.float32) for name in _NAMES])
-
-
 def adam(p: Tensor, g: Tensor, mean: Tensor, square: Tensor, numbers: Tensor, decoupled: bool) -> None:
-    """One step in place, with `table`'s numbers; all in float32, and each trial's numbers in one piece."""
+    """One step in place; all in float32, and each trial's numbers in one piece.
+
+    `numbers` has a row for each coefficient, in the order of Adam's `coefficient_names`, a column a trial.
+    """
     trials, size = p.shape[0], p[0].numel()
     assert p.stride(0) == size
     assert p.stride() == mean.stride() == square.stride()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from plait.fusion.optim.gradients import unscale_gradients
 from plait.fusion.optim.optimizer import FusedOptimizer
 
 
@@ -41,7 +40,8 @@ class LossScales:
 
         Returns which trials stood still.
         """
-        overflowed = self._unscale(optimizer.parameters)
+        gradients = [parameter.grad for parameter in optimizer.parameters if parameter.grad is not None]
+        overflowed = unscale_gradients(gradients, 1.0 / self.scales, len(self.scales))
         optimizer.step(skip=overflowed)
         # In place, as a captured step would otherwise go on with the old ones.
         self.good_steps.copy_(torch.where(overflowed, 0, self.good_steps + 1))
@@ -49,14 +49,4 @@ class LossScales:
         factor = torch.where(overflowed, self.backoff, torch.where(grown, self.growth, 1.0))
         self.scales.mul_(factor)
         self.good_steps.masked_fill_(grown, 0)
-        return overflowed
-
-    def _unscale(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        overflowed = torch.zeros_like(self.good_steps, dtype=torch.bool)
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            shape = (-1,) + (1,) * (parameter.dim() - 1)
-            parameter.grad.mul_((1.0 / self.scales).to(parameter.grad.dtype).view(shape))
-            overflowed |= ~parameter.grad.flatten(1).isfinite().all(1)
         return overflowed

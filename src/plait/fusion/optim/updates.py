@@ -23,13 +23,14 @@ class OptimizerKind:
     """One optimizer: hyperparameters with torch's defaults, states of a parameter, and the formulas.
 
     `coefficients(h, steps)` gets the hyperparameters and how many steps each trial has behind it, or, of a
-    kind that does not count them, how many with momentum;
+    kind that does not count them, how many with momentum, and returns those of `coefficient_names`;
     `update(p, g, state, c, common)` changes a parameter and its states in place.
     """
 
     torch_class: type[torch.optim.Optimizer]
     hyperparameters: Mapping[str, float]
     states: Callable[[Mapping[str, Sequence[float]], Common], list[str]]
+    coefficient_names: tuple[str, ...]
     coefficients: Callable[[Vectors, Tensor], dict[str, Tensor]]
     update: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]
     common: Mapping[str, bool] = field(default_factory=dict)
@@ -38,8 +39,9 @@ class OptimizerKind:
     keeping: frozenset[str] = frozenset()
     # Torch's kernel that updates all parameters of one trial in one pass over memory, where there is one.
     kernel: Callable[[UpdateTensors], None] | None = None
-    # As `update`, by a kernel of ours in one pass over the memory of all trials: on a GPU, in float32.
-    one_pass: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None] | None = None
+    # As `update`, by a kernel of ours in one pass over the memory of all trials: on a GPU, in float32. The
+    # coefficients are one tensor, with a row for each name.
+    one_pass: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Common], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,21 +160,26 @@ def _adamw(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: C
 
 
 def _adam_step(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
-    mean, square = state["exp_avg"], state["exp_avg_sq"]
-    mean.lerp_(g, c["enter1"].to(mean.dtype))
-    square.mul_(c["keep2"]).addcmul_(g, (g * c["enter2"]).to(g.dtype))
+    # In the precision of the coefficients, as torch computes within a kernel.
+    precision = c["enter1"].dtype
+    g, mean, square = (x.to(precision) for x in (g, state["exp_avg"], state["exp_avg_sq"]))
+    mean.lerp_(g, c["enter1"])
+    square.mul_(c["keep2"]).addcmul_(g, g * c["enter2"])
+    for name, computed in (("exp_avg", mean), ("exp_avg_sq", square)):
+        if state[name] is not computed:
+            state[name].copy_(computed)
     if common["amsgrad"]:
-        square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
+        square = state["max_exp_avg_sq"].copy_(torch.maximum(state["max_exp_avg_sq"], square))
     p.sub_(mean / (square.sqrt() * c["root"] + c["eps"]) * c["size"])
 
 
 def _adam_pass(
     decoupled: bool,
-) -> Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]:
-    def update(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
-        from plait.fusion.kernels.update import adam, table  # needs Triton, which a CPU build has not
+) -> Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Common], None]:
+    def update(p: Tensor, g: Tensor, state: dict[str, Tensor], table: Tensor, common: Common) -> None:
+        from plait.fusion.kernels.update import adam  # needs Triton, which a CPU build has not
 
-        adam(p, g, state["exp_avg"], state["exp_avg_sq"], table(c), decoupled)
+        adam(p, g, state["exp_avg"], state["exp_avg_sq"], table, decoupled)
 
     return update
 
@@ -243,6 +250,7 @@ def _adam_kind(
         torch_class,
         {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": weight_decay},
         _adam_states,
+        ("size", "root", "eps", "enter1", "enter2", "keep2", "decay", "shrink"),
         _adam_coefficients,
         _adamw if decoupled else _adam,
         {"amsgrad": False, "maximize": False},
@@ -257,6 +265,7 @@ KINDS: Mapping[str, OptimizerKind] = {
         torch.optim.SGD,
         {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
         _sgd_states,
+        ("lr", "decay", "momentum", "keep", "enter"),
         _sgd_coefficients,
         _sgd,
         {"nesterov": False, "maximize": False},
@@ -270,6 +279,7 @@ KINDS: Mapping[str, OptimizerKind] = {
         torch.optim.RMSprop,
         {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0},
         _rmsprop_states,
+        ("lr", "keep", "enter", "eps", "decay", "momentum", "push"),
         _rmsprop_coefficients,
         _rmsprop,
         {"centered": False, "maximize": False},
@@ -279,6 +289,7 @@ KINDS: Mapping[str, OptimizerKind] = {
         torch.optim.Adagrad,
         {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
         lambda h, common: ["sum"],
+        ("lr", "eps", "decay"),
         _adagrad_coefficients,
         _adagrad,
         {"maximize": False},
@@ -288,6 +299,7 @@ KINDS: Mapping[str, OptimizerKind] = {
         torch.optim.Adadelta,
         {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
         lambda h, common: ["square_avg", "acc_delta"],
+        ("lr", "eps", "decay", "keep", "enter"),
         _adadelta_coefficients,
         _adadelta,
         {"maximize": False},

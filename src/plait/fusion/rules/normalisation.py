@@ -77,7 +77,8 @@ def _waits(folded: Tensor) -> bool:
     half = folded.dtype in (torch.bfloat16, torch.float16)
     several = folded.numel() > folded.shape[1]  # of one value a channel torch says what is wrong
     ours = can_run_on(folded) and half and folded.dim() in (3, 4) and several
-    return ours and folded.movedim(1, -1).is_contiguous()
+    # Tensors of inference mode do not tell whether they were written since.
+    return ours and folded.movedim(1, -1).is_contiguous() and not folded.is_inference()
 
 
 def _pending(

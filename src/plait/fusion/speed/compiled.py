@@ -22,7 +22,7 @@ class CompiledForward:
 
     def __init__(self, fused: nn.Module, options: dict[str, Any]) -> None:
         self._fused = fused
-        self._options = options
+        self.options = options
         self._graphs: dict[Any, Callable[..., Any]] = {}
 
     def forget(self) -> None:
@@ -83,7 +83,7 @@ class CompiledForward:
                 buffer.copy_(value)
         graph.graph.eliminate_dead_code()
         graph.recompile()
-        compiled: Callable[..., Any] = torch.compile(graph, **self._options)
+        compiled: Callable[..., Any] = torch.compile(graph, **self.options)
         return compiled
 
 

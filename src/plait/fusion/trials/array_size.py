@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,12 +86,3 @@ def measure_need(
     first, second = step_bytes(make_step, low), step_bytes(make_step, high)
     each = (second - first) / (high - low)
     return MemoryNeed(max(0.0, first - each * low), each)
-
-
-def saturated_width(throughput: Mapping[int, float], gain: float = 1.05) -> int:
-    """The width from which a doubling brought less than `gain` times the trials a second."""
-    widths = sorted(throughput)
-    for narrow, wide in pairwise(widths):
-        if throughput[wide] < gain * throughput[narrow]:
-            return narrow
-    return widths[-1]

@@ -13,6 +13,7 @@ from plait.fusion.check import check_structure, different_attributes, tensor_att
 from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
+from plait.fusion.optim.groups import torch_names
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import gradient_hooks, own_copy
@@ -37,8 +38,11 @@ def keep_trials(
     index = torch.tensor(list(numbers), device=fused.seeds.device)
     frozen = [place for place, number in enumerate(numbers) if number in fused.frozen]
     before = fused.trials
-    _rewrite(fused, optimizer, lambda tensor: tensor[index])
-    _rewrite_lists(fused, optimizer, before, lambda values: [values[number] for number in numbers])
+    if fused.first_call is not None:
+        fused.first_call.keep(numbers)
+    _rewrite(fused, lambda tensor: tensor[index])
+    _rewrite_lists(fused, before, lambda values: [values[number] for number in numbers])
+    optimizer.rewrite(lambda tensor: tensor[index], numbers)
     if seeds is not None:
         fused.seeds.copy_(torch.tensor(list(seeds)))
     fused.freeze(frozen)
@@ -54,7 +58,7 @@ def add_trials(
 ) -> None:
     """Let new models join as the last trials, each with a fresh optimizer state.
 
-    Hyperparameters not given are those of trial 0.
+    Hyperparameters not given, by the names that torch's optimizers have for them, are those of trial 0.
     """
     before = fused.trials
     keep_trials(fused, optimizer, [*range(before), *[0] * len(models)])
@@ -80,17 +84,21 @@ def replace_trial(
     """
     _let_differ(fused, number, model)
     _write_model(fused, number, model)
+    if fused.first_call is not None:
+        fused.first_call.replace(number, model)
     for name, modules in fused.own_modules().items():
         modules.replace(number, own_copy(model.get_submodule(name)))
     fused.seeds[number], fused.ages[number] = seed, 0
     changed = {**(hyperparameters or {})}
     if "clip_norm" in changed:
         _set_clip(optimizer, number, changed.pop("clip_norm"))
-    unknown = next((name for name in changed if name not in optimizer.numbers), None)
+    names = torch_names(optimizer.kind)
+    unknown = next((name for name in changed if name not in names), None)
     if unknown is not None:
-        hint = did_you_mean(unknown, [*optimizer.numbers, "clip_norm"])
+        hint = did_you_mean(unknown, [*names, "clip_norm"])
         raise FusionError(f"replace_trial: the optimizer has no hyperparameter {unknown!r}{hint}")
-    optimizer.set(**{name: _with(optimizer.numbers[name], number, value) for name, value in changed.items()})
+    for group in optimizer.groups:
+        group.set_trial(number, changed)
     # After the hyperparameters are the new trial's: some of them say what a state begins with.
     optimizer.forget_trial(number)
     if steps is not None and optimizer.limits is not None:
@@ -122,10 +130,6 @@ def _set_clip(optimizer: FusedOptimizer, number: int, limit: float | None) -> No
     optimizer.clip_norm[number] = float("inf") if limit is None else limit
 
 
-def _with(values: Sequence[float], number: int, value: float) -> list[float]:
-    return [value if place == number else other for place, other in enumerate(values)]
-
-
 def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
     for hooks, parameter in zip(fused.gradient_hooks, model.parameters()):
         hooks[number] = gradient_hooks(parameter)
@@ -147,7 +151,7 @@ def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
                 setattr(part, name, PerTrial(values) if len(set(values)) > 1 else values[0])
 
 
-def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Tensor], Tensor]) -> None:
+def _rewrite(fused: FusedModule, change: Callable[[Tensor], Tensor]) -> None:
     """Apply `change` to every tensor that has the trials axis; parameters stay the same objects."""
     for parameter in fused.module.parameters():
         parameter.data = change(parameter.data)
@@ -162,12 +166,6 @@ def _rewrite(fused: FusedModule, optimizer: FusedOptimizer, change: Callable[[Te
     _rewrite_attributes(fused.module, change)
     fused.seeds, fused.ages = change(fused.seeds), change(fused.ages)
     fused.set_count(len(fused.seeds))
-    optimizer.clocks = [clock.mapped(change) for clock in optimizer.clocks]
-    optimizer.state = [{name: change(t) for name, t in state.items()} for state in optimizer.state]
-    optimizer.hyperparameters = {name: change(v) for name, v in optimizer.hyperparameters.items()}
-    for name in ("clip_norm", "active"):
-        vector = getattr(optimizer, name)
-        setattr(optimizer, name, None if vector is None else change(vector))
 
 
 def _rewrite_attributes(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -185,9 +183,7 @@ def _rewrite_attributes(module: nn.Module, change: Callable[[Tensor], Tensor]) -
         tensor._stacked = change(tensor.stacked.detach())
 
 
-def _rewrite_lists(
-    fused: FusedModule, optimizer: FusedOptimizer, before: int, change: Callable[[list[Any]], list[Any]]
-) -> None:
+def _rewrite_lists(fused: FusedModule, before: int, change: Callable[[list[Any]], list[Any]]) -> None:
     for part in fused.module.modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, PerTrial):
@@ -197,7 +193,3 @@ def _rewrite_lists(
     numbers = change(list(range(before)))
     for modules in fused.own_modules().values():
         modules.reorder(numbers)
-    optimizer.numbers = {name: change(values) for name, values in optimizer.numbers.items()}
-    optimizer.made = change(optimizer.made)
-    optimizer.limits = None if optimizer.limits is None else change(optimizer.limits)
-    optimizer.notice_finished()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
+
+# For all trials, or one for each.
+Number = float | Sequence[float] | Tensor
 
 
 class PerTrial(float):
@@ -86,7 +88,7 @@ class PerTrial(float):
             raise FusionError(
                 f"{user_line()}\n  makes one number of a hyperparameter that differs between trials "
                 f"{self.values}",
-                "name this module in fuse(..., unfused=[...])",
+                "name this module in fuse(..., unfused=[...]); in a scheduler, give all trials one value",
             )
         return self.values[0]
 
@@ -94,10 +96,35 @@ class PerTrial(float):
         return hash(self.values)
 
 
-@lru_cache(maxsize=1024)
+def one_each(name: str, value: Number, trials: int) -> list[float]:
+    """The value of each trial, from one for all or one each."""
+    values = value.tolist() if isinstance(value, Tensor) else value
+    if isinstance(values, PerTrial):
+        values = values.values
+    if isinstance(values, (int, float)):
+        return [float(values)] * trials
+    if len(values) != trials:
+        raise FusionError(
+            f"{name} has {len(values)} values, expected one, or one for each of the {trials} trials"
+        )
+    return [float(one) for one in values]
+
+
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """One number a trial as a tensor; kept, since a copy to a device cannot be part of a CUDA graph."""
-    return torch.tensor(values, dtype=dtype, device=device)
+    key = (values, dtype, device)
+    if key not in _on_device:
+        made = torch.tensor(values, dtype=dtype, device=device)
+        if type(made) is not Tensor:  # it has no memory, and is of no use but here
+            return made
+        if len(_on_device) >= _MOST_KEPT:
+            del _on_device[next(iter(_on_device))]
+        _on_device[key] = made
+    return _on_device[key]
+
+
+_on_device: dict[Any, Tensor] = {}
+_MOST_KEPT = 1024
 
 
 def _other_values(other: Any, count: int) -> Sequence[float] | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.fusion.closures import copied_closures
 from plait.fusion.describe import describe
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
@@ -88,6 +89,11 @@ class OwnModules:
         if own.requires_grad and id(stacked) not in self._tied and "deliver" not in own.__dict__:
             own.__dict__["deliver"] = own.register_post_accumulate_grad_hook(_Deliver(stacked, number))
 
+    def restore(self, tied: set[int]) -> None:
+        """Find the fused parameters again, after all was copied or unpickled."""
+        self._tied = tied
+        self._replace_all(self.modules)
+
     def reorder(self, numbers: Sequence[int]) -> None:
         """Let the trials be those at `numbers` so far; one that comes twice is copied."""
         taken: set[int] = set()
@@ -143,7 +149,8 @@ class OwnModules:
         given = [_slice_of((args, kwargs), number, self.trials.rows) for number in range(self.trials.count)]
         plain = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor]
         pristine = {id(leaf): leaf.clone() for leaf in plain} if self._copies is None else {}
-        versions = [leaf._version for leaf in plain]
+        counted = not any(leaf.is_inference() for leaf in plain)
+        versions = [leaf._version for leaf in plain] if counted else []
         outcomes = []
         for number, (module, streams) in enumerate(zip(self.modules, singles)):
             own_args, own_kwargs = given[number]
@@ -156,7 +163,10 @@ class OwnModules:
                 outcomes.append(module(*own_args, **own_kwargs))
             if self._copies is None:
                 self._refuse_changed(shape, _shape_of_objects(own_args, own_kwargs))
-                self._copies = versions != [leaf._version for leaf in plain]
+                if counted:
+                    self._copies = versions != [leaf._version for leaf in plain]
+                else:  # in inference mode nobody counts writes
+                    self._copies = any(not torch.equal(leaf, pristine[id(leaf)]) for leaf in plain)
         return outcomes
 
     def _refuse_changed(self, before: Any, after: Any) -> None:
@@ -324,8 +334,18 @@ def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool 
     for value in held_values(module):
         if isinstance(value, Tensor) and not isinstance(value, TrialTensor) and not value.is_leaf:
             memo.setdefault(id(value), value.detach().clone())
-    with torch.no_grad():  # copies of scripted modules would remember where they come from
-        made = copy.deepcopy(module, memo)
+    # Without gradients, as copies of scripted modules would remember where they come from.
+    with torch.no_grad(), copied_closures(module):
+        try:
+            made = copy.deepcopy(module, memo)
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, RuntimeError, NotImplementedError, AttributeError) as failure:
+            line = " ".join(str(failure).split())[:200]
+            raise FusionError(
+                f"fuse: {type(module).__qualname__} cannot be copied ({type(failure).__name__}: {line}), "
+                f"which fused trials are made by; train each model alone"
+            ) from failure
     for parameter, own in zip(module.parameters(), made.parameters()):
         if own.requires_grad != parameter.requires_grad:
             own.requires_grad_(parameter.requires_grad)
@@ -337,6 +357,13 @@ def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool 
 def gradient_hooks(parameter: Tensor) -> list[Any]:
     """The functions that were registered for a parameter's gradient."""
     return list((parameter._backward_hooks or {}).values())
+
+
+def copy_hooks(hooks: Sequence[Any], parameter: Tensor) -> None:
+    """Register hooks for a parameter's gradient where a copy has lost them."""
+    if not gradient_hooks(parameter):
+        for hook in hooks:
+            parameter.register_hook(hook)
 
 
 def held_values(module: nn.Module) -> list[Any]:

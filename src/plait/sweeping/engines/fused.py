@@ -26,7 +26,7 @@ from plait.fusion import (
     keep_trials,
     replace_trial,
 )
-from plait.fusion.optim.optimizer import load_trial, lone_optimizer
+from plait.fusion.optim.lone import load_trial, lone_optimizer
 from plait.fusion.trials.membership import check_joining
 from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
@@ -38,6 +38,7 @@ from plait.sweeping.engines.microbatches import Piece, Round, most_rounds, round
 from plait.sweeping.engines.trial_norms import TrialNorms
 from plait.sweeping.worker_group import GroupSum, WorkerGroup, share_of
 from plait.training import checkpoint as checkpoints
+from plait.training import components
 from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, means, sums_of, sums_over_share
 from plait.training.monitoring.asked import wants_norms
@@ -122,15 +123,15 @@ class FusedArray:
         self._entries = [_without_state(entry) for entry in entries]
         self._device = first.parts.device
         models = [entry.parts.model for entry in entries]
-        self.fused = fuse(
-            models, self._seeds(entries), [entry.age for entry in entries], unfused=self._verdict.unfused
-        )
+        ages = [entry.age for entry in entries]
+        # Compared with the trials alone by whoever makes arrays, where that was asked for.
+        self.fused = fuse(models, self._seeds(entries), ages, self._verdict.unfused, verify=False)
         if self._device.type == "cuda" and workers is None:  # summed gradients are contiguous
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
         optimizers = [entry.parts.optimizer for entry in entries]
         # Always with a vector, as trials that come later may clip; what nobody clips costs one pass.
-        self.optimizer: FusedOptimizer = fuse_optimizers(self.fused, optimizers, clip_norm=clips)
+        self.optimizer: FusedOptimizer = fuse_optimizers(self.fused, optimizers, models, clip_norm=clips)
         self._notice_clips()
         self._is_scaled = first.settings.precision == "fp16"
         self._scales = LossScales(len(entries), self._device)
@@ -187,15 +188,14 @@ class FusedArray:
         # A vector for all, also where nobody clipped before.
         self.optimizer.clip_norm = self._clip_vector()
         for place, entry in zip(leaving, entering):
-            replace_trial(self.fused, self.optimizer, place, entry.parts.model, 0, self._numbers(entry))
+            replace_trial(self.fused, self.optimizer, place, entry.parts.model, 0)
             self._entries[place] = entry
         stay = [place for place in range(self.trials) if place not in leaving[pairs:]]
         if len(stay) < self.trials:
             keep_trials(self.fused, self.optimizer, stay)
             self._reorder(stay)
         for entry in entering[pairs:]:
-            numbers = {name: [value] for name, value in self._numbers(entry).items()}
-            add_trials(self.fused, self.optimizer, [entry.parts.model], [0], numbers)
+            add_trials(self.fused, self.optimizer, [entry.parts.model], [0])
             self._reorder([*range(len(self._entries)), 0])
             self._entries[-1] = entry
         for place, entry in enumerate(self._entries):
@@ -216,8 +216,8 @@ class FusedArray:
             self._norms.reorder(places)
 
     def _load_entry(self, place: int, entry: TrialInit) -> None:
-        """The state that a newcomer brings beside its weights."""
-        load_trial(self.optimizer, entry.parts.optimizer, place)
+        """The hyperparameters and the state that a newcomer brings beside its weights."""
+        load_trial(self.optimizer, entry.parts.optimizer, place, entry.parts.model)
         self.fused.seeds[place], self.fused.ages[place] = self._seeds([entry])[0], entry.age
         self._load_scale(place, entry)
         self._entries[place] = _without_state(entry)
@@ -228,12 +228,6 @@ class FusedArray:
         """Where the trials' random numbers start."""
         own = (self._stream,) if self._stream else ()
         return [mix(entry.settings.seed, *own) for entry in entries]
-
-    def _numbers(self, entry: TrialInit) -> dict[str, float]:
-        """The hyperparameters of a newcomer's own optimizer as the fused one names them."""
-        group = dict(entry.parts.optimizer.param_groups[0])
-        group["beta1"], group["beta2"] = group.get("betas", (0.0, 0.0))
-        return {name: float(group[name]) for name in self.optimizer.numbers}
 
     def _load_scale(self, place: int, entry: TrialInit) -> None:
         if state := entry.parts.scaler.state_dict():
@@ -326,9 +320,10 @@ class FusedArray:
 
     def set_factors(self, factors: Sequence[float]) -> None:
         """The factors on the trials' learning rates, for the steps to come."""
-        rates = [e.parts.base_lrs[0] * factor for e, factor in zip(self._entries, factors)]
-        if rates != self.optimizer.numbers["lr"]:
-            self.optimizer.set(lr=rates)
+        for number, group in enumerate(self.optimizer.groups):
+            rates = [e.parts.base_lrs[number] * factor for e, factor in zip(self._entries, factors)]
+            if rates != group.numbers["lr"]:
+                group["lr"] = rates
 
     def _backward(self, pieces: Sequence[Piece], weights: list[float]) -> Tensor:
         counts = [count for _, count in pieces]
@@ -416,16 +411,42 @@ class FusedArray:
         model = self.fused.trial(place)
         optimizer = lone_optimizer(self.optimizer, model, place)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        scale = self._entries[place].parts.scaler.state_dict()
-        if scale:
-            scale["scale"] = self._scales.scales[place].item()
-            scale["_growth_tracker"] = int(self._scales.good_steps[place])
         return TrialTensors(
             named_state.model_state(model),
             named_state.optimizer_state(optimizer, names),
-            scale,
+            self.loss_scale(place),
             int(self.fused.ages[place]),
         )
+
+    def loss_scale(self, place: int) -> dict[str, Any]:
+        """The state of the scaler that the trial at `place` would have alone; empty where none is in use."""
+        state: dict[str, Any] = self._entries[place].parts.scaler.state_dict()
+        if state:
+            state["scale"] = self._scales.scales[place].item()
+            state["_growth_tracker"] = int(self._scales.good_steps[place])
+        return state
+
+
+def rebuild_trial(array: FusedArray, place: int) -> TrialInit:
+    """The trial at `place` by itself, as it is now, beside the array, which stays as it is.
+
+    Its model is made by its factory and has the trial's weights and buffers; its optimizer is torch's own,
+    with the trial's state. `UnfusedArray([...]).step` takes a plain step with it. What models keep in Python
+    is as in a new one (`Verdict.has_python_state` says whether they keep any). Random numbers are torch's;
+    within `draws_of_trial(array.fused, place, model)` they are those that the trial draws next.
+    """
+    settings, known = array.settings_of(place), array.parts_of(place)
+    parts = components.build(settings, known.device, (known.train_set, known.test_set))
+    trial = array.fused.trial(place)
+    own = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in (*parts.model.named_parameters(), *parts.model.named_buffers()):
+            tensor.data = own[name].detach().clone()
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trial.named_parameters()}
+    state = named_state.optimizer_state(lone_optimizer(array.optimizer, trial, place), names)
+    named_state.load_optimizer_state(parts.optimizer, parts.names, state)
+    parts.scaler.load_state_dict(array.loss_scale(place))
+    return TrialInit(settings, parts, int(array.fused.ages[place]))
 
 
 def together(parts: Components, contents: Sequence[Any], length: int) -> Any:

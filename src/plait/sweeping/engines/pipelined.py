@@ -91,7 +91,7 @@ class PipelinedArray:
                 f"parallel.plan: stage {self._workers.place} ({self._layers[0]} to {self._layers[-1]}) has "
                 f"no parameter to train; use a plan with fewer stages"
             )
-        optimizer = build_optimizer(entry.settings.optimizer, parameters)
+        optimizer = build_optimizer(entry.settings.optimizer, parameters, entry.parts.names)
         known = entry.parts.optimizer.state
         optimizer.state.update({p: known[p] for p in parameters if p in known})
         return replace(entry, parts=replace(entry.parts, model=module, optimizer=optimizer))

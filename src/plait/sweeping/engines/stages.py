@@ -76,11 +76,6 @@ def check_in_stages(settings: SweepSettings) -> None:
     counts = _values(settings, "accumulate", train.accumulate)
     if any(isinstance(count, int) and count > 1 for count in counts):
         raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
-    if train.optimizer.groups:
-        raise JobError(
-            "optimizer.groups: found groups of parameters, which fused trials have none of, and arrays in "
-            "stages are fused; leave them out, or sweep without a plan, where such trials train one by one"
-        )
     for kind in _values(settings, "optimizer.kind", train.optimizer.kind):
         if not is_fusable(with_values(train, {"optimizer.kind": kind})):
             raise JobError(

@@ -14,7 +14,7 @@ from plait.data.calling import forward
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, mix
 from plait.fusion import FusedModule, fuse
-from plait.fusion.verify import TF32_EPS, Verdict, verify_fused
+from plait.fusion.verify import FEW_SCENES, TF32_EPS, Verdict, verify_fused
 from plait.sweeping.engines.batch_streams import BatchStream
 from plait.sweeping.engines.fused import TrialInit, fused_loss, losses_alone, losses_of, together
 from plait.sweeping.engines.microbatches import Piece, rounds_of
@@ -33,9 +33,15 @@ def verify_entries(
 
 
 def verify_rehearsed(rehearsal: ArrayRehearsal, known: Verdict | None) -> Verdict:
-    """What must run trial by trial, beginning with what is `known` of such trials."""
-    rehearsal.loss_alone = known is not None and known.loss_alone
-    return verify_fused(rehearsal, known.unfused if known is not None else None)
+    """What must run trial by trial, beginning with what is `known` of trials of this kind.
+
+    Of a kind that is known each trial takes one step and is evaluated once, else twice.
+    """
+    if known is None:
+        return verify_fused(rehearsal)
+    rehearsal.loss_alone = known.loss_alone
+    verdict = verify_fused(rehearsal, known.unfused, FEW_SCENES)
+    return replace(verdict, has_python_state=known.has_python_state or verdict.has_python_state)
 
 
 def first_batches(entries: Sequence[TrialInit], share: tuple[int, int]) -> list[list[Batch]]:
@@ -61,13 +67,29 @@ class ArrayRehearsal:
         self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]], microbatches: int = 0
     ) -> None:
         self._entries = entries
+        self._batches = batches
         self._loss = fused_loss([entry.settings for entry in entries])
-        count = microbatches or entries[0].settings.accumulate
-        self._pieces = [_first_pieces(step, count) for step in batches]
+        self._count = microbatches or entries[0].settings.accumulate
+        self._pieces = [_first_pieces(step, self._count) for step in batches]
         self.models = [entry.parts.model for entry in entries]
         self.seeds = [mix(entry.settings.seed) for entry in entries]
         self.ages = [entry.age for entry in entries]
         self.loss_alone = False
+
+    def some(self, trials: Sequence[int]) -> ArrayRehearsal:
+        """The same for some of the trials."""
+        if len(trials) == len(self._entries):
+            return self
+        entries = [self._entries[trial] for trial in trials]
+        return self._like(entries, [[step[trial] for trial in trials] for step in self._batches])
+
+    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> ArrayRehearsal:
+        made = ArrayRehearsal(entries, batches, self._count)
+        made.loss_alone = self.loss_alone
+        return made
+
+    def prepare(self, trial: int) -> None:
+        """A model begins with the weights it has."""
 
     @property
     def step(self) -> float:
@@ -79,7 +101,7 @@ class ArrayRehearsal:
 
     def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
         """The trials in one module."""
-        return [fuse(models, self.seeds, self.ages, unfused=unfused)]
+        return [fuse(models, self.seeds, self.ages, unfused, verify=False)]
 
     def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
         """The outputs of all trials, trials first, and their losses."""

@@ -105,6 +105,11 @@ class StagedRehearsal(ArrayRehearsal):
         self._evaluated_routes = find_routes(self._evaluated, evaluated)
         self._cut: list[StageModule] = []
 
+    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> StagedRehearsal:
+        made = StagedRehearsal(entries, self._stages, batches)
+        made.loss_alone = self.loss_alone
+        return made
+
     def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
         """The trials in one module for each stage."""
         for entry in self._entries:
@@ -113,7 +118,7 @@ class StagedRehearsal(ArrayRehearsal):
         for layers in self._stages.layout.stages:
             own = [cut(replace(self._traced, model=model), layers) for model in models]
             kept = of_stage(Verdict(unfused), own[0].module).unfused
-            fused.append(fuse([stage.module for stage in own], self.seeds, self.ages, unfused=kept))
+            fused.append(fuse([stage.module for stage in own], self.seeds, self.ages, kept, verify=False))
             self._cut.append(own[0])
         return fused
 

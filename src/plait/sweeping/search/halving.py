@@ -75,15 +75,21 @@ def exploit(
 ) -> list[Copy]:
     """One round of population-based training: the worst `share` become changed copies of the best.
 
-    Each copied hyperparameter in `names` is multiplied by one of `factors`. The same seed and results give
-    the same round.
+    So does every other that has no number for a result, as long as another has one. Each copied
+    hyperparameter in `names` is multiplied by one of `factors`. The same seed and results give the same
+    round.
     """
     if not 0 < share <= 0.5:
         raise FusionError(f"exploit: found a share of {share}, expected more than 0 and at most 0.5")
     order = best_first(results)
     count = min(max(1, round(len(order) * share)), len(order) // 2)
+    winners = [trial for trial in order[:count] if not math.isnan(results[trial])]
+    if not winners:
+        return []
+    worst = order[len(order) - count :]
     draw = random.Random(seed)
     return [
-        Copy(loser, draw.choice(order[:count]), {name: draw.choice(list(factors)) for name in names})
-        for loser in order[len(order) - count :]
+        Copy(loser, draw.choice(winners), {name: draw.choice(list(factors)) for name in names})
+        for loser in order
+        if loser in worst or math.isnan(results[loser])
     ]

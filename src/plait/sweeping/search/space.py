@@ -6,10 +6,12 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from plait.core.names import did_you_mean
 from plait.core.shown import shortened, shown
 from plait.fusion.errors import FusionError
 
@@ -18,8 +20,10 @@ MOST_VALUES = 10_000
 # Of values of one key that are no numbers each is checked, and of numbers so many.
 MOST_OTHERS = 2000
 FEW_VALUES = 100
-_FORM = "key=v1,v2,... or key=log:low:high[:count], also with linear or int in place of log"
-_KINDS = ("log", "linear", "int")
+_FORM = "key=v1,v2,... or key=log:low:high[:count], also with linear, int or logint in place of log"
+_KINDS = ("log", "linear", "int", "logint")
+# What looks like a range, whatever it begins with.
+_LIKE_A_RANGE = re.compile(r"([A-Za-z_]\w*)((?::[-+]?[0-9][-+.0-9eE]*){2,3})")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class Dimension:
         """The value that lies at `share`, from 0 to 1, of the way through."""
         if not self.is_range:
             return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+        if self.whole and self.log:
+            # Half a step beyond both ends, so that these are as likely as their neighbours.
+            low, high = math.log(self.low - 0.5), math.log(self.high + 0.5)
+            return min(max(round(math.exp(low + share * (high - low))), int(self.low)), int(self.high))
         if self.whole:
             return min(int(self.low + share * (self.high - self.low + 1)), int(self.high))
         if self.log:
@@ -88,6 +96,9 @@ def parse_dimension(text: str) -> Dimension:
     kind, colon, rest = values.partition(":")
     if colon and kind in _KINDS:
         return _range(key, kind, rest, text)
+    if (like := _LIKE_A_RANGE.fullmatch(values)) is not None:
+        hint = did_you_mean(like[1], _KINDS)
+        raise FusionError(f"--over: found {shown(text)}, expected {_FORM}; there is no {like[1]!r}{hint}")
     parts = _parts(values)
     if len(parts) > MOST_VALUES:
         raise FusionError(
@@ -114,18 +125,21 @@ def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
         (count,) = more or (None,)
     except ValueError:
         raise FusionError(f"{found} {_FORM}") from None
-    if not low < high or not math.isfinite(high - low) or (kind == "log" and low <= 0):
-        limit = "0 < low < high" if kind == "log" else "low < high"
+    if not low < high or not math.isfinite(high - low) or (kind.startswith("log") and low <= 0):
+        limit = "0 < low < high" if kind.startswith("log") else "low < high"
         raise FusionError(f"{found} {limit}, and finite numbers")
-    if kind == "int" and not (low.is_integer() and high.is_integer() and max(-low, high) <= 2**53):
-        raise FusionError(f"{found} whole numbers after int:, 2**53 at most")
-    dimension = Dimension(key, low=low, high=high, log=kind == "log", whole=kind == "int")
+    whole = kind in ("int", "logint")
+    if whole and not (low.is_integer() and high.is_integer() and max(-low, high) <= 2**53):
+        raise FusionError(f"{found} whole numbers after {kind}:, 2**53 at most")
+    dimension = Dimension(key, low=low, high=high, log=kind.startswith("log"), whole=whole)
     if count is None:
         return dimension
     if not (count.is_integer() and 2 <= count <= MOST_VALUES):
         raise FusionError(f"{found} a count of 2 to {MOST_VALUES:,}")
-    inner = [dimension.at(i / (count - 1)) for i in range(1, int(count) - 1)]
-    spaced = (int(low), *inner, int(high)) if kind == "int" else (low, *inner, high)
+    spaced_evenly = replace(dimension, whole=False) if kind == "logint" else dimension
+    inner = [spaced_evenly.at(i / (count - 1)) for i in range(1, int(count) - 1)]
+    inner = [round(value) for value in inner] if whole else inner
+    spaced = (int(low), *inner, int(high)) if whole else (low, *inner, high)
     return Dimension(key, tuple(dict.fromkeys(spaced)))
 
 

@@ -42,7 +42,8 @@ def _distribution(dimension: Dimension, optuna: Any) -> Any:
         # By place: a value may be a list, which optuna does not take.
         return optuna.distributions.CategoricalDistribution(list(range(len(dimension.values))))
     if dimension.whole:
-        return optuna.distributions.IntDistribution(int(dimension.low), int(dimension.high))
+        low, high = int(dimension.low), int(dimension.high)
+        return optuna.distributions.IntDistribution(low, high, log=dimension.log)
     return optuna.distributions.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
 
 
@@ -55,6 +56,8 @@ def _known(one: Past, over: Sequence[Dimension], distributions: Mapping[str, Any
         return optuna.trial.create_trial(
             state=states.PRUNED, intermediate_values={one.step: result}, **options
         )
+    if one.state == "failed":
+        return optuna.trial.create_trial(state=states.FAIL, **options)
     if one.state in ("waiting", "running"):
         return optuna.trial.create_trial(state=states.RUNNING, **options)
     return optuna.trial.create_trial(state=states.COMPLETE, value=result, **options)

@@ -1,0 +1,84 @@
+"""Gradients of fused parameters, changed for each trial by itself: clipped, unscaled."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from plait.fusion.errors import FusionError
+
+# The modules of several trials whose parameters torch must not clip together.
+_modules: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def clip_gradients(
+    gradients: Sequence[Tensor], limit: Tensor, sum_squares: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Scale each trial's gradients, in place, to a norm of at most its `limit`; returns the norms before.
+
+    `sum_squares` adds to the squared norms those of gradients that others hold.
+    """
+    each = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients]
+    norms = torch.linalg.vector_norm(torch.stack(each), dim=0) if each else torch.zeros_like(limit)
+    if sum_squares is not None:
+        norms = sum_squares(norms.square()).sqrt()
+    scale = (limit.to(norms.dtype) / (norms + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(_of_trials(scale, gradient))
+    found: Tensor = norms
+    return found
+
+
+def unscale_gradients(gradients: Sequence[Tensor], inverse: Tensor | None, trials: int) -> Tensor:
+    """Multiply gradients, in place, by one number or one a trial; which trials have any that is not finite.
+
+    Without a number they are only looked at.
+    """
+    overflowed = torch.zeros(trials, dtype=torch.bool, device=gradients[0].device if gradients else None)
+    for gradient in gradients:
+        if inverse is not None:
+            own = inverse.to(gradient.dtype)
+            gradient.mul_(_of_trials(own, gradient) if own.dim() else own)
+        overflowed |= ~gradient.flatten(1).isfinite().all(1)
+    return overflowed
+
+
+def _of_trials(numbers: Tensor, like: Tensor) -> Tensor:
+    """One number a trial in the shape in which it multiplies `like`."""
+    return numbers.view(-1, *(1,) * (like.dim() - 1))
+
+
+def refuse_joint_clipping(module: nn.Module) -> None:
+    """Have torch.nn.utils.clip_grad_norm_ refuse the parameters of a fused module.
+
+    It would clip the gradients of all trials by their common norm.
+    """
+    _modules.add(module)
+    clip: Any = clip_grad._clip_grads_with_norm_
+    if hasattr(clip, "refuses_fused"):
+        return
+
+    @functools.wraps(clip)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        _check_lone(given)
+        return clip(given, *args, **kwargs)
+
+    checked.refuses_fused = True  # type: ignore[attr-defined]
+    clip_grad._clip_grads_with_norm_ = checked
+
+
+def _check_lone(parameters: Sequence[Tensor]) -> None:
+    fused = {id(p) for module in _modules if module.trials > 1 for p in module.parameters()}
+    if any(id(parameter) in fused for parameter in parameters):
+        raise FusionError(
+            "clip_grad_norm_: found parameters of a fused module, whose trials would be clipped by their "
+            "common norm; expected fused.clip_grad_norm_(max_norm), or FusedOptimizer(..., clip_norm=...), "
+            "which clip each trial by its own"
+        )

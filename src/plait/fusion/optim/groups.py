@@ -1,0 +1,210 @@
+"""A parameter group of fused trials: hyperparameters with one number a trial, and how often each moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.core.names import did_you_mean
+from plait.fusion.errors import FusionError
+from plait.fusion.optim.updates import KINDS, OptimizerKind
+from plait.fusion.trials.per_trial import Number, PerTrial, one_each
+
+
+@dataclass
+class StepClock:
+    """The steps of parameters that always moved together: one number a trial.
+
+    A parameter without a gradient does not move, and its corrections for the first steps come later.
+    `pushes` are the steps with momentum, of which the first fills the buffer.
+    """
+
+    steps: Tensor
+    pushes: Tensor
+
+    @classmethod
+    def new(cls, trials: int, device: torch.device) -> StepClock:
+        return cls(*(torch.zeros(trials, dtype=torch.float32, device=device) for _ in range(2)))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> StepClock:
+        return StepClock(change(self.steps), change(self.pushes))
+
+    def advance(self, moving: Tensor | None, momentum: Tensor | None) -> None:
+        self.steps += 1.0 if moving is None else moving
+        if momentum is not None:
+            pushed = momentum != 0
+            self.pushes += pushed if moving is None else pushed & moving
+
+
+class FusedGroup(dict[str, Any]):
+    """One of an optimizer's `param_groups`, under torch's names, with numbers that trials may differ in.
+
+    A number can be set to a float for all trials or to one for each, and reads as a float or as a `PerTrial`,
+    with which schedulers compute as with a float. It is on the device as soon as it is set, so that a
+    captured step replays with it.
+    """
+
+    def __init__(self, kind: str, trials: int, device: torch.device) -> None:
+        super().__init__()
+        self.kind_name = kind
+        self.trials = trials
+        self.device = device
+        # Of each hyperparameter the trials' values, also on the device: kept in float64, since they are few
+        # and 1 - beta ** step loses digits in float32.
+        self.numbers: dict[str, list[float]] = {}
+        self.vectors: dict[str, Tensor] = {}
+        # The clock of each parameter that has moved or could have.
+        self.clock_of: dict[Tensor, StepClock] = {}
+
+    @property
+    def kind(self) -> OptimizerKind:
+        return KINDS[self.kind_name]
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """What is either so or not, for all trials."""
+        return {name: bool(self[name]) for name in self.kind.common}
+
+    @property
+    def clocks(self) -> list[StepClock]:
+        self._add_clocks()
+        return distinct(self.clock_of.values())
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if "numbers" not in self.__dict__:  # while it is unpickled
+            super().__setitem__(name, value)
+        elif name == "betas" and "beta1" in self.kind.hyperparameters:
+            pairs = _split_betas(value)
+            own = tuple(self._set("betas", f"beta{place}", one) for place, one in enumerate(pairs, 1))
+            super().__setitem__(name, own)
+        elif name in self.kind.hyperparameters:
+            super().__setitem__(name, self._set(name, name, value))
+        else:
+            super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def _set(self, shown: str, name: str, value: Number) -> float:
+        values = one_each(shown, value, self.trials)
+        vector = torch.tensor(values, dtype=torch.float64)
+        if name in self.vectors:
+            self.vectors[name].copy_(vector)
+        else:
+            self.vectors[name] = vector.to(self.device)
+        self.numbers[name] = values
+        return as_number(values)
+
+    def set_trial(self, number: int, values: Mapping[str, Any]) -> None:
+        """Give one trial other numbers, under torch's names."""
+        for name, value in values.items():
+            names, own = (("beta1", "beta2"), value) if name == "betas" else ((name,), (value,))
+            pairs = [self._with(one, number, given) for one, given in zip(names, own)]
+            self[name] = tuple(pairs) if name == "betas" else pairs[0]
+
+    def _with(self, name: str, number: int, value: float) -> PerTrial:
+        return PerTrial([value if n == number else other for n, other in enumerate(self.numbers[name])])
+
+    def clocks_for(self, absent: Mapping[Tensor, tuple[int, ...]]) -> list[StepClock]:
+        """The clock of each parameter of `absent`, which move now, but for the trials given with them.
+
+        Parameters that moved together so far and do so no more get clocks of their own.
+        """
+        clocks = self.clocks
+        if len(clocks) == 1 and len(absent) == len(self.clock_of) and not any(absent.values()):
+            return clocks * len(absent)
+        for clock in clocks:
+            members = [parameter for parameter, own in self.clock_of.items() if own is clock]
+            kinds = list(dict.fromkeys(absent.get(parameter) for parameter in members))
+            for kind in kinds[1:]:
+                apart = clock.mapped(torch.clone)
+                for parameter in members:
+                    if absent.get(parameter) == kind:
+                        self.clock_of[parameter] = apart
+        return [self.clock_of[parameter] for parameter in absent]
+
+    def _add_clocks(self) -> None:
+        new = [parameter for parameter in self["params"] if parameter not in self.clock_of]
+        if new:
+            self.clock_of.update(dict.fromkeys(new, StepClock.new(self.trials, self.device)))
+
+    def counts(self, parameter: Tensor) -> StepClock:
+        """How often each trial of a parameter moved."""
+        self._add_clocks()
+        return self.clock_of[parameter]
+
+    def set_counts(self, counts: Mapping[Tensor, tuple[list[float], list[float]]]) -> None:
+        """Say how often each parameter moved; those with equal counts share a clock."""
+        known: dict[Any, StepClock] = {}
+        for parameter, (steps, pushes) in counts.items():
+            key = (*steps, None, *pushes)
+            if key not in known:
+                tensors = (torch.tensor(part, dtype=torch.float32) for part in (steps, pushes))
+                known[key] = StepClock(*(tensor.to(self.device) for tensor in tensors))
+            self.clock_of[parameter] = known[key]
+
+    def forget(self, number: int) -> None:
+        """Let a trial begin anew."""
+        for clock in self.clocks:
+            clock.steps[number] = clock.pushes[number] = 0.0
+
+    def rewrite(self, change: Callable[[Tensor], Tensor], numbers: Sequence[int]) -> None:
+        """Let the trials be those at `numbers` so far; `change` does the same to a tensor."""
+        # Parameters that share a clock go on doing so.
+        changed = {id(clock): clock.mapped(change) for clock in self.clocks}
+        self.trials = len(numbers)
+        self.clock_of = {parameter: changed[id(clock)] for parameter, clock in self.clock_of.items()}
+        self.vectors = {}
+        after: dict[str, Any] = {
+            name: PerTrial([values[number] for number in numbers]) for name, values in self.numbers.items()
+        }
+        self.update(_with_pair(after))
+
+
+def distinct(clocks: Iterable[StepClock]) -> list[StepClock]:
+    """Each clock once."""
+    return list({id(clock): clock for clock in clocks}.values())
+
+
+def as_number(values: Sequence[float]) -> float:
+    """One number where all trials have the same, else one for each."""
+    return values[0] if len(set(values)) == 1 else PerTrial(values)
+
+
+def _split_betas(betas: Any) -> tuple[Any, Any]:
+    """The two of `betas`: of a pair, each of them for all trials or one a trial, or of a list of pairs."""
+    if isinstance(betas[0], (tuple, list)):
+        return [pair[0] for pair in betas], [pair[1] for pair in betas]
+    return betas[0], betas[1]
+
+
+def _with_pair(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters under torch's names."""
+    if "beta1" not in numbers:
+        return numbers
+    others = {name: value for name, value in numbers.items() if name not in ("beta1", "beta2")}
+    return {**others, "betas": (numbers["beta1"], numbers["beta2"])}
+
+
+def check_options(name: str, options: Iterable[str], also: Iterable[str] = ()) -> None:
+    """Refuse options that an optimizer of this kind does not take."""
+    kind = KINDS[name]
+    valid = [*torch_names(kind), *kind.hyperparameters, *kind.common, *also]
+    for option in options:
+        if option not in valid:
+            raise FusionError(f"optimizer: {name} takes no {option!r}{did_you_mean(option, valid)}")
+
+
+def torch_names(kind: OptimizerKind) -> dict[str, Any]:
+    """The hyperparameters of a kind under torch's names, with torch's defaults."""
+    return _with_pair(dict(kind.hyperparameters))

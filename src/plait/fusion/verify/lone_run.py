@@ -1,0 +1,99 @@
+"""One trial's plain model, run with the random numbers that it draws in an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.module import FusedModule
+from plait.fusion.trials.alone import LoneMode, seeded_for
+
+
+@contextmanager
+def draws_of_trial(fused: FusedModule, number: int, model: nn.Module) -> Iterator[None]:
+    """Within, `model`, which is trial `number` alone, draws what that trial draws in its next forwards."""
+    lone = LoneRun(model, int(fused.seeds[number]), int(fused.ages[number]), fused.unfused)
+    try:
+        with lone.forwards():
+            yield
+    finally:
+        lone.close()
+
+
+class LoneRun:
+    """One trial's plain model: its stream, and its generators where its fused form has modules of its own."""
+
+    def __init__(self, model: nn.Module, seed: int, age: int, unfused: Mapping[str, str]) -> None:
+        self._model = model
+        self._seed = seed
+        self._age = age
+        self._streams: Streams | None = None
+        self._handles: list[Any] = []
+        for name in unfused:
+            part = model.get_submodule(name)
+            if not isinstance(part, torch.jit.ScriptModule):
+                self._handles.append(part.register_forward_pre_hook(self._enter))
+                self._handles.append(part.register_forward_hook(self._leave))
+        self._open: list[Any] = []
+
+    def close(self) -> None:
+        """Leave nothing in the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def forwards(self) -> Iterator[None]:
+        """Within, each forward of the model and what follows it run as this trial's next ones."""
+        contexts: list[Any] = []
+
+        def begin(*_: object) -> None:
+            end()
+            contexts.append(self.forward())
+            contexts[-1].__enter__()
+
+        def end() -> None:
+            while contexts:
+                contexts.pop().__exit__(None, None, None)
+
+        handle = self._model.register_forward_pre_hook(begin)
+        try:
+            yield
+        finally:
+            handle.remove()
+            end()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Within, one forward and its loss run as this trial."""
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        seeds, ages = (torch.tensor([number], device=device) for number in (self._seed, self._age))
+        self._streams = Streams(seeds, ages)
+        mode = LoneMode(self._streams)
+        handle = self._model.register_forward_hook(lambda *_: self._begin_loss(mode, seeds, ages))
+        try:
+            with mode:
+                yield
+        finally:
+            handle.remove()
+            while self._open:
+                self._open.pop().__exit__(None, None, None)
+        if self._model.training:
+            self._age += 1
+
+    def _begin_loss(self, mode: LoneMode, seeds: Tensor, ages: Tensor) -> None:
+        """A loss draws as the next call of the fused module would."""
+        mode.trials.streams = self._streams = Streams(seeds, ages + int(self._model.training))
+
+    def _enter(self, *_: object) -> None:
+        assert self._streams is not None
+        context = seeded_for(self._streams)
+        context.__enter__()
+        self._open.append(context)
+
+    def _leave(self, *_: object) -> None:
+        self._open.pop().__exit__(None, None, None)

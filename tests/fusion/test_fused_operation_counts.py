@@ -1,0 +1,65 @@
+"""How many operations a step of the fused optimizer asks for: what a GPU's kernels cost, counted on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fused_checks import fuse
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.fusion import FusedOptimizer
+from plait.fusion.kernels import update
+from plait.fusion.optim import optimizer as optimizers
+
+# Of a parameter without a kernel of its own; Adam's formula alone is eleven.
+PER_PARAMETER = 24
+
+
+# A view and a number on the host launch no kernel.
+FREE = ("aten::detach", "aten::scalar_tensor")
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations that would launch a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += not (func.is_view or func._schema.name in FREE)
+        return func(*args, **(kwargs or {}))
+
+
+def operations(kind, parameters, trials, dtype=torch.float32, **options):
+    """The operations of the second step of `trials` fused chains of `parameters` weights."""
+    layers = [[nn.Linear(2, 2, bias=False, dtype=dtype) for _ in range(parameters)] for _ in range(trials)]
+    fused = fuse([nn.Sequential(*one) for one in layers])
+    optimizer = FusedOptimizer(fused, kind, lr=[0.1 * (1 + n) for n in range(trials)], **options)
+    for parameter in fused.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with Count() as count:
+        optimizer.step()
+    return count.operations
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_no_step_takes_operations_for_every_parameter_of_every_trial(kind, dtype):
+    few, more_trials, more_parameters, both = (
+        operations(kind, p, t, dtype) for p, t in ((4, 2), (4, 6), (12, 2), (12, 6))
+    )
+    assert both - more_parameters == more_trials - few  # a trial costs the same at any number of parameters
+    assert more_parameters - few <= 8 * PER_PARAMETER
+
+
+@pytest.mark.parametrize("options", [{}, {"steps": [1, 9]}], ids=["all move", "one stands still"])
+def test_coefficients_of_a_step_are_computed_once_however_many_parameters_there_are(monkeypatch, options):
+    """On a GPU one kernel updates a parameter; all other kernels of a step are the coefficients'."""
+    monkeypatch.setattr(optimizers, "can_run_on", lambda x: True)
+    monkeypatch.setattr(update, "adam", lambda *tensors: None)
+    few, many = (operations("adam", parameters, 2, **options) for parameters in (2, 20))
+    assert many - few == (18 if options else 0)  # a gradient of a trial that stands still is left out
+    assert few < 40

@@ -1,0 +1,51 @@
+"""A trial of a running array is rebuilt alone, and takes the array's next step as a plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.data.sampler import Position
+from plait.fusion.verify.lone_run import draws_of_trial
+from plait.schema.settings import GroupSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.sweeping.datasets import DataSets
+from plait.sweeping.engines.batch_streams import BatchStream
+from plait.sweeping.engines.fused import FusedArray, rebuild_trial
+from plait.sweeping.engines.leader import make_entry
+from plait.sweeping.engines.unfused import UnfusedArray
+from plait.sweeping.trial_settings import with_values
+from support.training import digits_job
+
+NO_DECAY = GroupSettings("*.bias", {"weight_decay": 0.0})
+JOBS = {
+    "adamw": {"optimizer": OptimizerSettings("adamw", {"lr": 0.01, "weight_decay": 0.1}, (NO_DECAY,))},
+    "sgd": {"optimizer": OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9}), "clip_norm": 0.1},
+    "accumulate": {"accumulate": 2, "precision": "float64"},
+    "norms": {"model": ModelSettings("support.sweeping:norm_net")},
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_rebuilt_trial_takes_the_arrays_next_step(name: str):
+    base = {"model": ModelSettings("support.training:small_net", {"dropout": 0.3}), "precision": "float64"}
+    job: TrainSettings = digits_job(steps=9, **{**base, **JOBS[name]})
+    each = [with_values(job, {"optimizer.lr": 0.01 * (1 + n), "seed": n}) for n in range(3)]
+    sets, device = DataSets(), torch.device("cpu")
+    array = FusedArray([make_entry(settings, None, device, sets) for settings in each])
+    streams = [BatchStream(sets.of(settings)[0], settings, Position(), False) for settings in each]
+    for _ in range(3):
+        array.step([stream.next() for stream in streams], [1.0, 0.5, 0.25])
+    batches = [stream.next() for stream in streams]
+    rebuilt = rebuild_trial(array, 1)
+    before = {key: value.clone() for key, value in array.fused.state_dict().items()}
+    lone = UnfusedArray([rebuilt])
+    with draws_of_trial(array.fused, 1, rebuilt.parts.model):
+        loss = lone.step([batches[1]], [0.7])
+    assert all(torch.equal(value, before[key]) for key, value in array.fused.state_dict().items())
+    losses = array.step(batches, [0.9, 0.7, 0.8])
+    torch.testing.assert_close(losses[1], loss[0], rtol=1e-10, atol=1e-10)
+    found, wanted = array.tensors(1), lone.tensors(0)
+    for own, other in ((found.model, wanted.model), (found.optimizer, wanted.optimizer)):
+        assert own.keys() == other.keys()
+        for key, value in own.items():
+            torch.testing.assert_close(value, other[key].to(value), rtol=1e-9, atol=1e-10, msg=key)

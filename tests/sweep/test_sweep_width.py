@@ -1,0 +1,85 @@
+"""How many trials an array holds is measured elsewhere than where they train, and not by chance."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from plait.fusion.errors import FusionError
+from plait.measure.fresh_process import FreshProcessError, FreshProcesses
+from plait.sweeping import array_size
+from plait.sweeping.array_size import MARGIN, slower_by
+
+HERE = "sweep.test_sweep_width" if __name__.startswith("sweep.") else __name__
+left_behind: list[int] = []
+
+
+def leave_something(number: int) -> dict[str, Any]:
+    left_behind.append(number)
+    return {"left": len(left_behind), "process": os.getpid(), "threads": torch.get_num_threads()}
+
+
+def fail(words: str) -> None:
+    raise (FusionError if words == "ours" else ValueError)(words)
+
+
+def end(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_each_call_has_a_process_of_its_own_that_nothing_else_has_changed():
+    fresh = FreshProcesses(lambda: None)
+    found = [fresh.call(f"{HERE}:leave_something", number) for number in range(2)]
+    assert [one["left"] for one in found] == [1, 1]
+    assert len({one["process"] for one in found} | {os.getpid()}) == 3
+    assert {one["threads"] for one in found} == {torch.get_num_threads()}
+    assert left_behind == []
+
+
+def test_a_call_that_fails_or_ends_says_so():
+    fresh = FreshProcesses(lambda: None)
+    with pytest.raises(FreshProcessError, match="^ours$"):
+        fresh.call(f"{HERE}:fail", "ours")
+    with pytest.raises(FreshProcessError, match="^ValueError: theirs$"):
+        fresh.call(f"{HERE}:fail", "theirs")
+    with pytest.raises(FreshProcessError, match="gave no answer; was memory short.*--width N"):
+        fresh.call(f"{HERE}:end", None)
+
+
+def test_a_call_for_a_gpu_begins_from_nothing():
+    assert FreshProcesses(lambda: None).call("builtins:abs", -3, on_gpu=True) == 3
+
+
+def times(slower: float, noise: float, seed: int, pairs: int = 9) -> list[tuple[float, float]]:
+    """Times of a narrow step and of one twice as wide, on a machine whose load changes from step to step."""
+    drawn = random.Random(seed)
+    return [
+        (1.0 * (1 + noise * drawn.random()), 2.0 * slower * (1 + noise * drawn.random()))
+        for _ in range(pairs)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_width_is_not_decided_by_the_load_of_the_machine(seed: int):
+    assert slower_by(times(0.9, 0.5, seed), 1, 2) <= MARGIN
+    assert slower_by(times(1.6, 0.5, seed), 1, 2) > MARGIN
+
+
+@pytest.mark.parametrize(("slower_from", "width"), [(64, 8), (8, 4), (4, 2), (2, 1)])
+def test_arrays_are_made_narrower_only_where_they_are_clearly_slower(monkeypatch, slower_from, width):
+    def seconds(narrow: int, wide: int, device: Any) -> list[tuple[float, float]]:
+        own = 1.5 if wide >= slower_from else 1.02
+        return [(float(narrow), wide * own)] * 3
+
+    monkeypatch.setattr(array_size, "_fitting", lambda asked: 8)
+    monkeypatch.setattr(array_size, "_stepper", lambda asked, width: width)
+    monkeypatch.setattr(array_size, "_seconds", seconds)
+    asked: Any = type("Asked", (), {"device": torch.device("cpu")})
+    found, why = array_size._measure_width(asked, 20)
+    assert found == width
+    assert bool(why) == (width == 1)
