@@ -508,6 +508,8 @@ class Pipeline:
             for module in self.modules.values():
                 modes.enter_context(evaluation_mode(module))
             self._evaluate(microbatches, work, measure)
+        # Models that do more in evaluation mode may have put weights into other memory.
+        self._updates.restart()
 
     def _evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
         for microbatch in range(microbatches):

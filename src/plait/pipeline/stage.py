@@ -96,7 +96,8 @@ class StageRunner:
     seed: Callable[[int], None] = seed_all
 
     def __post_init__(self) -> None:
-        self._memory = ModuleMemory(self.stage.module)
+        stage = self.stage
+        self._memory = ModuleMemory(stage.module, stage.written, stage.keeping)
 
     def forward(self, flight: Flight) -> None:
         """Fill the flight's outputs, and its loss where this is the last stage."""

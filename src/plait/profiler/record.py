@@ -13,7 +13,7 @@ import operator
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,11 @@ class CallRecorder(TorchFunctionMode):
         self._known: set[int] | None = None
         self._running = ""
         self._made_in: dict[int, str] = {}
+        # Storages that were written in place, by whichever code; and, of the tensors in `left`, which an
+        # earlier forward has left behind, the whole modules that use one.
+        self.written_in: set[int] = set()
+        self.left: dict[int, Tensor] = {}
+        self.using_left: set[str] = set()
         # Random numbers in [0, 1), and comparisons of them whose outcome does not depend on the number.
         self._uniform: set[int] = set()
         self._decided: dict[int, bool] = {}
@@ -157,9 +162,17 @@ class CallRecorder(TorchFunctionMode):
                         self._kept.append(stand_in)
                         holder[name] = stand_in
 
-    def follow(self, other: CallRecorder) -> None:
-        """Know the parameters and buffers of a model whose tensors `other` has replaced."""
+    def follow(self, other: CallRecorder, left: Iterable[Tensor] = ()) -> None:
+        """Know the parameters and buffers of a model whose tensors `other` has replaced.
+
+        `left` are tensors that its forward has left behind.
+        """
         self._attributes |= other._attributes
+        self.left = {id(tensor): tensor for tensor in left if id(tensor) not in self._attributes}
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether a forward wrote into the memory of `tensor`, a parameter, a buffer or a constant."""
+        return _storage(tensor) in self.written_in
 
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -200,7 +213,9 @@ class CallRecorder(TorchFunctionMode):
             return self._decided[id(args[0])]
         run = lstm_shapes if is_lstm(function, args) else function
         if self._is_silent():
+            versions = [(leaf, leaf._version) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             result = run(*args, **kwargs)
+            self._note_writes(function, versions)
             self._watch_inside(args, kwargs, result)
         else:
             _refuse_hooks(function)
@@ -314,12 +329,22 @@ class CallRecorder(TorchFunctionMode):
         finally:
             self._known = None
 
+    def _note_writes(self, function: Any, versions: list[tuple[Tensor, int]]) -> None:
+        """Note the storages that a call within a whole module has written; `versions` are from before it."""
+        if threading.get_ident() != self._thread:
+            return
+        self.written_in |= {_storage(tensor) for tensor, before in versions if tensor._version != before}
+        if getattr(function, "__name__", "") == "__set__" and function.__self__ is not Tensor.requires_grad:
+            self.written_in |= {_storage(tensor) for tensor, _ in versions[:1]}
+
     def _watch_inside(self, args: Any, kwargs: Any, result: Any) -> None:
         """See that a whole module uses only what it was given: others may run on another worker."""
         if self._known is None or threading.get_ident() != self._thread:
             return
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and id(leaf) not in self._known and id(leaf) not in self._attributes:
+                if id(leaf) in self.left:
+                    self.using_left.add(self._running)
                 if id(leaf) in self._values:
                     raise MustOpen({self._running})
                 if self._made_in.get(id(leaf), self._running) != self._running:
@@ -390,6 +415,7 @@ class CallRecorder(TorchFunctionMode):
         node.meta |= meta
         if _writes(target):
             node.meta["writes"] = tuple(arg.meta["storage"] for arg in node.all_input_nodes[:1])
+            self.written_in.update(node.meta["writes"])
         return node
 
     def _enter_group(self, alone: bool) -> None:
@@ -471,6 +497,7 @@ class CallRecorder(TorchFunctionMode):
 
     def _note_change(self, when: int, node: fx.Node, tensor: Tensor, returned: bool) -> None:
         storage = _storage(tensor)
+        self.written_in.add(storage)
         before = self._values.get(id(tensor))
         node.meta["writes"] = (*node.meta.get("writes", ()), storage)
         self._written[storage] = (when, node, before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,6 +57,17 @@ class Concern:
     """Something that a module's own code does and a trace cannot repeat."""
 
     path: str
+    words: str
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """Something in Python that forwards of whole modules change, of the modules at `paths` together.
+
+    It is right as long as one worker runs all of them, and all microbatches.
+    """
+
+    paths: tuple[str, ...]
     words: str
 
 
@@ -131,8 +142,10 @@ class TracedModel:
     guards: Guards = field(default_factory=Guards)
     # What the code of opened modules does that a trace cannot repeat.
     concerns: tuple[Concern, ...] = ()
-    # Buffers that forward writes, by their first names.
+    # Buffers, parameters and constants that forward writes, by their first names.
     written: frozenset[str] = frozenset()
+    # What modules that were not opened keep from one forward to the next.
+    kept: tuple[KeptState, ...] = ()
     # The same model in evaluation mode; where that cannot be traced, why. Neither where it was traced so.
     evaluation: TracedModel | None = None
     no_evaluation: str | None = None
@@ -153,6 +166,12 @@ class TracedModel:
     @cached_property
     def layer_by_id(self) -> dict[str, Layer]:
         return {layer.id: layer for layer in self.layers}
+
+    def inside(self, paths: Collection[str]) -> tuple[Layer, ...]:
+        """The layers whose code the modules at `paths`, or their parts, run; the model itself runs all."""
+        if "" in paths:
+            return self.layers
+        return tuple(layer for layer in self.layers if any(p in paths for p, _ in layer.place.within))
 
     @cached_property
     def node_by_name(self) -> dict[str, fx.Node]:

@@ -39,6 +39,10 @@ UNKNOWN_STEPS = 1 << 62
 # an optimizer's state of a checkpoint.
 WHOLE_COPIES = 4
 log = logging.getLogger(__name__)
+_IN_EVALUATION_MODE = (
+    "model: {} returned a model in evaluation mode, as from_pretrained does; all of it is put into training "
+    "mode (call train() in the factory, and then eval() of the parts that are to stay in evaluation mode)"
+)
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -64,6 +68,8 @@ class Components:
     autocast: Callable[[], AbstractContextManager[Any]]
     # Where the model has no memory yet: what gives a worker's own tensors theirs.
     pieces: OwnTensors | None = None
+    # What the user is told when the run begins.
+    notes: tuple[str, ...] = ()
 
 
 def check(settings: TrainSettings) -> None:
@@ -100,7 +106,12 @@ def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
 
 
 def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
-    """The model with its initial weights, which depend on `seed` alone."""
+    """The model with its initial weights, which depend on `seed` alone, in training mode."""
+    model = _made(settings, seed)
+    return model if model.training else model.train()
+
+
+def _made(settings: ModelSettings, seed: int) -> torch.nn.Module:
     factory = find_model(settings)
     torch.manual_seed(mix(seed))
     model = factory(**settings.args)
@@ -259,10 +270,14 @@ def build(
     if test_set is None:
         check_test_split(settings)
     total_steps(settings, train_set.length, 0, Position())
+    notes: tuple[str, ...] = ()
     if pieces is not None:
         model = pieces.model
     else:
-        model = build_model(settings.model, settings.seed)
+        model = _made(settings.model, settings.seed)
+        if not model.training:
+            notes = (_IN_EVALUATION_MODE.format(settings.model.factory),)
+            model.train()
         model.to(device, torch.float64 if settings.precision == "float64" else None)
     factory = find_model(settings.model)
     for source in (train_set, test_set):
@@ -294,6 +309,7 @@ def build(
         dtype=torch.float64 if settings.precision == "float64" else None,
         autocast=_autocast(settings.precision, device),
         pieces=pieces,
+        notes=notes,
     )
 
 

@@ -177,6 +177,8 @@ class Loop(RunStart):
         metrics.start(run.step, run.total_steps)
         if slow := emulated(run.settings.precision, run.parts.device):
             metrics.warn(slow)
+        for note in run.parts.notes:
+            metrics.warn(note)
         if run.parts.train_set.is_stream:
             self._warn_of_skipping()
         self.engine.open()

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
 from plait.data.calling import as_arguments, evaluation_mode
-from plait.pipeline.cutting.cut import StageError, shared_buffers
+from plait.pipeline.cutting.cut import StageError, describe_tensor, shared_tensors, used_tensors
 from plait.pipeline.cutting.whole_modules import Retrace, Stages, keep_modules_whole, keep_together
 from plait.pipeline.stage import Loss
 from plait.pipeline.verify.in_process import Choices, StagedModel, observe_staged
@@ -166,10 +166,17 @@ def _objection(
     other = coarse.evaluation
     for concern in (*coarse.concerns, *(other.concerns if other is not None else ())):
         return concern.words, _without_opening(traced, stages, concern.path)
-    for name, used in shared_buffers(coarse, whole).items():
-        words = f"buffer {name!r} is written by forward and used in stages {sorted(used)}"
-        layers = [layer.id for layer in traced.layers if name in layer.buffers]
+    for name, used in shared_tensors(coarse, whole).items():
+        words = f"{describe_tensor(coarse, name)} is written by forward and used in stages {sorted(used)}"
+        layers = [layer.id for layer in traced.layers if name in used_tensors(layer)]
         return words, keep_together(traced, stages, layers)
+    stage_of = {id: stage for stage, ids in enumerate(stages) for id in ids}
+    for kept in (*coarse.kept, *(other.kept if other is not None else ())):
+        layers = [layer.id for layer in traced.inside(kept.paths)]
+        found = sorted({stage_of[id] for id in layers})
+        if len(found) > 1:
+            words = f"{kept.words}, and is used in stages {found}, each of which would have its own"
+            return words, keep_together(traced, stages, layers)
     return "", None
 
 
@@ -177,8 +184,7 @@ def _without_opening(traced: TracedModel, stages: Stages, path: str | None) -> S
     """Stages none of which divides the module at `path`; None where that is the whole model."""
     if not path:
         return None
-    inside = [layer.id for layer in traced.layers if any(path == each for each, _ in layer.place.within)]
-    return keep_together(traced, stages, inside)
+    return keep_together(traced, stages, [layer.id for layer in traced.inside([path])])
 
 
 def find_parting(traced: TracedModel, stages: Sequence[Sequence[str]], example: Example) -> Parting | None:

@@ -21,6 +21,7 @@ from plait.data.calling import as_arguments, explaining_type_errors
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline import executor as pipelines
+from plait.pipeline.cutting.cut import check_state
 from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
@@ -86,7 +87,9 @@ def prepare_pipeline(
         lambda whole: trace_parts(settings, parts, whole, before=traced),
         example,
     )
-    return found, replace(pipeline_layout, stages=found.stages)
+    pipeline_layout = replace(pipeline_layout, stages=found.stages)
+    check_state(found.traced, pipeline_layout)
+    return found, pipeline_layout
 
 
 def example_of(settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout) -> Example:

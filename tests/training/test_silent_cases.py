@@ -1,0 +1,98 @@
+"""Ordinary code that is easily trained wrong: trained as a plain loop does, or refused in words."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from plait.core.errors import InputError
+from plait.launch.run_dir import RunDir
+from plait.measure.job import trace_job
+from support.silent_cases import (
+    CASES,
+    STAGES,
+    WORKERS,
+    SilentCase,
+    build_model,
+    parts_of,
+    plain,
+    settings,
+)
+from support.training import largest_difference, saved_weights, train_rank
+from support.world import run_ranks
+
+# What is refused, in all ways of training in stages, or in one way.
+STATE = "by which its next one goes, and stages would not"
+REFUSED = {
+    "clamped weights | recompute": "'b.weight' is trained, and written by forward, which is right only where",
+    "clamped weights | stash": "'b.weight' is trained, and written by forward, which is right only where",
+    "clamped weights | 2bw": "'b.weight' is trained, and written by forward, which is right only where",
+    "count in a dict": f"CountsInDict changes self.state, {STATE}",
+    "every seventh forward": f"EverySeventh changes self.n, {STATE}",
+    "countdown": f"Countdown changes self.left, {STATE}",
+    "annealer": f"Anneals changes self.annealer, {STATE}",
+    "window": f"Window changes self.window, {STATE}",
+    "own random numbers": f"OwnNumbers changes self.numbers, {STATE}",
+    "counting block | replicas": "forward of 1 changes self.calls, by which its next one goes, but stage 0 has",
+    "global": "forward of 0 and 2 changes the global _CALLS, by which its next one goes, and is used in stages",
+    "class attribute": f"changes CountsInClass.calls, {STATE}",
+    "swapped in evaluation | flush": "train() of SwapsAverage does more than set the mode",
+}
+
+
+def first_stage(case: SilentCase, folder: Path) -> set[str]:
+    """The parameters of the first of two stages, as the run has cut them."""
+    stages = json.loads(RunDir(folder).verified.read_text())["stages"]
+    layers = trace_job(settings(case, "one")).select(stages[0])
+    return {name for layer in layers for name in layer.parameters}
+
+
+def judge(case: SilentCase, mode: str, folder: Path) -> str:
+    """`right`, or how far the trained weights are off those of a plain loop."""
+    found = {name: value for name, value in saved_weights(folder).items() if value.is_floating_point()}
+    if parts_of(mode) is None:
+        before = build_model(settings(case, "one").model, 0).double().state_dict()
+        return "right" if case.holds is None or case.holds(found, before) else "wrong"
+    expected = plain(case, mode, first_stage(case, folder) if mode == "stash" else ())
+    off = largest_difference(found, {name: expected[name] for name in found})
+    return "right" if off < 1e-10 else f"off by {off:.3g}"
+
+
+def outcomes(rank: int, mode: str, names: list[str], folder: Path) -> dict[str, str]:
+    """What becomes of each case: `right`, or the words that refuse it; the same on all ranks."""
+    found = {}
+    for name in names:
+        own = folder / name.replace(" ", "-")
+        try:
+            train_rank(rank, settings(CASES[name], mode), own)
+            found[name] = judge(CASES[name], mode, own) if rank == 0 else "right"
+        except InputError as failure:
+            found[name] = str(failure)
+        except Exception:
+            found[name] = traceback.format_exc()
+        if dist.is_initialized():
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("mode", WORKERS)
+def test_ordinary_code_is_trained_as_a_plain_loop_does_or_refused_in_words(mode: str, tmp_path: Path) -> None:
+    names = [case.name for case in CASES.values() if mode in case.modes]
+    expected = {
+        name: REFUSED.get(f"{name} | {mode}") or (mode in STAGES and REFUSED.get(name)) or "right"
+        for name in names
+    }
+    ranks = run_ranks(WORKERS[mode], outcomes, mode, names, tmp_path, deadline_s=100)
+    wrong = {
+        name: found[name]
+        for found in ranks
+        for name in names
+        if not (
+            found[name] == expected[name] or (expected[name] != "right" and expected[name] in found[name])
+        )
+    }
+    assert wrong == {}
