@@ -762,6 +762,8 @@ class SilentCase:
     optimizer: str = ""
     data: str = "Rows"
     options: Mapping[str, Any] = field(default_factory=dict)
+    # The way of training that the others must equal, where there are random numbers that a loop cannot know.
+    against: str | None = None
     # Of a trained state and the one that it began with: what is so under any schedule.
     holds: Callable[[dict[str, Tensor], dict[str, Tensor]], bool] | None = None
 
@@ -814,7 +816,7 @@ CASES = {
             "stream by rank, later", ("two", "flush", "replicas"), data="ByRank", options={"after": BATCH}
         ),
         SilentCase("first batch", ("two", "replicas"), "ActNorm"),
-        SilentCase("noise", ("two", "replicas"), optimizer="Noisy"),
+        SilentCase("noise", ("two",), optimizer="Noisy", against="one"),
         SilentCase("rows carried over", ("two", "replicas"), "Remembers"),
         SilentCase("memory bank", ("two", "replicas"), "MemoryBank", data="WithNumber"),
         SilentCase("kept gradients", ("two", "replicas", "flush", "zero-bubble"), optimizer="KeepsGradients"),

@@ -232,7 +232,7 @@ def train_rank(
     """
     result, parts = train_with(PlainWorker(stop_file, **given), settings, folder, resume, in_pieces)
     whole = parts.model.state_dict() if settings.pipeline is None else {}
-    return result, {name: value.tolist() for name, value in whole.items()}
+    return result, {name: value.tolist() for name, value in whole.items() if isinstance(value, torch.Tensor)}
 
 
 def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, RunResult]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from support.silent_cases import (
     plain,
     settings,
 )
-from support.training import largest_difference, saved_weights, train_rank
+from support.training import largest_difference, saved_weights, train_here, train_rank
 from support.world import run_ranks
 
 # What is refused, in all ways of training in stages, or in one way.
@@ -37,8 +38,8 @@ REFUSED = {
     "annealer": f"Anneals changes self.annealer, {STATE}",
     "window": f"Window changes self.window, {STATE}",
     "own random numbers": f"OwnNumbers changes self.numbers, {STATE}",
-    "counting block | replicas": "forward of 1 changes self.calls, by which its next one goes, but stage 0 has",
-    "global": "forward of 0 and 2 changes the global _CALLS, by which its next one goes, and is used in stages",
+    "counting block | replicas": "forward of 1 changes self.calls, by which its next one goes, but stage 0",
+    "global": "forward of 0 and 2 changes the global _CALLS, by which its next one goes, and is used in",
     "class attribute": f"changes CountsInClass.calls, {STATE}",
     "swapped in evaluation | flush": "train() of SwapsAverage does more than set the mode",
 }
@@ -57,9 +58,18 @@ def judge(case: SilentCase, mode: str, folder: Path) -> str:
     if parts_of(mode) is None:
         before = build_model(settings(case, "one").model, 0).double().state_dict()
         return "right" if case.holds is None or case.holds(found, before) else "wrong"
-    expected = plain(case, mode, first_stage(case, folder) if mode == "stash" else ())
+    if case.against is not None:
+        expected = saved_weights(folder.with_name("against"))
+    else:
+        expected = plain(case, mode, first_stage(case, folder) if mode == "stash" else ())
     off = largest_difference(found, {name: expected[name] for name in found})
     return "right" if off < 1e-10 else f"off by {off:.3g}"
+
+
+def alone(case: SilentCase, folder: Path) -> None:
+    """Train a case in this process, though there may be others."""
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        train_here(settings(case, "one"), folder)
 
 
 def outcomes(rank: int, mode: str, names: list[str], folder: Path) -> dict[str, str]:
@@ -68,6 +78,8 @@ def outcomes(rank: int, mode: str, names: list[str], folder: Path) -> dict[str, 
     for name in names:
         own = folder / name.replace(" ", "-")
         try:
+            if CASES[name].against is not None and rank == 0:
+                alone(CASES[name], own.with_name("against"))
             train_rank(rank, settings(CASES[name], mode), own)
             found[name] = judge(CASES[name], mode, own) if rank == 0 else "right"
         except InputError as failure:

@@ -29,7 +29,7 @@ from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.named_state import optimizer_state
+from plait.pipeline.named_state import is_torchs_own, load_rest, model_state, optimizer_state
 from plait.pipeline.op_timings import OpTiming
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
@@ -172,7 +172,11 @@ class Pipeline:
         # That of fused trials has no groups, and rates of its own.
         groups = getattr(self.optimizer, "param_groups", ())
         self.base_lrs = tuple(float(group["lr"]) for group in groups)
-        agreements = make_agreements(rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology)
+        # Some optimizers keep the gradients.
+        own_memory = not is_torchs_own(self.optimizer)
+        agreements = make_agreements(
+            rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology, own_memory
+        )
         tied = make_tied(
             pipeline_layout,
             stages_of,
@@ -263,6 +267,12 @@ class Pipeline:
             state = optimizer.state.get(parameter)
             if state is not None:
                 self.optimizer.state[parameter] = {k: laid_out_as(parameter, v) for k, v in state.items()}
+        names = self._names
+        load_rest(self.optimizer, names, optimizer_state(optimizer, names))
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        return {parameter: name for name, parameter in self.parameters.items()}
 
     def counted_parameters(self) -> dict[int, list[Parameter]]:
         """By stage, those of which this worker is the first holder and that no other stage uses."""
@@ -295,9 +305,8 @@ class Pipeline:
         model: dict[str, Tensor] = {}
         for stage, module in self.modules.items():
             if self.pipeline_layout.holders(stage)[0] == self.rank:
-                model |= {name: value.detach().cpu() for name, value in module.state_dict().items()}
-        names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
-        found = optimizer_state(self.optimizer, names)
+                model |= {name: value.cpu() for name, value in model_state(module).items()}
+        found = optimizer_state(self.optimizer, self._names)
         return model, {p: v.cpu() for p, v in found.items() if p.rpartition("/")[0] in self._first_held}
 
     def _carry_out(self, op: Op, work: Work) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from plait.adapt.policies.registry import make_policy
@@ -26,6 +27,7 @@ from plait.data.requirements import check_continued, check_length, check_vocabul
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
+from plait.pipeline.named_state import has_extra_state, model_state
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule
@@ -119,6 +121,12 @@ def _made(settings: ModelSettings, seed: int) -> torch.nn.Module:
         raise JobError(
             f"model: {settings.factory} returned {type(model).__name__}, expected a torch.nn.Module"
         )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise JobError(
+                f"model: {settings.factory} has a parameter without a size yet, {name} (LazyLinear and its "
+                f"like); give the sizes, or run the model once on a sample in the factory"
+            )
     return model
 
 
@@ -237,7 +245,10 @@ def find_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors | N
 def make_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors:
     """The model of the settings without memory."""
     dtype = torch.float64 if settings.precision == "float64" else None
-    return OwnTensors(lambda: build_model(settings.model, settings.seed), dtype, device)
+    pieces = OwnTensors(lambda: build_model(settings.model, settings.seed), dtype, device)
+    if has_extra_state(pieces.model):
+        raise NotInPiecesError("the model has state of its own kind (get_extra_state), which has no pieces")
+    return pieces
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -287,6 +298,9 @@ def build(
     check_continued(settings, train_set.dataset, model)
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
+    if has_extra_state(model):
+        # Refused now rather than at the first checkpoint.
+        model_state(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     check_groups(settings.optimizer.groups, [names[parameter] for parameter in trained])

@@ -104,7 +104,7 @@ class Loop(RunStart):
         self._until_data_ends = over_stream and engine.sees_end_of_data
         # The step after which what was due is done, and what workers asked for in the steps up to it.
         self._checked_step: int | None = None
-        self._stopped = self._change_asked = self._has_begun = False
+        self._stopped = self._change_asked = self._has_begun = self._told_of_unsaved = False
         memberships = run.worker.memberships
         self._switch = None if memberships is None else MemberSwitch(ElasticMembers(run, memberships), self)
 
@@ -436,6 +436,12 @@ class Loop(RunStart):
             run.metrics.warn(f"no checkpoint of step {run.step}, whose loss is no number: earlier ones stay")
             state.discard()
             return
+        if state.unsaved and not self._told_of_unsaved:
+            self._told_of_unsaved = True
+            run.metrics.warn(
+                f"optimizer: {run.settings.optimizer.kind} keeps {', '.join(state.unsaved)}, which no "
+                f"checkpoint holds (expected tensors and numbers): a resumed run begins without it"
+            )
         rule, folder = run.settings.checkpoint, run.folder.checkpoints
         checkpoints.save(folder, self._checkpoint(state))
         state.discard()

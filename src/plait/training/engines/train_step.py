@@ -17,9 +17,10 @@ from torch import Tensor
 
 from plait.core.errors import PeerError
 from plait.data.calling import forward
-from plait.data.loader import Batch, cut, to_device
+from plait.data.loader import Batch, cut, seed_all, to_device
 from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
+from plait.pipeline.named_state import is_torchs_own
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
@@ -73,11 +74,17 @@ class TrainStep:
         self._seen = 0
         # What comes between the gradients of a worker alone and its update.
         self.before_update: Callable[[], None] | None = None
+        # Where the random numbers of the next update start, for an optimizer that draws some.
+        self.update_seed: int | None = None
 
     def _make_sync(self) -> AllReduce:
         parameters, notes = list(self._parts.model.parameters()), 3 + notes_of(self._worker.world_size)
         may_fail = self._worker.memberships is not None
-        return AllReduce(parameters, members=self._members, most_notes=notes, may_fail=may_fail)
+        # Some optimizers keep the gradients.
+        own_memory = not is_torchs_own(self._parts.optimizer)
+        return AllReduce(
+            parameters, members=self._members, most_notes=notes, may_fail=may_fail, own_memory=own_memory
+        )
 
     def watch(self, monitor: StepMonitor | None) -> None:
         """Let `monitor` measure the steps from the next one on, or none; all workers call it together."""
@@ -196,6 +203,8 @@ class TrainStep:
         if self._settings.clip_norm is not None:
             parts.scaler.unscale_(parts.optimizer)
             torch.nn.utils.clip_grad_norm_(parts.model.parameters(), self._settings.clip_norm)
+        if self.update_seed is not None and not is_torchs_own(parts.optimizer):
+            seed_all(self.update_seed)
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
 

@@ -13,6 +13,7 @@ import torch
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, resolve
 from plait.core.shown import shown
+from plait.pipeline.named_state import remember_start
 from plait.schema.settings import GroupSettings, OptimizerSettings
 from plait.training.optimizers.fused import use_fused_kernels
 
@@ -137,4 +138,5 @@ def build_optimizer(
     except (ValueError, TypeError) as failure:
         raise JobError(f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}") from None
     use_fused_kernels(optimizer)
+    remember_start(optimizer)
     return optimizer
