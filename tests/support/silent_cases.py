@@ -48,7 +48,8 @@ LATE = 6
 WORKERS = {"one": 1, "accumulate": 1, "two": 2, "replicas": 2}
 WORKERS |= dict.fromkeys(("flush", "recompute", "zero-bubble", "stash", "2bw"), 2)
 STAGES = ("flush", "recompute", "zero-bubble", "stash", "2bw")
-DRAINING = ("flush", "recompute", "zero-bubble")
+# Those in stages that take a batch in two microbatches.
+PARTS = ("flush", "recompute", "zero-bubble", "replicas")
 
 
 # Models. Each takes four numbers and gives three logits, unless its data says otherwise.
@@ -849,7 +850,7 @@ def settings(case: SilentCase, mode: str, **changes: Any) -> TrainSettings:
         "precision": "float64",
         "device": "cpu",
         # Microbatches of an evaluation are as large as the batches of a plain loop.
-        "evaluate": EvaluateSettings(EVALUATE_EVERY, batch_size=BATCH * (parts_of(mode) or 1)),
+        "evaluate": EvaluateSettings(EVALUATE_EVERY, batch_size=BATCH * (2 if mode in PARTS else 1)),
         "checkpoint": CheckpointSettings(every_steps=10_000),
         "accumulate": 2 if mode == "accumulate" else 1,
     }

@@ -8,6 +8,7 @@ code of their classes and hooks names. It can be taken down, compared in depth, 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -122,6 +123,20 @@ class PythonState:
 def state_of(model: nn.Module) -> PythonState:
     """That of a model and of all its parts."""
     return PythonState(dict(model.named_modules()))
+
+
+@contextlib.contextmanager
+def unchanged_state(items: Mapping[str, Any]) -> Iterator[PythonState]:
+    """Afterwards models, objects and functions hold in Python what they held before, and so do globals."""
+    found: dict[str, Any] = {}
+    for name, item in items.items():
+        parts = item.named_modules(prefix=name) if isinstance(item, nn.Module) else [(name, item)]
+        found |= dict(parts)
+    state = PythonState(found)
+    try:
+        yield state
+    finally:
+        state.restore()
 
 
 def changed(before: Mapping[Name, Any], now: Mapping[Name, Any]) -> list[Name]:

@@ -27,13 +27,32 @@ def build_loss(kind: str, args: Mapping[str, Any] | None = None) -> Loss:
     loss = find_loss(kind)
     if isinstance(loss, type):
         check_arguments(loss, args or {}, "loss_args", JobError)
-        return OwnLoss(kind, cast("Loss", _instance(loss, kind, args or {})))
+        made = _instance(loss, kind, args or {})
+        _refuse_weights(made, kind)
+        return OwnLoss(kind, cast("Loss", made))
     check_arguments(loss, args or {}, "loss_args", JobError, positional=2)
     options = dict(args or {})
     if loss is cross_entropy and options.get("weight") is not None:
         options["weight"] = ClassWeights(options["weight"])
     with_options = partial(loss, **options) if options else loss
     return with_options if kind in KINDS else OwnLoss(kind, with_options)
+
+
+# What to do with a loss that has more than its arguments.
+IN_THE_MODEL = (
+    "make it part of the model: let forward take the target, call it and return {'loss': ..., ...}, and use "
+    "loss: model"
+)
+
+
+def _refuse_weights(made: object, kind: str) -> None:
+    """Refuse a loss with weights, which are in no model and so in no optimizer and no checkpoint."""
+    if isinstance(made, torch.nn.Module):
+        for name, parameter in made.named_parameters():
+            if parameter.requires_grad:
+                raise JobError(
+                    f"loss: {kind} has a parameter {name!r}, which would not be trained; {IN_THE_MODEL}"
+                )
 
 
 def find_loss(kind: str) -> Callable[..., Any]:

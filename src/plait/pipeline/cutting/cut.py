@@ -142,6 +142,12 @@ def describe_tensor(traced: TracedModel, name: str) -> str:
     return f"{'parameter' if name in parameters else 'buffer'} {name!r}"
 
 
+def written_buffers_of_replicas(traced: TracedModel, pipeline_layout: PipelineLayout) -> set[str]:
+    """The buffers that forward writes in stages of several workers."""
+    stages = [ids for s, ids in enumerate(pipeline_layout.stages) if len(pipeline_layout.holders(s)) > 1]
+    return {name for ids in stages for layer in traced.select(ids) for name in layer.buffers} & traced.written
+
+
 def check_state(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
     """Refuse what forwards keep in a stage of several workers, each of which sees some microbatches only.
 

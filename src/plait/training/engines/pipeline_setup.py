@@ -21,7 +21,7 @@ from plait.data.calling import as_arguments, explaining_type_errors
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline import executor as pipelines
-from plait.pipeline.cutting.cut import check_state
+from plait.pipeline.cutting.cut import StageError, check_state, written_buffers_of_replicas
 from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.gradient_sync import find_holders, find_stages
 from plait.pipeline.layout import PipelineLayout
@@ -32,6 +32,7 @@ from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
+from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components, build_model
 from plait.training.engine import EngineState
 from plait.training.engines.stragglers import StragglerInjector
@@ -91,6 +92,11 @@ def prepare_pipeline(
     )
     pipeline_layout = replace(pipeline_layout, stages=found.stages)
     check_state(found.traced, pipeline_layout)
+    if example is not None:
+        names = written_buffers_of_replicas(found.traced, pipeline_layout)
+        own = [name for name in own_buffers(parts.model) if name in names]
+        if own and (words := describe_rows(parts.model, example.batches[0][0], own)):
+            raise StageError(words)
     return found, pipeline_layout
 
 

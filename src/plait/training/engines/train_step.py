@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import whole_world
 from plait.sync.buffers import average
 from plait.sync.carried_rows import merge_rows
+from plait.training.checks.replicas import FirstStep
 from plait.training.components import Components
 from plait.training.engines.stragglers import StragglerInjector
 from plait.training.monitoring.own_pace import ShareMonitor
@@ -70,6 +72,9 @@ class TrainStep:
         self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
         self._frozen = FrozenAtStart(parts.model.named_parameters())
         self._flags = _Flags(parts.device)
+        # Before the first update workers see whether they hold the same.
+        self._is_first = True
+        self._last_inputs: Any = None
         # Samples of this worker since all agreed on running statistics.
         self._seen = 0
         # What comes between the gradients of a worker alone and its update.
@@ -138,7 +143,12 @@ class TrainStep:
                 self._alone.end_alone(loss, self._parts.model.parameters(), batch.total)
         else:
             self._sync.begin()
+            first = FirstStep(self._parts.model) if self._is_first else None
             loss, requests = self._agree(self._sync, self._backward(batch), batch)
+            if first is not None:
+                self._is_first = False
+                first.check(self._last_inputs)
+                self._last_inputs = None
         if self.before_update is not None:
             self.before_update()
         self._update()
@@ -178,6 +188,7 @@ class TrainStep:
         pieces = list(cut(batch.content, batch.count, self._settings.accumulate))
         for i, (content, count) in enumerate(pieces):
             inputs, target = to_device(content, parts.device, parts.dtype)
+            self._last_inputs = inputs if self._is_first else None
             with parts.autocast():
                 loss = parts.loss(forward(parts.model, inputs), target)
             weighted = loss * (count / batch.total)
