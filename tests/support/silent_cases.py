@@ -499,24 +499,24 @@ class ListedBlock(nn.Module):
 
 
 class NumberedTwice(nn.Module):
-    """Calls a part of a Sequential by itself, besides the whole of it."""
+    """Calls a part of a Sequential by itself, besides the module that it is in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.block, self.b = Twice(self.stem), nn.Linear(4, 3)
+        self.block, self.b, self.c = Twice(), nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.block(x) + self.stem[0](x))
+        h = self.block(x) + self.block.inner[0](x)
+        return self.c(self.b(h).tanh())
 
 
 class Twice(nn.Module):
-    def __init__(self, stem: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(stem, nn.Linear(4, 4))
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).tanh()
+        return self.inner(x) * 2
 
 
 # Losses.

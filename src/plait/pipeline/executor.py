@@ -20,6 +20,7 @@ from plait.comm.channels import Channels
 from plait.comm.collectives import gather_named
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
+from plait.core.errors import InputError
 from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, quicken
 from plait.pipeline.cpu.linear import laid_out_as
@@ -373,6 +374,11 @@ class Pipeline:
                 traced.check_inputs(tensors)
             else:  # those of many trials are stacked
                 tensors = _tensors(inputs)
+                if self._traced.value_places:
+                    raise InputError(
+                        f"found a number or text at {min(self._traced.value_places)} of a batch's inputs, "
+                        f"which trials in stages cannot take; give it as a tensor"
+                    )
             flight.inputs |= dict(zip(self._input_names, tensors, strict=True))
         held = self._held[op.stage]
         for hop in held.evaluation_incoming if evaluating else held.incoming:

@@ -7,7 +7,7 @@ next one may go by. So there is a second forward, after another number of forwar
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,19 +94,33 @@ class SecondForward:
 
     def _run_again(self) -> set[str] | None:
         """The whole modules that use a tensor which the first forward left; None: it makes other calls."""
+        again = self.run(lambda value: value)
+        if again is None or _written(again.graph) != _written(self.first.graph):
+            return None
+        return again.using_left
+
+    def run(self, value: Callable[[Any], Any]) -> CallRecorder | None:
+        """A further forward, with other numbers and text among the inputs by `value`; None where it fails."""
         again = CallRecorder(self.model, None, self.first.whole)
         again.follow(self.first, tensors_in(root.get() for root in self.state.roots()))
+
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                again.add_input("input", leaf)
+        given = [
+            again.add_value(leaf.node.name, value(plain(leaf))) if is_watched(leaf) else leaf
+            for leaf in leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(given, spec)
         try:
             with torch.enable_grad(), self.mode, enable_python_dispatcher(), again.watching():
-                for tensor in pytree.tree_leaves((self.args, self.kwargs)):
-                    if isinstance(tensor, Tensor):
-                        again.add_input("input", tensor)
-                for leaf in pytree.tree_leaves(self.model(*self.args, **self.kwargs)):
+                for leaf in pytree.tree_leaves(self.model(*args, **kwargs)):
                     if is_watched(leaf):
                         leaf.note()
         except Exception:  # such as a tensor of the first forward
             return None
-        return again.using_left if _written(again.graph) == _written(self.first.graph) else None
+        return again
 
     def _together(self, names: Sequence[Name]) -> list[KeptState]:
         """What whole modules go on changing, each with all modules that lead to it."""
@@ -124,6 +138,34 @@ class SecondForward:
 
 def _keeps(*paths: str, shown: str = "a tensor that it keeps") -> str:
     return f"forward of {' and '.join(paths)} changes {shown}, by which its next one goes"
+
+
+def note_numbers(forward: SecondForward) -> None:
+    """Note the numbers among the inputs that code goes by unseen, as where a function in C reads them.
+
+    With other numbers the model must make the same calls, with results of the same shapes.
+    """
+    first = forward.first
+    leaves = [leaf for leaf in pytree.tree_leaves((forward.args, forward.kwargs)) if is_watched(leaf)]
+    unseen = [leaf.node.name for leaf in leaves if leaf.node.name not in first.looked_at]
+    numbers = [leaf.node.name for leaf in leaves if leaf.node.name in unseen and not isinstance(leaf, str)]
+    if not numbers:
+        return
+
+    def other(value: Any) -> Any:
+        return (
+            value if isinstance(value, str) else value + 1 if isinstance(value, int) else value * 1.25 + 0.37
+        )
+
+    again = forward.run(other)
+    if again is None or _written(again.graph) != _written(first.graph) or _shapes(again) != _shapes(first):
+        first.looked_at |= dict.fromkeys(numbers, "")
+
+
+def _shapes(recorder: CallRecorder) -> list[Any]:
+    return [
+        node.meta.get("shape") for node in recorder.graph.nodes if node.op not in ("placeholder", "get_attr")
+    ]
 
 
 class _TorchCalls(TorchFunctionMode):

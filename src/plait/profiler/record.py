@@ -9,6 +9,7 @@ everything to aten operations with the device written in, and drop the backward 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import random
 import threading
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from plait.profiler.arguments import can_be_lowered, leaves, lower
 from plait.profiler.failures import SourceLine, current_line, refusal
 from plait.profiler.symbols import Sizes, is_lstm, lstm_shapes, recurrent_shapes, shape_of
+from plait.profiler.watched import watch
 
 # torch.nn modules that only arrange others: the layers are inside.
 CONTAINERS = (
@@ -116,6 +118,8 @@ class CallRecorder(TorchFunctionMode):
         self.places: dict[int, Place] = {}
         # Modules whose own code was recorded, and the line that read a size which the trace fixes.
         self.opened: dict[str, nn.Module] = {"": model}
+        # Values among the inputs, by name, that the code of opened modules goes by, with the first of these.
+        self.looked_at: dict[str, str] = {}
         self.size_read: SourceLine | None = None
         self._sizes = sizes
         self.whole = frozenset(whole)
@@ -178,6 +182,20 @@ class CallRecorder(TorchFunctionMode):
         node = self.graph.placeholder(name)
         self._describe(node, tensor)
         return node
+
+    def add_value(self, name: str, value: Any) -> Any:
+        """A number or text among the inputs, which calls may take as it is; `looked_at` notes who looks."""
+        node = self.graph.placeholder(name)
+        node.meta |= {"python": True, "shape": (1,), "dtype": torch.uint8, "requires_grad": False}
+        node.meta |= {"storage": -1, "since": 0}
+        watched = watch(value, functools.partial(self._note_look, node.name))
+        watched.node = node
+        return watched
+
+    def _note_look(self, name: str) -> None:
+        # What is recorded as one call goes by the value of its own batch.
+        if not self._is_silent():
+            self.looked_at.setdefault(name, self._modules[-1].path)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that made `tensor`; a parameter, buffer or constant gets a node of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,13 @@ from torch.utils import _pytree as pytree
 
 from plait.profiler.arguments import PLAIN, SizeArgument
 from plait.profiler.failures import TraceError, explain, refusal
-from plait.profiler.kept_state import SecondForward, changed_state, mode_concerns, python_draws
+from plait.profiler.kept_state import (
+    SecondForward,
+    changed_state,
+    mode_concerns,
+    note_numbers,
+    python_draws,
+)
 from plait.profiler.record import (
     CallRecorder,
     MustOpen,
@@ -28,7 +35,18 @@ from plait.profiler.record import (
     python_random_state,
 )
 from plait.profiler.symbols import Sizes, fake_inputs
-from plait.profiler.traced import Concern, Guards, KeptState, Layer, TracedModel, place_tensors
+from plait.profiler.traced import (
+    Concern,
+    FixedValue,
+    Guards,
+    KeptState,
+    Layer,
+    TracedModel,
+    place_inputs,
+    place_tensors,
+    same_value,
+)
+from plait.profiler.watched import can_watch, is_watched, plain
 from plait.verification.python_state import PythonState, state_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]
@@ -114,7 +132,7 @@ def _trace_whole(
 ) -> TracedModel:
     inputs, others = examples.inputs, examples.others
     args, kwargs = _arguments(inputs)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    _, spec = pytree.tree_flatten((args, kwargs))
     tensors = _tensors(inputs)
     if not tensors:
         raise TraceError(f"found no tensor among the inputs of {type(model).__name__}; expected at least one")
@@ -129,12 +147,21 @@ def _trace_whole(
     nodes = [recorder.add_input(n, f) for n, f in zip(_input_names(model, args, kwargs), fakes)]
     shapes = tuple(node.meta["shape"] for node in nodes)
     remaining = iter(fakes)
-    stand_ins = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    # Numbers and text that calls take as they are follow the batch; the trace sees where code goes by them.
+    stand_ins = [
+        next(remaining)
+        if isinstance(leaf, Tensor)
+        else recorder.add_value(_as_name(place), leaf)
+        if can_watch(leaf)
+        else leaf
+        for place, leaf in place_inputs(inputs).items()
+    ]
     args, kwargs = pytree.tree_unflatten(stand_ins, spec)
     run = _run(model, args, kwargs, mode, recorder, sizes, examples.evaluating)
     output_leaves, output_spec = run.leaves, run.spec
     _check_batch_is_free(fakes[0], sizes)
     outputs = tuple(dict.fromkeys(leaf.name for leaf in output_leaves if isinstance(leaf, fx.Node)))
+    fixed_values, taken = _values(recorder, inputs, stand_ins)
     _prune(recorder.graph, set(outputs))
     _resolve_sizes(recorder.graph, sizes)
     fixed = tuple((symbol, number, line) for symbol, (number, line) in sizes.fixed.items())
@@ -142,19 +169,55 @@ def _trace_whole(
         model,
         recorder.graph,
         _layers(model, recorder),
-        tuple(node.name for node in nodes),
+        (*(node.name for node in nodes), *taken),
         outputs,
         tuple(output_leaves),
         output_spec,
         recorder.constants,
-        tuple(place_tensors(inputs)),
+        (*place_tensors(inputs), *taken.values()),
+        fixed_values,
         whole,
         Guards(shapes, recorder.size_read, fixed, tuple(sizes.branches)),
-        run.concerns,
+        run.concerns or tuple(_value_concerns(fixed_values, others)),
         run.written,
         run.kept,
         mode=mode,
     )
+
+
+def _as_name(place: str) -> str:
+    """A name for the value at a place among the inputs."""
+    name = "_".join(re.findall(r"\w+", place))
+    return name if name.isidentifier() else f"value_{name}"
+
+
+def _values(
+    recorder: CallRecorder, inputs: Inputs, stand_ins: Sequence[Any]
+) -> tuple[dict[str, FixedValue], dict[str, str]]:
+    """By place the values that must not change, and by name the places of those that calls take as such."""
+    fixed, taken = {}, {}
+    known = recorder.opened
+    for (place, leaf), stand_in in zip(place_inputs(inputs).items(), stand_ins):
+        if isinstance(leaf, Tensor):
+            continue
+        if not is_watched(stand_in):
+            fixed[place] = FixedValue(leaf, "", type(known[""]).__name__)
+        elif (path := recorder.looked_at.get(stand_in.node.name)) is not None:
+            fixed[place] = FixedValue(leaf, path, type(known[path]).__name__)
+        if is_watched(stand_in) and stand_in.node.users:
+            taken[stand_in.node.name] = place
+        elif is_watched(stand_in):
+            recorder.graph.erase_node(stand_in.node)
+    return fixed, taken
+
+
+def _value_concerns(fixed: Mapping[str, FixedValue], others: Sequence[Inputs]) -> Iterator[Concern]:
+    """What is said where further inputs show that a value changes by which opened modules go."""
+    for other in others:
+        found = place_inputs(other)
+        for place, value in fixed.items():
+            if not same_value(found.get(place), value.value):
+                yield Concern(value.path, value.describe(place, found.get(place)))
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -218,6 +281,8 @@ def _run(
             if not concerns and (moved := changed_state(before, state)):
                 again = SecondForward(model, args, kwargs, mode, recorder, state)
                 concerns, kept = again.find_kept(moved)
+            if not concerns:
+                note_numbers(SecondForward(model, args, kwargs, mode, recorder, state))
             if evaluating and not concerns:
                 concerns = mode_concerns(recorder.opened, state, mode)
             return _Forward(found, spec, tuple(concerns), written, tuple(kept))
@@ -251,6 +316,9 @@ def _written_tensors(
 def _output_leaf(recorder: CallRecorder, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return recorder.node_of(leaf)
+    if is_watched(leaf):
+        leaf.note()
+        return plain(leaf)
     return leaf if isinstance(leaf, PLAIN) else None
 
 

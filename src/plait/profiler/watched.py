@@ -61,8 +61,10 @@ def _noting(kind: type, name: str) -> Any:
     method = getattr(kind, name)
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.note()
-        return method(self, *args, **kwargs)
+        found = method(self, *args, **kwargs)
+        if found is not NotImplemented:  # as where the other side is a tensor, which knows what to do
+            self.note()
+        return found
 
     return noted
 

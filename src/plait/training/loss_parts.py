@@ -43,7 +43,8 @@ def describe_parts(settings: TrainSettings, parts: Components) -> str:
         tried = [_whole_and_in_parts(settings, parts, numbers) for numbers in _sample_sets(parts, count)]
     except Exception:  # whatever is wrong with these samples, the first step's error says it better
         return ""
-    apart = [pair for pair in tried if pair and abs(pair[0] - pair[1]) > tolerance * abs(pair[0])]
+    # A part of which all is left out has a loss that is no number.
+    apart = [pair for pair in tried if pair and not abs(pair[0] - pair[1]) <= tolerance * abs(pair[0])]
     if not apart:
         return ""
     whole, mean = apart[0]

@@ -34,7 +34,7 @@ class StageModule:
     first_names: dict[str, str]
     evaluation_inputs: tuple[Value, ...] = ()
     evaluation_outputs: tuple[Value, ...] = ()
-    # Parameters that forward writes, and modules that keep something in Python from one forward to the next.
+    # Frozen parameters that forward writes, and modules that keep something in Python between two forwards.
     written: frozenset[str] = frozenset()
     keeping: tuple[str, ...] = ()
 
@@ -66,7 +66,7 @@ def cut(traced: TracedModel, layer_ids: Iterable[str]) -> StageModule:
                 f"attribute of a module, an nn.ModuleList or an nn.ModuleDict, frozen if it is not trained"
             )
     names = {name: first[id(parameter)] for name, parameter in held.items()}
-    written = frozenset(name for name, first_name in names.items() if first_name in traced.written)
+    written = frozenset(n for n, p in held.items() if names[n] in traced.written and not p.requires_grad)
     keeping = [path for kept in traced.kept for path in kept.paths if _holds(module, path)]
     return StageModule(tuple(ids), module, inputs, outputs, names, *evaluated, written, tuple(keeping))
 

@@ -136,7 +136,7 @@ def describe_rows(
         if len({tuple(each[name].shape) for each in (start, plain, first, last)}) > 1:
             continue
         one, other = (plain[name] != first[name], plain[name] != last[name])
-        is_part = not bool((plain[name] != start[name]).all()) or len(plain[name]) == count
+        is_part = not bool((plain[name] != start[name]).all()) or plain[name].shape[:1] == (count,)
         if one.any() and other.any() and not (one & other).any() and is_part:
             return (
                 f"forward writes buffer {name!r} for single samples (what each row carries over, or a memory "

@@ -41,6 +41,8 @@ from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.traits import find_traits
 from plait.verification import same_random_numbers
 
+# Batches that are looked at for values which change.
+_LOOKS = 8
 # The model's and the optimizer's state, by name.
 State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
@@ -93,11 +95,24 @@ def prepare_pipeline(
     pipeline_layout = replace(pipeline_layout, stages=found.stages)
     check_state(found.traced, pipeline_layout)
     if example is not None:
+        _check_values(settings, parts, found.traced)
         names = written_buffers_of_replicas(found.traced, pipeline_layout)
         own = [name for name in own_buffers(parts.model) if name in names]
         if own and (words := describe_rows(parts.model, example.batches[0][0], own)):
             raise StageError(words)
     return found, pipeline_layout
+
+
+def _check_values(settings: TrainSettings, parts: Components, traced: TracedModel) -> None:
+    """See, on samples from all over the set, that the values which the trace has fixed do not change."""
+    source = parts.train_set
+    if not traced.fixed_values or source.is_stream:
+        return
+    few, samples = min(4, settings.data.batch_size), len(source)
+    with same_random_numbers(settings.seed):
+        for begin in range(0, samples, max(few, samples // _LOOKS)):
+            numbers = range(begin, min(begin + few, samples))
+            traced.order_inputs(as_arguments(source.batch(0, numbers, settings.seed)[0]))
 
 
 def example_of(settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout) -> Example:
