@@ -825,7 +825,7 @@ CASES = {
         SilentCase("loss with a centre", ("one", "two", "flush"), loss=f"{HERE}Centred"),
         SilentCase("loss that counts", ("accumulate", "two", "flush"), loss=f"{HERE}AnnealedLoss"),
         SilentCase("norm of all", STAGES, optimizer="GlobalNorm"),
-        SilentCase("own rate", ("one", "flush", "stash"), optimizer="OwnRate"),
+        SilentCase("own rate", ("one", "resume", "flush", "stash"), optimizer="OwnRate"),
         SilentCase("set_epoch", ("one", "two", "flush"), data="ByEpoch"),
         SilentCase("own augmentation", ("two",), data="Augmented"),
         SilentCase("extra state", ("one", "two", "flush"), "ExtraState"),

@@ -214,7 +214,8 @@ def train_here(
 ) -> tuple[RunResult, dict[str, torch.Tensor]]:
     """The result and the weights of a run in this process, or of this rank of the world it is in."""
     result, parts = train_with(PlainWorker(stop_file), settings, folder, resume)
-    return result, {name: value.clone() for name, value in parts.model.state_dict().items()}
+    tensors = {n: v for n, v in parts.model.state_dict().items() if isinstance(v, torch.Tensor)}
+    return result, {name: value.clone() for name, value in tensors.items()}
 
 
 def train_rank(

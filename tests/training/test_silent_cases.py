@@ -16,6 +16,7 @@ from plait.launch.run_dir import RunDir
 from plait.measure.job import trace_job
 from support.silent_cases import (
     CASES,
+    EVALUATE_EVERY,
     WORKERS,
     SilentCase,
     build_model,
@@ -138,3 +139,12 @@ def test_ordinary_code_is_trained_as_a_plain_loop_does_or_refused_in_words(mode:
 
 def is_expected(found: str, expected: str, rank: int) -> bool:
     return found == "right" if expected == "right" else expected in found or (rank > 0 and "right" in found)
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if "resume" in case.modes])
+def test_a_resumed_run_goes_on_with_all_that_model_and_optimizer_keep(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    train_here(settings(case, "one", steps=EVALUATE_EVERY), tmp_path)
+    _, found = train_here(settings(case, "one"), tmp_path, resume=True)
+    expected = plain(case, "one")
+    assert largest_difference(found, {key: expected[key] for key in found}) < 1e-10

@@ -168,13 +168,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
 
 
 def _named(name: str, kind: str, values: Mapping[str, Any]) -> Tensors:
-    return {
-        f"{name}/{kind}{key}{'' if isinstance(value, Tensor) else _NUMBER}": torch.as_tensor(value)
-        .detach()
-        .to_dense()
-        for key, value in values.items()
-        if _is_saved(value)
-    }
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            found[f"{name}/{kind}{key}"] = value.detach().to_dense()
+        elif _is_saved(value):
+            exact = torch.float64 if isinstance(value, float) else None
+            found[f"{name}/{kind}{key}{_NUMBER}"] = torch.tensor(value, dtype=exact)
+    return found
 
 
 def unsaved_state(optimizer: torch.optim.Optimizer) -> list[str]:

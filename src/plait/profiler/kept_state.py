@@ -7,7 +7,7 @@ next one may go by. So there is a second forward, after another number of forwar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +94,13 @@ class SecondForward:
 
     def _run_again(self) -> set[str] | None:
         """The whole modules that use a tensor which the first forward left; None: it makes other calls."""
-        again = self.run(lambda value: value)
+        again = self.run({})
         if again is None or _written(again.graph) != _written(self.first.graph):
             return None
         return again.using_left
 
-    def run(self, value: Callable[[Any], Any]) -> CallRecorder | None:
-        """A further forward, with other numbers and text among the inputs by `value`; None where it fails."""
+    def run(self, others: Mapping[str, Any]) -> CallRecorder | None:
+        """A further forward, with other numbers among the inputs, by name; None where it fails."""
         again = CallRecorder(self.model, None, self.first.whole)
         again.follow(self.first, tensors_in(root.get() for root in self.state.roots()))
 
@@ -109,7 +109,9 @@ class SecondForward:
             if isinstance(leaf, Tensor):
                 again.add_input("input", leaf)
         given = [
-            again.add_value(leaf.node.name, value(plain(leaf))) if is_watched(leaf) else leaf
+            again.add_value(leaf.node.name, others.get(leaf.node.name, plain(leaf)))
+            if is_watched(leaf)
+            else leaf
             for leaf in leaves
         ]
         args, kwargs = pytree.tree_unflatten(given, spec)
@@ -145,21 +147,16 @@ def note_numbers(forward: SecondForward) -> None:
 
     With other numbers the model must make the same calls, with results of the same shapes.
     """
-    first = forward.first
-    leaves = [leaf for leaf in pytree.tree_leaves((forward.args, forward.kwargs)) if is_watched(leaf)]
-    unseen = [leaf.node.name for leaf in leaves if leaf.node.name not in first.looked_at]
-    numbers = [leaf.node.name for leaf in leaves if leaf.node.name in unseen and not isinstance(leaf, str)]
-    if not numbers:
+    first, others = forward.first, dict[str, Any]()
+    for leaf in pytree.tree_leaves((forward.args, forward.kwargs)):
+        if is_watched(leaf) and not isinstance(leaf, str) and leaf.node.name not in first.looked_at:
+            value = plain(leaf)
+            others[leaf.node.name] = value + 1 if isinstance(value, int) else value * 1.25 + 0.37
+    if not others:
         return
-
-    def other(value: Any) -> Any:
-        return (
-            value if isinstance(value, str) else value + 1 if isinstance(value, int) else value * 1.25 + 0.37
-        )
-
-    again = forward.run(other)
+    again = forward.run(others)
     if again is None or _written(again.graph) != _written(first.graph) or _shapes(again) != _shapes(first):
-        first.looked_at |= dict.fromkeys(numbers, "")
+        first.looked_at |= dict.fromkeys(others, "")
 
 
 def _shapes(recorder: CallRecorder) -> list[Any]:
