@@ -592,6 +592,34 @@ class ScheduleFree(_Own):
                     p.lerp_(z, share)
 
 
+class HasModes(ScheduleFree):
+    """Evaluates with other weights than it trains, between which its modes switch."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def train(self) -> None:
+        self._switch(True, 2.0)
+
+    def eval(self) -> None:
+        self._switch(False, 0.5)
+
+    def step(self, closure: Any = None) -> None:
+        assert all(group["train_mode"] for group in self.param_groups), "not in training mode"
+        super().step()
+
+    @torch.no_grad()
+    def _switch(self, mode: bool, factor: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != mode:
+                group["train_mode"] = mode
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], 1 - factor)
+
+
 class StepsInGroup(_Own):
     """Momentum with a bias correction by the step, a number of the group, as apex keeps it."""
 
@@ -810,6 +838,7 @@ CASES = {
         SilentCase("checkpointed twice", ("two",), "CheckpointedTwice"),
         SilentCase("checkpointed, all used", ("two",), "checkpointed_all_used"),
         SilentCase("schedule-free", ("resume", "flush"), optimizer="ScheduleFree"),
+        SilentCase("optimizer with modes", ("one", "resume", "two", "flush", "stash"), optimizer="HasModes"),
         SilentCase("steps in groups", ("resume", "flush"), optimizer="StepsInGroup"),
         SilentCase("steps in the optimizer", ("resume", "flush"), optimizer="CountsItself"),
         SilentCase("stream by rank", ("two", "flush", "replicas"), data="ByRank"),
@@ -895,6 +924,8 @@ def plain(case: SilentCase, mode: str, late: Collection[str] = (), **changes: An
     trained += list(own.double().parameters()) if isinstance(own, nn.Module) else []
     kind = resolve(job.optimizer.kind, "", ValueError) if case.optimizer else torch.optim.SGD
     optimizer = kind(trained, **job.optimizer.options)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
     data = resolve(job.data.kind, "", ValueError)("train", **job.data.options)
     source = DataSource(data)
     order = batches(Position(), SAMPLES, BATCH, seed=job.seed, shuffle=not source.is_stream, keep_last=True)
@@ -914,7 +945,11 @@ def plain(case: SilentCase, mode: str, late: Collection[str] = (), **changes: An
         before = newest
         optimizer.step()
         if (step + 1) % EVALUATE_EVERY == 0:
+            if hasattr(optimizer, "eval"):
+                optimizer.eval()
             _evaluate(model, loss, own, source, job.seed)
+            if hasattr(optimizer, "train"):
+                optimizer.train()
     return {n: v for n, v in model.state_dict().items() if isinstance(v, Tensor)}
 
 

@@ -30,7 +30,7 @@ from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.named_state import is_torchs_own, load_rest, model_state, optimizer_state
+from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state
 from plait.pipeline.op_timings import OpTiming
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
@@ -174,7 +174,7 @@ class Pipeline:
         groups = getattr(self.optimizer, "param_groups", ())
         self.base_lrs = tuple(float(group["lr"]) for group in groups)
         # Some optimizers keep the gradients.
-        own_memory = not is_torchs_own(self.optimizer)
+        own_memory = not is_known(self.optimizer)
         agreements = make_agreements(
             rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology, own_memory
         )

@@ -30,9 +30,9 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def is_torchs_own(optimizer: object) -> bool:
-    """Whether an optimizer is one of torch.optim: these keep no gradients, and nothing in their groups."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+def is_known(optimizer: object) -> bool:
+    """Whether an optimizer is torch's or Plait's: these keep no gradients, and nothing in their groups."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "plait."))
 
 
 def model_state(model: torch.nn.Module) -> Tensors:
@@ -102,7 +102,7 @@ def _unpack(value: Tensor) -> Any:
 
 def remember_start(optimizer: torch.optim.Optimizer) -> None:
     """Note what an optimizer holds besides its state, so that what it changes of it later is known."""
-    if not is_torchs_own(optimizer):
+    if not is_known(optimizer):
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         vars(optimizer)[START] = copy.deepcopy((groups, _attributes(optimizer)))
 
@@ -123,7 +123,7 @@ def _changed(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], di
     """What the optimizer has changed in each of its groups, and of its own attributes."""
     start = vars(optimizer).get(START)
     if start is None:
-        return [{} for _ in optimizer.param_groups], {}
+        return [], {}
     groups = [
         {k: v for k, v in group.items() if k != "params" and not _same(v, before.get(k, optimizer))}
         for group, before in zip(optimizer.param_groups, start[0])
@@ -160,7 +160,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     for parameter, values in state.items():
         if isinstance(parameter, Tensor) and parameter in names:
             found |= _named(names[parameter], "", values)
-    for group, changed in zip(optimizer.param_groups, groups):
+    for changed, group in zip(groups, optimizer.param_groups if groups else ()):
         for parameter in group["params"] if changed or own else ():
             if parameter in names:
                 found |= _named(names[parameter], _GROUP, changed) | _named(names[parameter], _ATTRIBUTE, own)

@@ -83,11 +83,11 @@ class SecondForward:
         )
 
     def _watch_counters(self, moved: Sequence[Name]) -> dict[Name, list[bool]]:
-        """Have the numbers of opened modules that have changed note where code does more than count them."""
+        """Have the numbers of modules that have changed note where code does more than count them."""
         reads: dict[Name, list[bool]] = {}
         for root in list(self.state.roots()):
             name, value = (root.path, root.shown), root.get()
-            if name in moved and root.path in self.first.opened and type(value) in (int, float):
+            if name in moved and type(value) in (int, float):
                 read = reads[name] = list[bool]()
                 root.set(watch(value, functools.partial(read.append, True), COUNTING))
         return reads

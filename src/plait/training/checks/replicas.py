@@ -53,10 +53,10 @@ class FirstStep:
         """
         now = own_buffers(self._model)
         written = [n for n, b in self._buffers.items() if n in now and not _equal(b, now[n])]
-        sums = [float(p.detach().sum(dtype=torch.float64)) for p in self._model.parameters()]
+        sums = [_sum(parameter) for parameter in self._model.parameters()]
         answers = all_gather_values([sums, written, _samples(inputs) or 0])
         for (name, _), *values in zip(self._model.named_parameters(), *(answer[0] for answer in answers)):
-            if any(not math.isclose(value, values[0], rel_tol=_TOLERANCE) for value in values):
+            if any(not _close(value, values[0]) for value in values):
                 raise JobError(
                     f"model: forward writes parameter {name!r} by the samples of its own worker, as data-"
                     f"dependent initialisation does, so workers would train unlike weights; run one batch "
@@ -85,7 +85,7 @@ def check_kept(run: Run) -> None:
             f"{key}: a module of {settings.model.factory} has get_extra_state, which does not move between "
             f"workers with its layer; leave {key} out, or keep that state in buffers"
         )
-    if parts.pieces is None and not parts.train_set.is_stream:
+    if parts.pieces is None and not parts.train_set.is_stream and settings.verify != "off":
         (content,) = parts.train_set.example_batches((2,), settings.seed)
         inputs, _ = loader.to_device(content, parts.device, parts.dtype)
         if shown := find_kept(parts.model, inputs):
@@ -108,6 +108,15 @@ def find_kept(model: nn.Module, inputs: Any) -> str:
     except Exception:  # a model that cannot be copied, or takes no such batch
         return ""
     return next((f"{shown} of {path}" if path else shown for path, shown in names), "")
+
+
+def _sum(parameter: Tensor) -> float:
+    numbers = parameter.detach()
+    return float((torch.view_as_real(numbers) if numbers.is_complex() else numbers).sum(dtype=torch.float64))
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_TOLERANCE) or (math.isnan(one) and math.isnan(other))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

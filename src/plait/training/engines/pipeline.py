@@ -27,7 +27,7 @@ from plait.data.sampler import GlobalBatch, Position, mix
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, with_choices
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step, loaded_by
-from plait.pipeline.named_state import is_torchs_own, model_state, tensors_of, unsaved_state
+from plait.pipeline.named_state import is_known, model_state, tensors_of, unsaved_state
 from plait.pipeline.op_timings import operations_event
 from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
@@ -60,7 +60,7 @@ from plait.training.engines.pipeline_setup import (
 )
 from plait.training.engines.replica_layout import check_replicas
 from plait.training.engines.step_reduce import DeferredStepReduce
-from plait.training.evaluate import in_order, mean_of_all, sums_of
+from plait.training.evaluate import evaluated_weights, in_order, mean_of_all, sums_of
 from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.stages import StageMonitor
 from plait.training.optimizers.lr_schedule import set_lr
@@ -346,7 +346,7 @@ class PipelineEngine:
     def _set_lr(self, step: int, place: int) -> None:
         """Get ready for the update that ends with the microbatch at `place` of a step."""
         set_lr(self._pipe.optimizer, self._pipe.base_lrs, self._run.lr_factor(step))
-        if not is_torchs_own(self._pipe.optimizer):
+        if not is_known(self._pipe.optimizer):
             # Workers that hold the same weights draw the same.
             stage = self._layout.stages_of(self._run.worker.rank)[0]
             loader.seed_all(mix(self._run.settings.seed, step, place, stage))
@@ -383,7 +383,8 @@ class PipelineEngine:
             sums.add_(sums_of(run.parts, output, target, count))
 
         local = layout.local(len(pieces), layout.pipeline_of(run.worker.rank))
-        self._pipe.evaluate(local, work, measure)
+        with evaluated_weights(self._pipe.optimizer):
+            self._pipe.evaluate(local, work, measure)
         return mean_of_all(run.parts, sums, run.worker.world_size)
 
     def state(self) -> EngineState | None:

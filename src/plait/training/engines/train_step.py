@@ -21,7 +21,7 @@ from plait.data.calling import forward
 from plait.data.loader import Batch, cut, seed_all, to_device
 from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
-from plait.pipeline.named_state import is_torchs_own
+from plait.pipeline.named_state import is_known
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
@@ -86,7 +86,7 @@ class TrainStep:
         parameters, notes = list(self._parts.model.parameters()), 3 + notes_of(self._worker.world_size)
         may_fail = self._worker.memberships is not None
         # Some optimizers keep the gradients.
-        own_memory = not is_torchs_own(self._parts.optimizer)
+        own_memory = not is_known(self._parts.optimizer)
         return AllReduce(
             parameters, members=self._members, most_notes=notes, may_fail=may_fail, own_memory=own_memory
         )
@@ -214,7 +214,7 @@ class TrainStep:
         if self._settings.clip_norm is not None:
             parts.scaler.unscale_(parts.optimizer)
             torch.nn.utils.clip_grad_norm_(parts.model.parameters(), self._settings.clip_norm)
-        if self.update_seed is not None and not is_torchs_own(parts.optimizer):
+        if self.update_seed is not None and not is_known(parts.optimizer):
             seed_all(self.update_seed)
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()

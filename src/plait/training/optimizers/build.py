@@ -138,5 +138,17 @@ def build_optimizer(
     except (ValueError, TypeError) as failure:
         raise JobError(f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}") from None
     use_fused_kernels(optimizer)
+    set_mode(optimizer, training=True)
     remember_start(optimizer)
     return optimizer
+
+
+def has_modes(optimizer: object) -> bool:
+    """Whether an optimizer has other weights for evaluation than for training, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def set_mode(optimizer: Any, training: bool) -> None:
+    """Put an optimizer that has modes into one of them."""
+    if has_modes(optimizer):
+        optimizer.train() if training else optimizer.eval()

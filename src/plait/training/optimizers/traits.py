@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from plait.core.errors import JobError
-from plait.pipeline.named_state import changes_itself, is_torchs_own
+from plait.pipeline.named_state import changes_itself, is_known
 from plait.schema.settings import OptimizerSettings
 from plait.training.optimizers.build import build_optimizer
 from plait.verification import RandomState, same_random_numbers
@@ -34,7 +34,7 @@ class Traits:
 def find_traits(settings: OptimizerSettings, named: Mapping[str, Parameter]) -> Traits:
     """Those of the job's optimizer, tried out on parameters of the shapes and types of some of `named`."""
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    if is_torchs_own(build_optimizer(settings, [Parameter(torch.zeros(1))])):
+    if is_known(build_optimizer(settings, [Parameter(torch.zeros(1))])):
         return Traits()
     with same_random_numbers(0):
         chosen = _few(trained)
