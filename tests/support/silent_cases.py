@@ -101,10 +101,11 @@ class Chooser(nn.Module):
 
 
 class Tempered(Net):
-    """Divides by a temperature that comes with the batch."""
+    """Divides by a temperature that comes with the batch, in training only."""
 
     def forward(self, x: Tensor, temperature: float) -> Tensor:
-        return self.b(self.a(x).tanh() / temperature)
+        h = self.a(x).tanh()
+        return self.b(h / temperature if self.training else h)
 
 
 class TemperedInverse(Net):

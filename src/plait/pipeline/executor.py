@@ -146,7 +146,6 @@ class Pipeline:
         self.clock_offset_s = 0.0
         self._channels = channels
         self._parts = parts
-        self._input_names = traced.inputs
         self._local: dict[tuple[int, int], Any] = {}
         # Samples that each stage has seen in training since replicas last agreed on running statistics.
         self._seen: Counter[int] = Counter()
@@ -370,16 +369,16 @@ class Pipeline:
             inputs, flight.target = work.content(op.microbatch)
             if self._parts.make_stage is cut:
                 traced = self._evaluated if evaluating else self._traced
-                tensors = traced.order_inputs(as_arguments(inputs))
+                names, tensors = traced.inputs, traced.order_inputs(as_arguments(inputs))
                 traced.check_inputs(tensors)
             else:  # those of many trials are stacked
-                tensors = _tensors(inputs)
+                names, tensors = self._traced.inputs, _tensors(inputs)
                 if self._traced.value_places:
                     raise InputError(
                         f"found a number or text at {min(self._traced.value_places)} of a batch's inputs, "
                         f"which trials in stages cannot take; give it as a tensor"
                     )
-            flight.inputs |= dict(zip(self._input_names, tensors, strict=True))
+            flight.inputs |= dict(zip(names, tensors, strict=True))
         held = self._held[op.stage]
         for hop in held.evaluation_incoming if evaluating else held.incoming:
             self._receive_forward(hop, op, flight)

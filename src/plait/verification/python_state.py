@@ -93,9 +93,9 @@ class PythonState:
         for path, module in self._modules.items():
             for name in _attributes(module):
                 yield Root(path, f"self.{name}", module, name)
-            hooks = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
-            for name in _HOOKS:
-                held = getattr(module, name, {})
+            hooks = []
+            for held in (getattr(module, "__dict__", {}).get(name, {}) for name in _HOOKS):
+                hooks += list(held.values())
                 yield from (Root(path, "what a hook keeps", held, key) for key in held)
             kind = type(module) if isinstance(module, nn.Module) else module
             key = (id(kind), *map(id, hooks))

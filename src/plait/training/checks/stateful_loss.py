@@ -28,14 +28,14 @@ def check_loss(run: Run) -> None:
     if not isinstance(loss, OwnLoss) or not is_seen:
         return
     own = loss.loss
-    buffers = dict(own.named_buffers()) if isinstance(own, nn.Module) else {}
-    if not buffers and not any(True for _ in PythonState({"loss": own}).roots()):
+    buffers = list(own.buffers()) if isinstance(own, nn.Module) else []
+    if not buffers and not any(True for _ in _state_of(own).roots()):
         return
     with unchanged_state({"loss": own, "model": parts.model}), same_random_numbers(run.settings.seed):
         try:
             tried = copy.deepcopy(own)
             before = _tensors(tried)
-            state = PythonState({"loss": tried})
+            state = _state_of(tried)
             tokens = state.tokens()
             _call(run, tried)
             kept = [shown for _, shown in changed(tokens, state.tokens())]
@@ -72,10 +72,14 @@ def _call(run: Run, loss: object) -> None:
         loss(forward(model, inputs), target)  # type: ignore[operator]
 
 
+def _state_of(loss: object) -> PythonState:
+    return PythonState(dict(loss.named_modules()) if isinstance(loss, nn.Module) else {"": loss})
+
+
 def _tensors(loss: object) -> list[Tensor]:
     """What a loss holds now, copied."""
     named = list(loss.buffers()) if isinstance(loss, nn.Module) else []
-    held = tensors_in(root.get() for root in PythonState({"loss": loss}).roots())
+    held = tensors_in(root.get() for root in _state_of(loss).roots())
     return [tensor.detach().clone() for tensor in (*named, *held)]
 
 
