@@ -442,3 +442,61 @@ def test_fused_trials_take_several_inputs_and_class_weights(tmp_path: Path) -> N
     for trial in sweep_here(sweep, tmp_path / "sweep")["trials"]:
         alone, _ = trial_alone(sweep, trial["values"], tmp_path / str(trial["trial"]))
         assert trial["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=1e-9)
+
+
+class Epochs(Dataset[Any]):
+    """Samples that say of which epoch and part they are, as set_epoch has told them."""
+
+    def __init__(self) -> None:
+        self.sampler = Counts()
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(self.epoch), float(self.sampler.epoch)]), i
+
+
+class Counts:
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_a_map_style_set_and_what_it_is_made_of_are_told_the_epoch(loaders: int) -> None:
+    source = DataSource(Subset(Epochs(), range(4)))
+    order = islice(batches(Position(), 4, 2, seed=0, shuffle=True, keep_last=True), 5)
+    found = [b.content[0] for b in load(source, order, seed=0, rank=0, world_size=1, loaders=loaders)]
+    assert [x.unique().tolist() for x in found] == [[0.0], [0.0], [1.0], [1.0], [2.0]]
+
+
+def own_numbers(split: str) -> Dataset[Any]:
+    return OwnNumbers()
+
+
+class OwnNumbers(Dataset[Any]):
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.full((1, 8, 8), self.random.random()), i % 10
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_samples_that_are_not_the_same_twice_are_warned_of(
+    loaders: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kind in ("test_batches:own_numbers", "digits"):
+        caplog.clear()
+        train_here(digits_job(data=DataSettings(kind, 8, loaders=loaders), steps=1), tmp_path / kind)
+        warned = "samples are not the same when they are read again" in caplog.text
+        assert warned == (kind != "digits")

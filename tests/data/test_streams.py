@@ -278,7 +278,7 @@ def test_a_state_that_a_checkpoint_cannot_hold_is_reported_and_done_without(
 
 def test_workers_that_read_unlike_streams_are_refused(tmp_path: Path) -> None:
     train_here(job("divided"), tmp_path / "one")
-    with pytest.raises(WorldError, match="worker 1 read other samples from the stream than worker 0"):
+    with pytest.raises(WorldError, match="worker 1 read other samples than worker 0"):
         run_ranks(2, train_rank, job("divided"), tmp_path / "two")
 
 

@@ -32,7 +32,7 @@ def test_in_two_stages_the_model_is_what_it_is_alone(name: str) -> None:
 REFUSED = {
     "stages": {
         "own class returned": "forward returns a Output, in which no tensors are seen",
-        "global variable": "the plain model itself does something else when it is run again",
+        "global variable": "forward of GoesByGlobal changes the global CALLS",
         "gradient inside": "the stages fail where the plain model does not",
         "hidden teacher": "that the model does not have: its module is not registered",
     },

@@ -175,11 +175,14 @@ def test_a_batch_with_other_tensors_than_the_trace_had_is_refused() -> None:
         stages.step(({"one": torch.ones(2, 4)},), None)
 
 
-def test_numbers_among_the_outputs_are_compared() -> None:
+def test_numbers_among_the_outputs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches, place = make_hard("number")
     checked = prepare(model, batches, place)
     assert staged(checked).step(batches[0], None)[0][1] == 3
     model, batches, place = make_hard("counted number")
+    with pytest.raises(StageError, match="ReturnsNumber changes self.calls"):
+        prepare(model, batches, place)
+    without_the_check_of_attributes(monkeypatch)
     with pytest.raises(StageError, match=r"in training mode output\[1\]: off by 1"):
         prepare(model, batches, place)
 
@@ -272,11 +275,11 @@ def without_the_evaluation_trace(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_check_of_buffers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify, "shared_buffers", lambda traced, stages: {})
+    patch.setattr(verify, "shared_tensors", lambda traced, stages: {})
 
 
 def without_the_check_of_attributes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tracer, "changed_attributes", lambda recorder, before: [])
+    patch.setattr(tracer, "changed_state", lambda before, state: [])
 
 
 def without_the_check_of_draws(patch: pytest.MonkeyPatch) -> None:

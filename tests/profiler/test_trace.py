@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections import Counter
 from typing import Any
@@ -18,6 +19,8 @@ from plait.core.errors import InputError
 from plait.pipeline.cutting.cut import StageError, cut, cut_all
 from plait.profiler.failures import TraceError
 from plait.profiler.trace import trace
+from plait.verification.python_state import changed, state_of
+from support import silent_cases
 from support.traced_models import MODELS, Branches, as_double, make, staged_step, whole_step
 
 
@@ -37,6 +40,48 @@ def test_a_trace_changes_nothing_of_the_model() -> None:
     torch.testing.assert_close(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(type(buffer) is Tensor for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("name", ["CountsInDict", "Anneals", "Window", "OwnNumbers", "CountsInClass", "lora"])
+def test_a_trace_changes_nothing_in_python_in_depth(name: str) -> None:
+    model = getattr(silent_cases, name)()
+    state = state_of(model)
+    before, weights = state.tokens(same_tensors=True), copy.deepcopy(model.state_dict())
+    trace(model, (torch.randn(4, 4),))
+    assert changed(before, state.tokens(same_tensors=True)) == []
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+
+
+def test_a_count_that_forward_does_not_go_by_is_no_concern() -> None:
+    class Counts(nn.Module):
+        def __init__(self, reads: bool) -> None:
+            super().__init__()
+            self.a, self.calls, self.reads = nn.Linear(4, 4), 0, reads
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.a(x) * (2 if self.reads and self.calls > 1000 else 1)
+
+    assert trace(Counts(reads=False), (torch.randn(4, 4),)).concerns == ()
+    (concern,) = trace(Counts(reads=True), (torch.randn(4, 4),)).concerns
+    assert "forward of Counts changes self.calls, by which its next one goes" in concern.words
+
+
+class TakesNumbers(nn.Module):
+    def forward(self, x: Tensor, a: float, b: float, name: str) -> Tensor:
+        return x * a + b * 2 if name == "" else x * a + math.exp(b)
+
+
+@pytest.mark.parametrize(
+    ("values", "fixed"), [((2.0, 3.0, "unlooked"), {"[1]", "[2]", "[3]"}), ((2.0, 3.0, ""), {"[2]", "[3]"})]
+)
+def test_numbers_and_text_that_code_goes_by_are_fixed_also_where_code_in_c_reads_them(
+    values: tuple[Any, ...], fixed: set[str]
+) -> None:
+    found = trace(TakesNumbers(), (torch.randn(4, 4), *values))
+    assert set(found.fixed_values) == fixed
+    with pytest.raises(InputError, match=r"found 4.0 at \[2\] of a batch's inputs, where the trace had 3.0"):
+        found.order_inputs((torch.ones(2, 4), 2.0, 4.0, values[2]))
 
 
 def test_a_model_traced_with_a_batch_of_one_takes_any_batch() -> None:

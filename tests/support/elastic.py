@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -196,19 +197,16 @@ class Fatal(nn.Linear):
 
     def __init__(self, inputs: int, dies_at: int) -> None:
         super().__init__(inputs, 12)
-        self._dies_at, self._seen = dies_at, 0
+        # No state that a run would refuse to train with: only this test's process has it.
+        self._dies_at, self._seen = dies_at, ctypes.c_long(0)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        _count_forward(self)
+        is_traced = type(input) is not torch.Tensor
+        if self.training and MortalNet.is_victim and not is_traced:
+            self._seen.value += 1
+            if self._seen.value == self._dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(input)
-
-
-@torch.compiler.disable
-def _count_forward(layer: Fatal) -> None:
-    if layer.training and MortalNet.is_victim:
-        layer._seen += 1
-        if layer._seen == layer._dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DigitStream(torch.utils.data.IterableDataset[Any]):

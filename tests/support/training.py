@@ -232,7 +232,8 @@ def train_here(
 ) -> tuple[RunResult, dict[str, torch.Tensor]]:
     """The result and the weights of a run in this process, or of this rank of the world it is in."""
     result, parts = train_with(PlainWorker(stop_file), settings, folder, resume)
-    return result, {name: value.clone() for name, value in parts.model.state_dict().items()}
+    tensors = {n: v for n, v in parts.model.state_dict().items() if isinstance(v, torch.Tensor)}
+    return result, {name: value.clone() for name, value in tensors.items()}
 
 
 def train_rank(
@@ -250,7 +251,7 @@ def train_rank(
     """
     result, parts = train_with(PlainWorker(stop_file, **given), settings, folder, resume, in_pieces)
     whole = parts.model.state_dict() if settings.pipeline is None else {}
-    return result, {name: value.tolist() for name, value in whole.items()}
+    return result, {name: value.tolist() for name, value in whole.items() if isinstance(value, torch.Tensor)}
 
 
 def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, RunResult]:

@@ -16,7 +16,8 @@ import torch
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.core.errors import CheckpointError
+from plait.core.errors import CheckpointError, JobError
+from plait.pipeline.named_state import model_state
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -419,3 +420,40 @@ def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path):
     assert train_here(never, tmp_path / "never")[0].best is None
     log = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
     assert next(e.metrics["loss"] for e in log if isinstance(e, run_events.Evaluated)) is None
+
+
+class Noted(torch.nn.Linear):
+    """A layer with state of its own kind."""
+
+    def __init__(self, note: object = None) -> None:
+        super().__init__(2, 2)
+        self.note = note
+
+    def get_extra_state(self) -> object:
+        return self.note
+
+    def set_extra_state(self, state: object) -> None:
+        self.note = state
+
+
+def test_state_of_a_modules_own_kind_is_saved_and_comes_back(tmp_path: Path):
+    note = {"name": "x", "sizes": (1, 2.5, None), "tensor": torch.arange(3), "empty": torch.zeros(0, 2)}
+    saved = Checkpoint(1, model_state(torch.nn.Sequential(Noted(note), Noted(torch.ones(2)))), {}, {})
+    loaded = checkpoints.load(checkpoints.save(tmp_path, saved))
+    model = torch.nn.Sequential(Noted(), Noted(torch.zeros(2)))
+    checkpoints.load_model_state(model, loaded.model)
+    found = model[0].note
+    assert (found["name"], found["sizes"]) == ("x", (1, 2.5, None))
+    assert torch.equal(found["tensor"], torch.arange(3))
+    assert found["empty"].shape == (0, 2)
+    assert torch.equal(model[1].note, torch.ones(2))
+
+
+def unsavable() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), Noted(object()))
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path):
+    settings = digits_job(model=ModelSettings("test_checkpoint:unsavable"))
+    with pytest.raises(JobError, match="2._extra_state of its state_dict, from get_extra_state, is a object"):
+        train_here(settings, tmp_path)

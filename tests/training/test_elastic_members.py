@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from plait.core import events
+from plait.core.errors import JobError
 from plait.core.run_events import WorkersChanged
-from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings
+from plait.launch.run_dir import RunDir
+from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
 from plait.schema.topology_spec import TopologySpec
+from plait.training import components
+from plait.training.checks.replicas import check_kept
+from plait.training.run import Run
 from support.elastic import membership, run_elastic
-from support.training import digits_job, largest_difference, train_here
+from support.silent_cases import CASES, HERE
+from support.silent_cases import settings as case_settings
+from support.training import PlainWorker, digits_job, largest_difference, train_here
 
 
 def test_workers_that_join_and_leave_change_no_step(tmp_path: Path):
@@ -93,3 +103,34 @@ def test_loader_processes_and_streams_go_on_at_the_same_sample(kind: str, loader
     result, alone = train_here(replace(settings, data=replace(data, loaders=0)), tmp_path / "alone")
     assert found[1]["result"].step == result.step
     assert largest_difference(found[1]["weights"], alone) < 1e-9
+
+
+def test_a_worker_that_joins_has_what_the_optimizer_keeps_in_its_groups(tmp_path: Path):
+    optimizer = OptimizerSettings("support.silent_cases:ScheduleFree", {"lr": 0.1})
+    settings = digits_job(steps=8, data=DataSettings("digits", 60), optimizer=optimizer)
+    found = run_elastic(settings, tmp_path / "elastic", [(0, (0,)), (4, (0, 1))])
+    _, alone = train_here(settings, tmp_path / "alone")
+    for rank in (0, 1):
+        assert largest_difference(found[rank]["weights"], alone) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            "EverySeventh",
+            "forward of .*EverySeventh changes self.n, which a worker that joins",
+        ),
+        ("counting_block", "changes self.calls of 1, which a worker that joins"),
+        ("Net", ""),
+    ],
+)
+def test_what_forward_keeps_in_python_and_a_joiner_would_not_have_is_refused(
+    model: str, words: str, tmp_path: Path
+):
+    settings = replace(case_settings(CASES["extra state"], "one"), model=ModelSettings(f"{HERE}{model}"))
+    worker: Any = PlainWorker()
+    worker.memberships = object()
+    run = Run(worker, settings, components.build(settings, torch.device("cpu")), RunDir(tmp_path))
+    with pytest.raises(JobError, match=words) if words else contextlib.nullcontext():
+        check_kept(run)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from plait.planner.schedules.kinds import Schedule
+from plait.schema.settings import DataSettings
 from plait.training import components
 from plait.training.loss_parts import describe_parts
 from support.plans import planned
@@ -73,3 +74,23 @@ def test_a_run_in_parts_warns_of_such_a_loss_and_one_on_whole_batches_does_not(t
     jobs = {count: digits_job(steps=1, loss=IGNORING, accumulate=count) for count in (1, 2)}
     for count, job in jobs.items():
         assert len(warnings_of(0, in_one_process, job, tmp_path / str(count))) == count - 1
+
+
+class PaddedLater(torch.utils.data.Dataset[Any]):
+    """Targets of which some are left out, none of them among the first."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.full((1, 8, 8), i / 400), -100 if i > 100 and i % 3 == 0 else i % 10
+
+
+def padded_later(split: str) -> PaddedLater:
+    return PaddedLater()
+
+
+def test_targets_that_are_left_out_later_in_the_set_are_seen() -> None:
+    settings = digits_job(data=DataSettings("test_loss_parts:padded_later", 64))
+    words = describe_parts(settings, components.build(settings, torch.device("cpu")))
+    assert "as the mean of their parts" in words

@@ -293,7 +293,7 @@ def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple
             pieces,
             seed=0,
             fetch=lambda _: iter(()),
-            set_lr=steps.append,
+            set_lr=lambda step, _, to=steps: to.append(step),
             stop_before=lambda step: step >= stop_at,
         )
         updates = [op for op in stream(pipeline_layout, rank, work) if isinstance(op, Update)]
@@ -328,7 +328,7 @@ def test_workers_that_hold_several_stages_agree_on_an_interval_that_ends_early(
             pieces,
             seed=0,
             fetch=lambda _: iter(()),
-            set_lr=lambda _: None,
+            set_lr=lambda *_: None,
             stop_before=lambda step: step >= 5,
         )
         assert tuple(stream(ends, rank, work)) == expected[rank]

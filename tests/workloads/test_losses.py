@@ -81,6 +81,7 @@ def test_only_a_share_is_taken_for_label_smoothing(kind, name, value):
 def test_accuracy_counts_samples_and_tokens():
     logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
     assert accuracy(logits, torch.tensor([1, 1, 1])) == (2, 3)
+    assert accuracy(logits, torch.tensor([1, 1, -100])) == (1, 2)
     assert accuracy(logits.expand(2, 3, 2), torch.tensor([[1, 0, 1], [0, 1, 0]])) == (3, 6)
 
 

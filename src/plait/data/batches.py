@@ -40,6 +40,7 @@ class DataSource:
         self._model_loss = model_loss
         self._reader: StreamReader | None = None
         self._counted: int | None = None
+        self._epoch: int | None = None
 
     def __len__(self) -> int:
         length = self.length
@@ -71,9 +72,19 @@ class DataSource:
         """(inputs, target) of these samples of an epoch, or None of no sample."""
         if not numbers:
             return None
+        self._set_epoch(epoch)
         if self._at_once:
             return self._arranged(self.dataset.collated_batch(list(numbers)))
         return self.collated(self._read(epoch, numbers, seed))
+
+    def _set_epoch(self, epoch: int) -> None:
+        """Say to a map-style set, and to what it is made of, which epoch it is read for; streams know."""
+        if self.is_stream or epoch == self._epoch:
+            return
+        self._epoch = epoch
+        for each in (*_within(self.dataset), self._collate_fn):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
 
     def collated(self, samples: list[Any]) -> Any:
         """(inputs, target) of a list of samples, or None of an empty one."""
@@ -92,6 +103,10 @@ class DataSource:
         if self.is_stream:
             return self.collated(_first(self.dataset, samples, seed))
         return self.batch(0, [i % len(self.dataset) for i in range(samples)], seed)
+
+    def first_samples(self, count: int, seed: int) -> list[Any]:
+        """The first samples of a stream; one that has fewer begins again."""
+        return _first(self.dataset, count, seed)
 
     def example_batches(self, sizes: Sequence[int], seed: int) -> list[Any]:
         """Batches of these sizes, of further samples each; a set that has fewer begins again.
@@ -145,6 +160,17 @@ class DataSource:
         if isinstance(inputs, Mapping):
             return _by_name(inputs), target
         return tuple(inputs) if isinstance(inputs, list) else inputs, target
+
+
+def _within(dataset: Any) -> list[Any]:
+    """A set, the sets that it takes its samples from, and their samplers."""
+    found = [dataset]
+    for each in found:
+        held = [getattr(each, name, None) for name in ("sampler", "dataset")]
+        parts = getattr(each, "datasets", None)
+        held += parts if isinstance(parts, (list, tuple)) else []
+        found += [part for part in held if part is not None and all(part is not known for known in found)]
+    return found
 
 
 def own_collate_fn(dataset: Any) -> Collate | None:

@@ -17,14 +17,21 @@ Arguments = tuple[Any, ...] | dict[str, Any]
 
 @contextlib.contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluate, then put each module back as it was: some may be kept in evaluation mode on purpose."""
-    training = [module for module in model.modules() if module.training]
+    """Evaluate, then train again, by the model's own `eval` and `train`, which may do more than set the mode.
+
+    Parts that were kept in another mode than the model on purpose are put back into it.
+    """
+    before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        model.train(before[0][1])
+        for module, mode in before:
+            if module.training != mode:
+                module.train(mode)
+        for module, mode in before:
+            module.training = mode
 
 
 def forward(model: torch.nn.Module, inputs: Any) -> Any:

@@ -25,7 +25,7 @@ class Batch:
     """One step's work for this worker: `content` is (inputs, target), or None where no sample fell to it.
 
     `total` counts the samples of all workers, `count` this one's. Of a stream, `last` says that no batch
-    follows, and `checksum` distinguishes the first batch of one stream from that of another.
+    follows, and `checksum` is that of all samples up to this batch, whoever they fell to.
     """
 
     content: Any

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,24 +58,30 @@ def stream_batches(
 
 
 def check_same_stream(batch: Batch) -> None:
-    """Refuse workers that read unlike streams; all of them call it together with their first batch."""
+    """Refuse workers that read unlike streams; all of them call it together with the same batch."""
     own = torch.tensor([batch.checksum, batch.total])
     found = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
-    unlike = [rank for rank, one in enumerate(found) if not one.equal(found[0])]
+    refuse_unlike([one.tolist() for one in found])
+
+
+def refuse_unlike(found: Sequence[Any]) -> None:
+    """Refuse workers whose samples are not those of the first, by what stands for the samples of each."""
+    unlike = [rank for rank, one in enumerate(found) if one != found[0]]
     if unlike:
         raise DataError(
-            f"data.kind: worker {unlike[0]} read other samples from the stream than worker 0; every worker "
-            f"must read the whole stream in the same order, of which Plait gives it a share: leave out what "
-            f"divides it by rank, and let random choices follow torch's, Python's or numpy's own generator"
+            f"data.kind: worker {unlike[0]} read other samples than worker 0; every worker must read all of "
+            f"the data in the same order, and Plait gives it a share: leave out what divides it by rank, and "
+            f"let random choices follow torch's, Python's or numpy's own generator"
         )
 
 
 def _shares(source: DataSource, order: StreamOrder, rank: int, world_size: int) -> Iterator[Batch]:
     batches = _batches(source.dataset, order)
     read = next(batches, None)
-    first = checksum(read.samples) if read is not None else 0
+    found = 0
     while read is not None:
+        found = checksum(read.samples, found)
         # Read one batch ahead: the caller must know whether the epoch or the run ends with this one.
         following = next(batches, None)
         own = list(share(read.samples, rank, world_size))
@@ -84,7 +90,7 @@ def _shares(source: DataSource, order: StreamOrder, rank: int, world_size: int) 
         if (following is None or following.epoch > read.epoch) and after.stream is None:
             # Resume at the next epoch. With a state, a resumed run finds the end of this one by itself.
             after = Position(read.epoch + 1)
-        yield Batch(content, len(own), len(read.samples), read.epoch, after, last, first)
+        yield Batch(content, len(own), len(read.samples), read.epoch, after, last, found)
         read = following
 
 
@@ -141,9 +147,12 @@ def has_state(dataset: Any) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
-def checksum(samples: list[Any]) -> int:
-    """A checksum of the tensors, arrays, numbers and text in `samples`; other objects do not count."""
-    found = 0
+def checksum(samples: Any, before: int = 0) -> int:
+    """A checksum of the tensors, arrays, numbers and text in `samples`; other objects do not count.
+
+    `before` is that of the samples before them.
+    """
+    found = before
     for leaf in pytree.tree_leaves(samples):
         if isinstance(leaf, torch.Tensor):
             leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

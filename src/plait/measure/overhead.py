@@ -77,7 +77,7 @@ def _small_pipeline() -> tuple[PipelineLayout, Callable[[int, int], MicrobatchSo
             [Microbatch(i // 8, i % 8, 0, range(4)) for i in range(count)],
             seed=0,
             fetch=fetch,
-            set_lr=lambda step: None,
+            set_lr=lambda step, place: None,
             stop_before=lambda step: False,
         )
 

@@ -20,6 +20,7 @@ from plait.comm.channels import Channels
 from plait.comm.collectives import gather_named
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
+from plait.core.errors import InputError
 from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, quicken
 from plait.pipeline.cpu.linear import laid_out_as
@@ -29,7 +30,7 @@ from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.named_state import optimizer_state
+from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state
 from plait.pipeline.op_timings import OpTiming
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
@@ -150,7 +151,6 @@ class Pipeline:
         self.clock_offset_s = 0.0
         self._channels = channels
         self._parts = parts
-        self._input_names = traced.inputs
         self._local: dict[tuple[int, int], Any] = {}
         # Samples that each stage has seen in training since replicas last agreed on running statistics.
         self._seen: Counter[int] = Counter()
@@ -177,7 +177,11 @@ class Pipeline:
         # A float may be that of fused trials, with one value for each.
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.base_lrs = tuple(rate if isinstance(rate, float) else float(rate) for rate in rates)
-        agreements = make_agreements(rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology)
+        # Some optimizers keep the gradients.
+        own_memory = not is_known(self.optimizer)
+        agreements = make_agreements(
+            rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology, own_memory
+        )
         tied = make_tied(
             pipeline_layout,
             stages_of,
@@ -272,6 +276,12 @@ class Pipeline:
             state = optimizer.state.get(parameter)
             if state is not None:
                 self.optimizer.state[parameter] = {k: laid_out_as(parameter, v) for k, v in state.items()}
+        names = self._names
+        load_rest(self.optimizer, names, optimizer_state(optimizer, names))
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        return {parameter: name for name, parameter in self.parameters.items()}
 
     def counted_parameters(self) -> dict[int, list[Parameter]]:
         """By stage, those of which this worker is the first holder and that no other stage uses."""
@@ -304,9 +314,8 @@ class Pipeline:
         model: dict[str, Tensor] = {}
         for stage, module in self.modules.items():
             if self.pipeline_layout.holders(stage)[0] == self.rank:
-                model |= {name: value.detach().cpu() for name, value in module.state_dict().items()}
-        names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
-        found = optimizer_state(self.optimizer, names)
+                model |= {name: value.cpu() for name, value in model_state(module).items()}
+        found = optimizer_state(self.optimizer, self._names)
         return model, {p: v.cpu() for p, v in found.items() if p.rpartition("/")[0] in self._first_held}
 
     def _carry_out(self, op: Op, work: Work) -> None:
@@ -374,11 +383,16 @@ class Pipeline:
                 self.on_content(part, work.samples(op.microbatch))
             if self._parts.make_stage is cut:
                 traced = self._evaluated if evaluating else self._traced
-                tensors = traced.order_inputs(as_arguments(inputs))
+                names, tensors = traced.inputs, traced.order_inputs(as_arguments(inputs))
                 traced.check_inputs(tensors)
             else:  # those of many trials are stacked
-                tensors = _tensors(inputs)
-            flight.inputs |= dict(zip(self._input_names, tensors, strict=True))
+                names, tensors = self._traced.inputs, _tensors(inputs)
+                if self._traced.value_places:
+                    raise InputError(
+                        f"found a number or text at {min(self._traced.value_places)} of a batch's inputs, "
+                        f"which trials in stages cannot take; give it as a tensor"
+                    )
+            flight.inputs |= dict(zip(names, tensors, strict=True))
         held = self._held[op.stage]
         for hop in held.evaluation_incoming if evaluating else held.incoming:
             self._receive_forward(hop, op, flight)
@@ -528,6 +542,8 @@ class Pipeline:
             for module in self.modules.values():
                 modes.enter_context(evaluation_mode(module))
             self._evaluate(microbatches, work, measure)
+        # Models that do more in evaluation mode may have put weights into other memory.
+        self._updates.restart()
 
     def _evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
         for microbatch in range(microbatches):

@@ -71,7 +71,8 @@ def _check_ties(pipeline_layout: PipelineLayout, stages_of: Mapping[str, tuple[i
 class GradientReducer:
     """Sums the gradients of each parameter over its holders. All workers make one together.
 
-    Sums travel over `topology`, made for each set of holders, or as the backend does it.
+    Sums travel over `topology`, made for each set of holders, or as the backend does it. With `own_memory`
+    they are in memory of their own.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class GradientReducer:
         own: Mapping[str, Parameter],
         holders: Holders,
         topology: TopologySpec | None = None,
+        own_memory: bool = False,
     ) -> None:
         self._own = dict(own)
         rank = rendezvous.rank
@@ -93,8 +95,9 @@ class GradientReducer:
             if rank in workers:
                 # All holders go through their groups in this one order, so none waits in a circle.
                 members = Members(rendezvous, workers, group)
+                may_fail = rendezvous.check is not None
                 self._sums.append(
-                    AllReduce(parameters, group, members, may_fail=rendezvous.check is not None)
+                    AllReduce(parameters, group, members, may_fail=may_fail, own_memory=own_memory)
                 )
                 self._members.append(members)
         self._device = next((parameter.device for parameter in own.values()), torch.device("cpu"))
@@ -181,6 +184,7 @@ def make_agreements(
     stages_of: Mapping[str, Sequence[int]],
     own: Mapping[str, Parameter],
     topology: TopologySpec | None = None,
+    own_memory: bool = False,
 ) -> dict[int, GradientReducer]:
     """The agreement that an update of each stage needs; all workers call it together.
 
@@ -190,12 +194,12 @@ def make_agreements(
     holders = {name: pipeline_layout.holders(*used_by) for name, used_by in stages_of.items()}
     stages = range(len(pipeline_layout.stages))
     if pipeline_layout.schedule.synchronous:
-        whole = GradientReducer(rendezvous, own, holders, topology)
+        whole = GradientReducer(rendezvous, own, holders, topology, own_memory)
         return dict.fromkeys(stages, whole)
     found = {}
     for stage in stages:
         names = {name for name, used_by in stages_of.items() if tuple(used_by) == (stage,)}
         part = {name: parameter for name, parameter in own.items() if name in names}
         by_name = {name: workers for name, workers in holders.items() if name in names}
-        found[stage] = GradientReducer(rendezvous, part, by_name, topology)
+        found[stage] = GradientReducer(rendezvous, part, by_name, topology, own_memory)
     return found

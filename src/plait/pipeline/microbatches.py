@@ -57,8 +57,8 @@ class MicrobatchSource:
     """The microbatches of some steps, taken without draining, as the pipeline of `rank` sees them.
 
     `fetch` gives the contents of this worker's microbatches, in order; only the first stage asks. `set_lr` is
-    called with the step that an update belongs to, and `stop_before` before a step begins: whether the
-    interval ends there, the same on all workers.
+    called with the step that an update belongs to and the place of its last microbatch there, `stop_before`
+    before a step begins: whether the interval ends there, the same on all workers.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MicrobatchSource:
         *,
         seed: int,
         fetch: Callable[[list[Microbatch]], Iterator[Any]],
-        set_lr: Callable[[int], None],
+        set_lr: Callable[[int, int], None],
         stop_before: Callable[[int], bool],
     ) -> None:
         self._pipeline_layout = pipeline_layout
@@ -138,7 +138,7 @@ class MicrobatchSource:
         """Set the learning rate of the step that an update belongs to."""
         synchronous = self._pipeline_layout.schedule.synchronous
         members = self._microbatches if synchronous else self._members(update)
-        self._set_lr(members[-1].step)
+        self._set_lr(members[-1].step, members[-1].place)
 
     def factor(self, update: Update) -> float:
         """What this worker's gradients are multiplied by before they are summed."""

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from plait.core.errors import CheckpointError
+from plait.core.errors import CheckpointError, DataError, JobError
+from plait.data.trees import put_together, take_apart
 from plait.pipeline.cpu.linear import laid_out_as
 
 Tensors = dict[str, Tensor]
+# What an optimizer keeps in a parameter's group, or as attributes of its own, is kept with each parameter.
+_GROUP, _ATTRIBUTE = "group:", "self:"
+# Attributes that are no optimizer's own.
+START, LR_FACTOR = "start_of_plait", "lr_factor_of_plait"
+# Marks a number of Python's, which comes back as one.
+_NUMBER = ":number"
+_EXTRA_STATE = b"plait extra state\n"
 
 
 def tensors_of(model: torch.nn.Module) -> Tensors:
@@ -18,23 +30,166 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def is_known(optimizer: object) -> bool:
+    """Whether an optimizer is torch's or Plait's: these keep no gradients, and nothing in their groups."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "plait."))
+
+
 def model_state(model: torch.nn.Module) -> Tensors:
-    """The model's parameters and buffers by name; a tied one under each of its names."""
-    return {name: value.detach() for name, value in model.state_dict().items()}
+    """The model's parameters and buffers by name; a tied one under each of its names.
+
+    What `get_extra_state` of a module returns is packed into a tensor; JobError where it cannot be.
+    """
+    found = {}
+    for name, value in model.state_dict().items():
+        found[name] = value.detach() if isinstance(value, Tensor) else _pack(name, value)
+    return found
+
+
+def has_extra_state(model: torch.nn.Module) -> bool:
+    """Whether a module has state besides parameters and buffers."""
+    plain = torch.nn.Module.get_extra_state
+    return any(type(module).get_extra_state is not plain for module in model.modules())
+
+
+def _pack(name: str, value: Any) -> Tensor:
+    tensors: list[Tensor] = []
+    try:
+        on_cpu = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+        content = json.dumps(take_apart(on_cpu, tensors)).encode()
+    except DataError:
+        raise JobError(
+            f"model: {name} of its state_dict, from get_extra_state, is a {type(value).__name__} that a "
+            f"checkpoint cannot hold; expected tensors, numbers and text, in tuples, lists and dicts"
+        ) from None
+    raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    head = _EXTRA_STATE + len(content).to_bytes(8, "little") + content
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *raw])
+
+
+def is_packed(value: Tensor) -> bool:
+    """Whether a tensor of a state holds what `get_extra_state` returned."""
+    head = len(_EXTRA_STATE)
+    return (
+        value.dtype is torch.uint8
+        and value.dim() == 1
+        and bytes(value[:head].cpu().numpy().tobytes()) == _EXTRA_STATE
+    )
+
+
+def unpacked(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A state as `load_state_dict` takes it."""
+    return {name: _unpack(value) if is_packed(value) else value for name, value in state.items()}
+
+
+def _unpack(value: Tensor) -> Any:
+    raw = value.cpu().numpy().tobytes()[len(_EXTRA_STATE) :]
+    length = int.from_bytes(raw[:8], "little")
+    place = 8 + length
+
+    def tensor(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        nonlocal place
+        size = torch.Size(shape).numel() * dtype.itemsize
+        own = bytearray(raw[place : place + size])
+        place += size
+        return torch.frombuffer(own, dtype=dtype).view(*shape) if size else torch.empty(shape, dtype=dtype)
+
+    return put_together(json.loads(raw[8 : 8 + length]), tensor)
+
+
+# Optimizers.
+
+
+def remember_start(optimizer: torch.optim.Optimizer) -> None:
+    """Note what an optimizer holds besides its state, so that what it changes of it later is known."""
+    if not is_known(optimizer):
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        vars(optimizer)[START] = copy.deepcopy((groups, _attributes(optimizer)))
+
+
+def note_rate(optimizer: torch.optim.Optimizer) -> None:
+    """Take the rates of now for those that the optimizer has not changed itself."""
+    start = vars(optimizer).get(START)
+    for group, before in zip(optimizer.param_groups, start[0] if start is not None else ()):
+        before["lr"] = group["lr"]
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    known = vars(torch.optim.SGD([torch.nn.Parameter(torch.empty(0))]))
+    return {k: v for k, v in vars(optimizer).items() if k not in known and k not in (START, LR_FACTOR)}
+
+
+def _changed(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the optimizer has changed in each of its groups, and of its own attributes."""
+    start = vars(optimizer).get(START)
+    if start is None:
+        return [], {}
+    groups = [
+        {k: v for k, v in group.items() if k != "params" and not _same(v, before.get(k, optimizer))}
+        for group, before in zip(optimizer.param_groups, start[0])
+    ]
+    return groups, {k: v for k, v in _attributes(optimizer).items() if not _same(v, start[1].get(k, start))}
+
+
+def changes_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has changed anything besides the state that it keeps for each parameter."""
+    groups, own = _changed(optimizer)
+    return any(groups) or bool(own)
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return bool(torch.equal(one, other) if isinstance(one, Tensor) else one == other)
+    except (TypeError, ValueError, RuntimeError):  # of unlike kinds
+        return False
+
+
+def _is_saved(value: Any) -> bool:
+    return isinstance(value, (Tensor, bool, int, float))
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Tensors:
     """The optimizer's state as `parameter name/key` -> tensor; numbers become scalars.
 
-    Of parameters without a name there is none: an optimizer of a stage without parameters has a dummy.
+    So do numbers and tensors that the optimizer has changed in a parameter's group, or of its own. Of
+    parameters without a name there is none: an optimizer of a stage without parameters has a dummy.
     """
-    return {
-        f"{names[parameter]}/{key}": torch.as_tensor(value).detach()
-        for parameter, values in optimizer.state.items()
-        if parameter in names
-        for key, value in values.items()
-        if value is not None
-    }
+    found: Tensors = {}
+    groups, own = _changed(optimizer)
+    state: Mapping[Any, Any] = optimizer.state
+    for parameter, values in state.items():
+        if isinstance(parameter, Tensor) and parameter in names:
+            found |= _named(names[parameter], "", values)
+    for changed, group in zip(groups, optimizer.param_groups if groups else ()):
+        for parameter in group["params"] if changed or own else ():
+            if parameter in names:
+                found |= _named(names[parameter], _GROUP, changed) | _named(names[parameter], _ATTRIBUTE, own)
+    return found
+
+
+def _named(name: str, kind: str, values: Mapping[str, Any]) -> Tensors:
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            found[f"{name}/{kind}{key}"] = value.detach().to_dense()
+        elif _is_saved(value):
+            exact = torch.float64 if isinstance(value, float) else None
+            found[f"{name}/{kind}{key}{_NUMBER}"] = torch.tensor(value, dtype=exact)
+    return found
+
+
+def unsaved_state(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an optimizer keeps that no checkpoint holds, in words."""
+    groups, own = _changed(optimizer)
+    found = {f"self.{key} ({type(v).__name__})": v for key, v in own.items()}
+    found |= {f"a group's {key!r} ({type(v).__name__})": v for group in groups for key, v in group.items()}
+    state: Mapping[Any, Any] = optimizer.state
+    for parameter, values in state.items():
+        if isinstance(parameter, Tensor):
+            found |= {f"state[p][{k!r}] ({type(v).__name__})": v for k, v in values.items() if v is not None}
+        else:
+            found[f"state[{parameter!r}]"] = None
+    return [name for name, value in found.items() if not _is_saved(value)]
 
 
 def load_optimizer_state(
@@ -45,10 +200,30 @@ def load_optimizer_state(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
     whole["state"] = {}
-    for path, value in state.items():
-        name, _, key = path.rpartition("/")
+    for name, kind, key, value in _read(state):
         if name not in numbers:
             raise CheckpointError(f"the optimizer's state is of another model: it has {name!r}")
-        number = numbers[name]
-        whole["state"].setdefault(number, {})[key] = laid_out_as(parameters[number], value)
+        if not kind:
+            number = numbers[name]
+            whole["state"].setdefault(number, {})[key] = laid_out_as(parameters[number], value)
     optimizer.load_state_dict(whole)
+    load_rest(optimizer, names, state)
+
+
+def load_rest(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Tensors) -> None:
+    """Of what `optimizer_state` returned, put back what is in groups and attributes."""
+    groups = {names[p]: group for group in optimizer.param_groups for p in group["params"] if p in names}
+    for name, kind, key, value in _read(state):
+        if kind == _GROUP and name in groups:
+            groups[name][key] = value
+        elif kind == _ATTRIBUTE and name in groups:
+            setattr(optimizer, key, value)
+
+
+def _read(state: Tensors) -> Iterator[tuple[str, str, str, Any]]:
+    """The entries of an optimizer's state: parameter name, where it is kept, key, value."""
+    for path, tensor in state.items():
+        name, _, key = path.rpartition("/")
+        kind = next((kind for kind in (_GROUP, _ATTRIBUTE) if key.startswith(kind)), "")
+        value = tensor.item() if key.endswith(_NUMBER) else tensor
+        yield name, kind, key.removeprefix(kind).removesuffix(_NUMBER), value

@@ -101,7 +101,8 @@ class StageRunner:
     seed: Callable[[int], None] = seed_all
 
     def __post_init__(self) -> None:
-        self._memory = ModuleMemory(self.stage.module)
+        stage = self.stage
+        self._memory = ModuleMemory(stage.module, stage.written, stage.keeping)
 
     def forward(self, flight: Flight) -> None:
         """Fill the flight's outputs, and its loss where this is the last stage."""
@@ -153,7 +154,10 @@ class StageRunner:
         used = [weights.leaves(version) for weights, version in zip(self.versions, flight.versions)]
         leaves = itertools.chain(*used) if used else self.stage.module.parameters()
         for leaf in itertools.chain(leaves, flight.inputs.values()):
-            if leaf.grad is not None and leaf.grad.untyped_storage().data_ptr() in places:
+            if leaf.grad is None:
+                continue
+            # The values of a sparse gradient may be a view of what came back.
+            if leaf.grad.is_sparse or leaf.grad.untyped_storage().data_ptr() in places:
                 leaf.grad = leaf.grad.clone()
 
     def _release(self, flight: Flight) -> None:

@@ -148,6 +148,12 @@ class StageOptimizer:
         for versions in self._versions.values():
             versions.restart()
 
+    def restart(self) -> None:
+        """Begin anew from the weights that the modules hold; nothing is in flight."""
+        for stage in self._tied:
+            for versions in self.versions(stage):
+                versions.restart()
+
     def fail(self, failure: BaseException) -> None:
         """Have whoever waits for gradients of other workers fail; from any thread."""
         for agreement in set(self._agreements.values()):

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.core.errors import JobError
+from plait.verification.python_state import places_of_tensors
+
 # What an optimizer writes a parameter with, and the same writing elsewhere.
 _ELSEWHERE: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.add_.Tensor: torch.add,
@@ -39,11 +42,22 @@ class _Version:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place in the module where a parameter hangs."""
+    """A place where a parameter hangs: in a module or, by its key, in a list, a dict or an object of one."""
 
-    owner: nn.Module
-    name: str
+    owner: Any
+    name: Any
     index: int
+
+    def put(self, parameter: Parameter) -> None:
+        if isinstance(self.owner, nn.RNNBase):
+            # It keeps a list of its weights besides, which only setting the attribute renews.
+            setattr(self.owner, self.name, parameter)
+        elif isinstance(self.owner, nn.Module):
+            self.owner._parameters[self.name] = parameter
+        elif isinstance(self.owner, (list, dict)):
+            self.owner[self.name] = parameter
+        else:
+            setattr(self.owner, self.name, parameter)
 
 
 @dataclass
@@ -166,15 +180,15 @@ class WeightVersions:
 
     def _leaves_of_masters(self) -> _Version:
         leaves = [Parameter(m.data, requires_grad=m.requires_grad) for m in self.masters]
+        for master, leaf in zip(self.masters, leaves):
+            # The dicts themselves, so that a hook which is removed is removed here, too.
+            leaf._backward_hooks = master._backward_hooks
+            leaf._post_accumulate_grad_hooks = master._post_accumulate_grad_hooks
         return _Version(leaves)
 
     def _hang(self, parameters: Sequence[Parameter]) -> None:
         for slot in self._slots:
-            if isinstance(slot.owner, nn.RNNBase):
-                # It keeps a list of its weights besides, which only setting the attribute renews.
-                setattr(slot.owner, slot.name, parameters[slot.index])
-            else:
-                slot.owner._parameters[slot.name] = parameters[slot.index]
+            slot.put(parameters[slot.index])
         for owner in {slot.owner for slot in self._slots if isinstance(slot.owner, nn.RNNBase)}:
             # Else it would take them for new ones and, on a GPU, move them away from the masters' memory.
             found = [None if weight is None else weakref.ref(weight) for weight in owner._flat_weights]
@@ -264,3 +278,13 @@ def _find_slots(module: nn.Module, masters: Sequence[Parameter]) -> Iterator[_Sl
         for name, parameter in owner._parameters.items():
             if id(parameter) in index:
                 yield _Slot(owner, name, index[id(parameter)])
+    for holder, key, tensor in places_of_tensors(dict(module.named_modules())):
+        if id(tensor) not in index:
+            continue
+        if isinstance(holder, tuple):
+            raise JobError(
+                f"model: a parameter of shape {tuple(tensor.shape)} is kept in a tuple, too, which schedules "
+                f"with several versions of the weights (stash, 2bw) cannot follow; keep it in a list, or use "
+                f"schedule flush"
+            )
+        yield _Slot(holder, key, index[id(tensor)])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from sympy import Expr  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
 from plait.profiler.failures import current_line, refusal
+from plait.profiler.watched import is_watched
 
 PLAIN = (
     int,
@@ -40,6 +42,22 @@ class DeviceArgument:
     """Stands in a call's arguments for the device that the layer runs on."""
 
 
+class InputValue(NamedTuple):
+    """Stands in a call's arguments for a number or text among the model's inputs: that of each batch."""
+
+    node: fx.Node
+
+
+def packed_value(value: float | str) -> Tensor:
+    """A number or text as a tensor, which stages send each other."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def read_value(packed: Tensor) -> Any:
+    """What `packed_value` was given."""
+    return json.loads(packed.cpu().numpy().tobytes())
+
+
 def can_be_lowered(item: Any) -> bool:
     """Whether `lower` keeps all of `item`: tensors and plain values in tuples, lists and dicts."""
     if type(item) in (tuple, list, torch.Size):
@@ -59,6 +77,8 @@ def lower(item: Any, node_of: Callable[[Tensor], fx.Node], meta: dict[str, Any])
     """
     if isinstance(item, Tensor):
         return node_of(item)
+    if is_watched(item) and hasattr(item, "node"):
+        return InputValue(item.node)
     if isinstance(item, (torch.SymInt, torch.SymFloat)):
         return _lower_size(item, meta)
     if isinstance(item, torch.SymBool):

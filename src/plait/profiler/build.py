@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.profiler.arguments import read_value
 from plait.profiler.failures import TraceError
 from plait.profiler.source import Source, indent, write_source
 from plait.profiler.traced import Boundary, Layer, TracedModel
@@ -36,14 +37,21 @@ class LayersModule(nn.Module):
         for path, item, persistent in attributes:
             _attach(self, path, item, persistent, numbered)
         self._compute = self._evaluate = _compile(source, name)
+        self._values = self._evaluated_values = source.values
         self._no_evaluation = evaluation if isinstance(evaluation, str) else None
         if isinstance(evaluation, Source):
             self._evaluate = _compile(evaluation, f"{name}, evaluation")
+            self._evaluated_values = evaluation.values
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if not self.training and self._no_evaluation is not None:
             raise TraceError(f"the model cannot be evaluated in stages: {self._no_evaluation}")
-        result: tuple[Tensor, ...] = (self._compute if self.training else self._evaluate)(self, *inputs)
+        compute = self._compute if self.training else self._evaluate
+        values = self._values if self.training else self._evaluated_values
+        given: Iterable[Any] = inputs
+        if values:
+            given = (read_value(each) if i in values else each for i, each in enumerate(inputs))
+        result: tuple[Tensor, ...] = compute(self, *given)
         return result
 
 
@@ -51,24 +59,30 @@ def build(
     traced: TracedModel, layers: tuple[Layer, ...], boundary: Boundary, own_inputs: bool
 ) -> LayersModule:
     """`layers` as one module over the model's own parameters; see `write_source` for `own_inputs`."""
-    source = write_source(traced, layers, boundary, own_inputs)
+    attributes = all_attributes(traced, layers)
+    modules = [path for path, item, _ in attributes if isinstance(item, nn.Module)]
+    source = write_source(traced, layers, boundary, own_inputs, modules=modules)
     name = layers[0].id if len(layers) == 1 else f"{layers[0].id} to {layers[-1].id}"
     evaluation: Source | str | None = traced.no_evaluation
     if traced.evaluation is not None:
-        evaluation, _ = write_evaluation(traced, layers, source, own_inputs)
-    module = LayersModule(source, all_attributes(traced, layers), name, evaluation)
+        evaluation, _ = write_evaluation(traced, layers, source, own_inputs, modules)
+    module = LayersModule(source, attributes, name, evaluation)
     module.training = traced.model.training  # and of its parts, each keeps its own mode
     return module
 
 
 def write_evaluation(
-    traced: TracedModel, layers: Sequence[Layer], source: Source, own_inputs: bool
+    traced: TracedModel,
+    layers: Sequence[Layer],
+    source: Source,
+    own_inputs: bool,
+    modules: Collection[str] = (),
 ) -> tuple[Source, Boundary]:
     """What the model computes in evaluation mode where `layers`, which `source` computes, are in training."""
     assert traced.evaluation is not None
     other, own = replace(traced.evaluation, model=traced.model), traced.evaluated_with(_ids(layers))
     boundary = other.boundary(own)
-    return write_source(other, own, boundary, own_inputs, source.objects), boundary
+    return write_source(other, own, boundary, own_inputs, source.objects, modules), boundary
 
 
 def all_attributes(traced: TracedModel, layers: Sequence[Layer]) -> list[tuple[str, Any, bool]]:

@@ -261,7 +261,7 @@ class _Session:
     def __init__(self, traced: TracedModel, inputs: Inputs, loss: Loss, device: torch.device) -> None:
         self.traced = traced
         self.layered = LayeredModel(traced)
-        self.tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        self.tensors = traced.order_inputs(inputs)
         self.device = device
         self._args, self._kwargs = ((), dict(inputs)) if isinstance(inputs, dict) else (tuple(inputs), {})
         self.loss = loss

@@ -9,11 +9,12 @@ everything to aten operations with the device written in, and drop the backward 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from plait.profiler.arguments import can_be_lowered, leaves, lower
 from plait.profiler.failures import SourceLine, current_line, refusal
 from plait.profiler.symbols import Sizes, is_lstm, lstm_shapes, recurrent_shapes, shape_of
+from plait.profiler.watched import watch
 
 # torch.nn modules that only arrange others: the layers are inside.
 CONTAINERS = (
@@ -116,6 +118,8 @@ class CallRecorder(TorchFunctionMode):
         self.places: dict[int, Place] = {}
         # Modules whose own code was recorded, and the line that read a size which the trace fixes.
         self.opened: dict[str, nn.Module] = {"": model}
+        # Values among the inputs, by name, that the code of opened modules goes by, with the first of these.
+        self.looked_at: dict[str, str] = {}
         self.size_read: SourceLine | None = None
         self._sizes = sizes
         self.whole = frozenset(whole)
@@ -123,6 +127,11 @@ class CallRecorder(TorchFunctionMode):
         self._known: set[int] | None = None
         self._running = ""
         self._made_in: dict[int, str] = {}
+        # Storages that were written in place, by whichever code; and, of the tensors in `left`, which an
+        # earlier forward has left behind, the whole modules that use one.
+        self.written_in: set[int] = set()
+        self.left: dict[int, Tensor] = {}
+        self.using_left: set[str] = set()
         # Random numbers in [0, 1), and comparisons of them whose outcome does not depend on the number.
         self._uniform: set[int] = set()
         self._decided: dict[int, bool] = {}
@@ -157,14 +166,36 @@ class CallRecorder(TorchFunctionMode):
                         self._kept.append(stand_in)
                         holder[name] = stand_in
 
-    def follow(self, other: CallRecorder) -> None:
-        """Know the parameters and buffers of a model whose tensors `other` has replaced."""
+    def follow(self, other: CallRecorder, left: Iterable[Tensor] = ()) -> None:
+        """Know the parameters and buffers of a model whose tensors `other` has replaced.
+
+        `left` are tensors that its forward has left behind.
+        """
         self._attributes |= other._attributes
+        self.left = {id(tensor): tensor for tensor in left if id(tensor) not in self._attributes}
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether a forward wrote into the memory of `tensor`, a parameter, a buffer or a constant."""
+        return _storage(tensor) in self.written_in
 
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
         node = self.graph.placeholder(name)
         self._describe(node, tensor)
         return node
+
+    def add_value(self, name: str, value: Any) -> Any:
+        """A number or text among the inputs, which calls may take as it is; `looked_at` notes who looks."""
+        node = self.graph.placeholder(name)
+        node.meta |= {"python": True, "shape": (1,), "dtype": torch.uint8, "requires_grad": False}
+        node.meta |= {"storage": -1, "since": 0}
+        watched = watch(value, functools.partial(self._note_look, node.name))
+        watched.node = node
+        return watched
+
+    def _note_look(self, name: str) -> None:
+        # What is recorded as one call goes by the value of its own batch.
+        if not self._is_silent():
+            self.looked_at.setdefault(name, self._modules[-1].path)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that made `tensor`; a parameter, buffer or constant gets a node of its own."""
@@ -200,7 +231,9 @@ class CallRecorder(TorchFunctionMode):
             return self._decided[id(args[0])]
         run = lstm_shapes if is_lstm(function, args) else function
         if self._is_silent():
+            versions = [(leaf, leaf._version) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             result = run(*args, **kwargs)
+            self._note_writes(function, versions)
             self._watch_inside(args, kwargs, result)
         else:
             _refuse_hooks(function)
@@ -314,12 +347,22 @@ class CallRecorder(TorchFunctionMode):
         finally:
             self._known = None
 
+    def _note_writes(self, function: Any, versions: list[tuple[Tensor, int]]) -> None:
+        """Note the storages that a call within a whole module has written; `versions` are from before it."""
+        if threading.get_ident() != self._thread:
+            return
+        self.written_in |= {_storage(tensor) for tensor, before in versions if tensor._version != before}
+        if getattr(function, "__name__", "") == "__set__" and function.__self__ is not Tensor.requires_grad:
+            self.written_in |= {_storage(tensor) for tensor, _ in versions[:1]}
+
     def _watch_inside(self, args: Any, kwargs: Any, result: Any) -> None:
         """See that a whole module uses only what it was given: others may run on another worker."""
         if self._known is None or threading.get_ident() != self._thread:
             return
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and id(leaf) not in self._known and id(leaf) not in self._attributes:
+                if id(leaf) in self.left:
+                    self.using_left.add(self._running)
                 if id(leaf) in self._values:
                     raise MustOpen({self._running})
                 if self._made_in.get(id(leaf), self._running) != self._running:
@@ -390,6 +433,7 @@ class CallRecorder(TorchFunctionMode):
         node.meta |= meta
         if _writes(target):
             node.meta["writes"] = tuple(arg.meta["storage"] for arg in node.all_input_nodes[:1])
+            self.written_in.update(node.meta["writes"])
         return node
 
     def _enter_group(self, alone: bool) -> None:
@@ -471,6 +515,7 @@ class CallRecorder(TorchFunctionMode):
 
     def _note_change(self, when: int, node: fx.Node, tensor: Tensor, returned: bool) -> None:
         storage = _storage(tensor)
+        self.written_in.add(storage)
         before = self._values.get(id(tensor))
         node.meta["writes"] = (*node.meta.get("writes", ()), storage)
         self._written[storage] = (when, node, before)

@@ -10,7 +10,7 @@ import builtins
 import itertools
 import keyword
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,11 @@ from sympy import Expr, Symbol  # type: ignore[import-untyped]
 from torch import fx
 from torch.overrides import resolve_name
 
-from plait.profiler.arguments import DeviceArgument, SizeArgument
+from plait.profiler.arguments import DeviceArgument, InputValue, SizeArgument
 from plait.profiler.failures import TraceError
 from plait.profiler.record import after, pick
 from plait.profiler.symbols import write_size
-from plait.profiler.traced import Boundary, Layer, TracedModel, size_source
+from plait.profiler.traced import Boundary, Layer, TracedModel, is_tensor, size_source
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "truediv": "/", "floordiv": "//", "mod": "%",
@@ -40,11 +40,13 @@ class Source:
     """The body of a function: `lines`, unindented, that read `inputs` and return a tuple.
 
     `objects` are the names it uses besides torch, F and self: classes of the user's autograd functions.
+    `values` are the inputs, by their places, that are numbers or text, no tensors.
     """
 
     inputs: tuple[str, ...]
     lines: list[str] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
+    values: frozenset[int] = frozenset()
 
 
 def write_source(
@@ -53,19 +55,28 @@ def write_source(
     boundary: Boundary,
     own_inputs: bool,
     objects: dict[str, Any] | None = None,
+    modules: Collection[str] = (),
 ) -> Source:
     """The source that computes `layers`; `objects` have names already that it may use.
+
+    `modules` are the paths of modules that are the model's own, with whatever they hold.
 
     With `own_inputs` no input is written into and no output changes after it was made: an input that is
     changed in place is copied first (a received tensor is a leaf of autograd, which forbids the write).
     """
-    return _Writer(traced, layers, boundary, own_inputs).write(objects)
+    return _Writer(traced, layers, boundary, own_inputs, modules).write(objects)
 
 
 class _Writer:
     def __init__(
-        self, traced: TracedModel, layers: Sequence[Layer], boundary: Boundary, own_inputs: bool
+        self,
+        traced: TracedModel,
+        layers: Sequence[Layer],
+        boundary: Boundary,
+        own_inputs: bool,
+        modules: Collection[str],
     ) -> None:
+        self._modules = modules
         self._inputs = [traced.node_by_name[name] for name in boundary.inputs]
         self._outputs = [traced.node_by_name[name] for name in boundary.outputs]
         self._nodes = [node for layer in layers for node in layer.nodes]
@@ -78,7 +89,8 @@ class _Writer:
 
     def write(self, objects: dict[str, Any] | None = None) -> Source:
         names = tuple(self._input_name(node) for node in self._inputs)
-        self._source = Source(names, objects=dict(objects or {}))
+        values = frozenset(i for i, node in enumerate(self._inputs) if node.meta.get("python"))
+        self._source = Source(names, objects=dict(objects or {}), values=values)
         if self._own_inputs:
             self._copy_changed_inputs()
         for node in self._nodes:
@@ -101,7 +113,7 @@ class _Writer:
                 assert source is not None, f"no tensor has the size {symbol} that {node.name} needs"
                 chosen[node, symbol] = source
             if node.meta.get("device"):
-                chosen[node, None] = (next(value for value in nearest if "shape" in value.meta), 0, 1)
+                chosen[node, None] = (next(value for value in nearest if is_tensor(value)), 0, 1)
             known.append(node)
         return chosen
 
@@ -126,7 +138,7 @@ class _Writer:
 
     def _write_node(self, node: fx.Node) -> None:
         if node.op == "get_attr":
-            self._names[node] = attribute_path(str(node.target), is_module=False)
+            self._names[node] = attribute_path(str(node.target), is_module=False, modules=self._modules)
             return
         if node.target is after:
             self._names[node] = self._names[node.args[0]]  # type: ignore[index]
@@ -203,7 +215,8 @@ class _Writer:
         arguments = [self._expression(item, node) for item in node.args]
         keywords = [f"{key}={self._expression(item, node)}" for key, item in node.kwargs.items()]
         if node.op == "call_module":
-            return f"{attribute_path(str(node.target), is_module=True)}({', '.join(arguments + keywords)})"
+            called = attribute_path(str(node.target), is_module=True, modules=self._modules)
+            return f"{called}({', '.join(arguments + keywords)})"
         if node.target is pick or _is_operator(node, "getitem"):
             return f"{arguments[0]}[{self._index(node.args[1], node)}]"
         if node.target is getattr:
@@ -235,6 +248,8 @@ class _Writer:
             return self._names[item]
         if isinstance(item, SizeArgument):
             return self._size(item.expression, node)
+        if isinstance(item, InputValue):
+            return self._names[item.node]
         if isinstance(item, DeviceArgument):
             assert node is not None
             return f"{self._names[self._size_givers[node, None][0]]}.device"
@@ -268,14 +283,18 @@ class _Writer:
         return text
 
 
-def attribute_path(path: str, is_module: bool) -> str:
-    """`features.0.conv` as `self.features["0"].conv`; the root has its parts as attributes only."""
+def attribute_path(path: str, is_module: bool, modules: Collection[str] = ()) -> str:
+    """`features.0.conv` as `self.features["0"].conv`; the root has its parts as attributes only.
+
+    So have `modules`, by path, and all within them: they are no dicts but whatever the model has.
+    """
     text = "self"
     parts = path.split(".") if path else []
     for i, part in enumerate(parts):
+        is_within = any(".".join(parts[:end]) in modules for end in range(1, i + 1))
         if part.isidentifier() and not keyword.iskeyword(part):
             text += f".{part}"
-        elif i > 0 and (is_module or i < len(parts) - 1):
+        elif i > 0 and not is_within and (is_module or i < len(parts) - 1):
             text += f'["{part}"]'
         else:
             text = f'getattr({text}, "{part}")'

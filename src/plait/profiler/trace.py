@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -20,6 +20,13 @@ from torch.utils import _pytree as pytree
 
 from plait.profiler.arguments import PLAIN, SizeArgument
 from plait.profiler.failures import TraceError, explain, refusal
+from plait.profiler.kept_state import (
+    SecondForward,
+    changed_state,
+    mode_concerns,
+    note_numbers,
+    python_draws,
+)
 from plait.profiler.record import (
     CallRecorder,
     MustOpen,
@@ -28,11 +35,21 @@ from plait.profiler.record import (
     python_random_state,
 )
 from plait.profiler.symbols import Sizes, fake_inputs
-from plait.profiler.traced import Concern, Guards, Layer, TracedModel, place_tensors
+from plait.profiler.traced import (
+    Concern,
+    FixedValue,
+    Guards,
+    KeptState,
+    Layer,
+    TracedModel,
+    place_inputs,
+    place_tensors,
+    same_value,
+)
+from plait.profiler.watched import can_watch, is_watched, plain
+from plait.verification.python_state import PythonState, state_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]
-# Stands for what a counter comes to in a long run: late enough for most thresholds, and even.
-_MANY = 1_000_000
 
 # Functions that only rearrange; a layer is named for another of its functions where it has one.
 _MINOR = frozenset(
@@ -67,26 +84,23 @@ def trace(
     traced = _trace_once(model, examples, frozenset(whole), {}, _reusable(before))
     if not model.training or not evaluation:
         return traced
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
         # The same modules stay whole, and tensors that are neither parameters nor buffers keep their names.
-        other = _trace_once(model, examples, traced.whole, traced.constants, _reusable(traced))
+        evaluated = replace(examples, evaluating=True)
+        other = _trace_once(model, evaluated, traced.whole, traced.constants, _reusable(traced))
         traced = replace(traced, evaluation=other)
     except TraceError as failure:
         traced = replace(traced, no_evaluation=str(failure))
-    finally:
-        for module in training:
-            module.training = True
     return traced
 
 
 @dataclass(frozen=True)
 class _Examples:
-    """The inputs to trace with, and others that show which sizes change."""
+    """The inputs to trace with, others that show which sizes change, and whether that is an evaluation."""
 
     inputs: Inputs
     others: Sequence[Inputs]
+    evaluating: bool = False
 
 
 def _reusable(before: TracedModel | None) -> FakeTensorMode | None:
@@ -118,7 +132,7 @@ def _trace_whole(
 ) -> TracedModel:
     inputs, others = examples.inputs, examples.others
     args, kwargs = _arguments(inputs)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    _, spec = pytree.tree_flatten((args, kwargs))
     tensors = _tensors(inputs)
     if not tensors:
         raise TraceError(f"found no tensor among the inputs of {type(model).__name__}; expected at least one")
@@ -133,11 +147,21 @@ def _trace_whole(
     nodes = [recorder.add_input(n, f) for n, f in zip(_input_names(model, args, kwargs), fakes)]
     shapes = tuple(node.meta["shape"] for node in nodes)
     remaining = iter(fakes)
-    stand_ins = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    # Numbers and text that calls take as they are follow the batch; the trace sees where code goes by them.
+    stand_ins = [
+        next(remaining)
+        if isinstance(leaf, Tensor)
+        else recorder.add_value(_as_name(place), leaf)
+        if can_watch(leaf)
+        else leaf
+        for place, leaf in place_inputs(inputs).items()
+    ]
     args, kwargs = pytree.tree_unflatten(stand_ins, spec)
-    output_leaves, output_spec, concerns, written = _run(model, args, kwargs, mode, recorder, sizes)
+    run = _run(model, args, kwargs, mode, recorder, sizes, examples.evaluating)
+    output_leaves, output_spec = run.leaves, run.spec
     _check_batch_is_free(fakes[0], sizes)
     outputs = tuple(dict.fromkeys(leaf.name for leaf in output_leaves if isinstance(leaf, fx.Node)))
+    fixed_values, taken = _values(recorder, inputs, stand_ins)
     _prune(recorder.graph, set(outputs))
     _resolve_sizes(recorder.graph, sizes)
     fixed = tuple((symbol, number, line) for symbol, (number, line) in sizes.fixed.items())
@@ -145,18 +169,55 @@ def _trace_whole(
         model,
         recorder.graph,
         _layers(model, recorder),
-        tuple(node.name for node in nodes),
+        (*(node.name for node in nodes), *taken),
         outputs,
         tuple(output_leaves),
         output_spec,
         recorder.constants,
-        tuple(place_tensors(inputs)),
+        (*place_tensors(inputs), *taken.values()),
+        fixed_values,
         whole,
         Guards(shapes, recorder.size_read, fixed, tuple(sizes.branches)),
-        concerns,
-        written,
+        run.concerns or tuple(_value_concerns(fixed_values, others)),
+        run.written,
+        run.kept,
         mode=mode,
     )
+
+
+def _as_name(place: str) -> str:
+    """A name for the value at a place among the inputs."""
+    name = "_".join(re.findall(r"\w+", place))
+    return name if name.isidentifier() else f"value_{name}"
+
+
+def _values(
+    recorder: CallRecorder, inputs: Inputs, stand_ins: Sequence[Any]
+) -> tuple[dict[str, FixedValue], dict[str, str]]:
+    """By place the values that must not change, and by name the places of those that calls take as such."""
+    fixed, taken = {}, {}
+    known = recorder.opened
+    for (place, leaf), stand_in in zip(place_inputs(inputs).items(), stand_ins):
+        if isinstance(leaf, Tensor):
+            continue
+        if not is_watched(stand_in):
+            fixed[place] = FixedValue(leaf, "", type(known[""]).__name__)
+        elif (path := recorder.looked_at.get(stand_in.node.name)) is not None:
+            fixed[place] = FixedValue(leaf, path, type(known[path]).__name__)
+        if is_watched(stand_in) and stand_in.node.users:
+            taken[stand_in.node.name] = place
+        elif is_watched(stand_in):
+            recorder.graph.erase_node(stand_in.node)
+    return fixed, taken
+
+
+def _value_concerns(fixed: Mapping[str, FixedValue], others: Sequence[Inputs]) -> Iterator[Concern]:
+    """What is said where further inputs show that a value changes by which opened modules go."""
+    for other in others:
+        found = place_inputs(other)
+        for place, value in fixed.items():
+            if not same_value(found.get(place), value.value):
+                yield Concern(value.path, value.describe(place, found.get(place)))
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -173,18 +234,39 @@ def _tensors_like(inputs: Inputs, others: Inputs) -> list[Tensor]:
     return [found[place] for place in places] if found.keys() == set(places) else _tensors(others)
 
 
-def _run(
-    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, recorder: CallRecorder, sizes: Sizes
-) -> tuple[list[Any], pytree.TreeSpec, tuple[Concern, ...], frozenset[str]]:
-    """Record one forward pass; the parts of what it returned, nodes in place of tensors.
+@dataclass(frozen=True)
+class _Forward:
+    """What a recorded forward returned, nodes in place of tensors, and what a trace cannot repeat of it.
 
-    Also what a trace cannot repeat, and the buffers that were written.
+    `written` are the tensors of the model that it wrote; `kept` is what whole modules have kept.
     """
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    concerns: tuple[Concern, ...]
+    written: frozenset[str]
+    kept: tuple[KeptState, ...]
+
+
+def _run(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    mode: FakeTensorMode,
+    recorder: CallRecorder,
+    sizes: Sizes,
+    evaluating: bool = False,
+) -> _Forward:
+    """Record one forward pass, in the mode that the model is in or, with `evaluating`, in evaluation mode."""
     try:
-        with _unchanged(model), _quiet():
+        with _unchanged(model) as state, _quiet():
             recorder.replace_tensors(model, mode)
-            before = {id(module): dict(module.__dict__) for module in model.modules()}
-            buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
+            if evaluating:
+                # What models do then, such as merging weights, they do to tensors without values.
+                with mode, enable_python_dispatcher():
+                    model.eval()
+            before = state.tokens(same_tensors=True)
+            tensors = [(name, tensor, tensor._version) for name, tensor in _named_tensors(model)]
             random_before = python_random_state()
             # The dispatcher in Python knows symbolic sizes where the one in C++ would fix them.
             with torch.enable_grad(), mode, enable_python_dispatcher(), recorder.watching():
@@ -194,116 +276,49 @@ def _run(
                 leaves, spec = pytree.tree_flatten(result)
                 found = [_output_leaf(recorder, leaf) for leaf in leaves]
                 _require_tensors(result, found)
-            concerns = python_draws(random_before)
-            if not concerns and (kept := changed_attributes(recorder, before)):
-                concerns = _carried_over(model, args, kwargs, mode, recorder, kept)
-            return found, spec, tuple(concerns), _written_buffers(model, buffers)
+            written = _written_tensors(model, recorder, tensors)
+            concerns, kept = python_draws(random_before), list[KeptState]()
+            if not concerns and (moved := changed_state(before, state)):
+                again = SecondForward(model, args, kwargs, mode, recorder, state)
+                concerns, kept = again.find_kept(moved)
+            if not concerns:
+                note_numbers(SecondForward(model, args, kwargs, mode, recorder, state))
+            if evaluating and not concerns:
+                concerns = mode_concerns(recorder.opened, state, mode)
+            return _Forward(found, spec, tuple(concerns), written, tuple(kept))
     except MustOpen:
         raise
     except Exception as failure:  # a user's forward may fail in any way
         raise explain(failure) from failure
 
 
-def _written_buffers(model: nn.Module, before: list[tuple[str, Tensor, int]]) -> frozenset[str]:
-    """The buffers that forward wrote or replaced; of normalisations, those they write past autograd."""
-    now = dict(model.named_buffers())
-    written = {name for name, old, version in before if now.get(name) is not old or old._version != version}
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _written_tensors(
+    model: nn.Module, recorder: CallRecorder, before: list[tuple[str, Tensor, int]]
+) -> frozenset[str]:
+    """The tensors that forward wrote or replaced; of normalisations, those they write past autograd."""
+    now = dict(_named_tensors(model))
+    written = {
+        name
+        for name, old, version in before
+        if now.get(name) is not old or old._version != version or recorder.is_written(old)
+    }
     for path, module in model.named_modules():
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
             written |= {f"{path}.{name}" if path else name for name, _ in module.named_buffers()}
+    written |= {name for name, constant in recorder.constants.items() if recorder.is_written(constant)}
     return frozenset(written)
-
-
-def python_draws(before: tuple[Any, Any]) -> list[Concern]:
-    now = python_random_state()
-    same = now[0] == before[0] and all(np.array_equal(a, b) for a, b in zip(now[1], before[1]))
-    what = "draws random numbers of Python or numpy, which stages would repeat for ever"
-    words = f"the model's forward {what}; draw them with torch, as part of the computation"
-    return [] if same else [Concern("", words)]
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """An attribute that the code of an opened module has left behind, which the next forward may go by."""
-
-    path: str
-    module: nn.Module
-    name: str
-    value: Any
-
-    def concern(self) -> Concern:
-        return Concern(
-            self.path,
-            f"forward of {_shown(self.path, self.module)} changes self.{self.name}, by which its next one "
-            f"goes, and stages would not; keep it in a buffer, or give it to forward and return it",
-        )
-
-
-def changed_attributes(recorder: CallRecorder, before: Mapping[int, Mapping[str, Any]]) -> list[_Kept]:
-    found = []
-    for path, module in recorder.opened.items():
-        known = before[id(module)]
-        for name, new in module.__dict__.items():
-            old = known.get(name)
-            same = new is old or (isinstance(new, PLAIN) and isinstance(old, PLAIN) and new == old)
-            if not same:
-                found.append(_Kept(path, module, name, new))
-    return found
-
-
-def _shown(path: str, module: nn.Module) -> str:
-    return f"{path} ({type(module).__name__})" if path else type(module).__name__
-
-
-def _carried_over(
-    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, first: CallRecorder, kept: list[_Kept]
-) -> list[Concern]:
-    """What of `kept` changes a second forward in a row, or one after many; the rest is harmless."""
-    if not _does_the_same(model, args, kwargs, mode, first):
-        return [kept[0].concern()]
-    for each in kept:
-        value = each.value
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            each.module.__dict__[each.name] = type(value)(_MANY)
-            if not _does_the_same(model, args, kwargs, mode, first):
-                return [each.concern()]
-    return []
-
-
-def _does_the_same(
-    model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode, first: CallRecorder
-) -> bool:
-    """Whether a further forward makes the calls that `first` has recorded."""
-    again = CallRecorder(model, None, first.whole)
-    again.follow(first)
-    try:
-        with torch.enable_grad(), mode, enable_python_dispatcher(), again.watching():
-            for tensor in pytree.tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor):
-                    again.add_input("input", tensor)
-            model(*args, **kwargs)
-    except Exception:  # such as a tensor of the first forward
-        return False
-    return _written(again.graph) == _written(first.graph)
-
-
-def _written(graph: fx.Graph) -> list[str]:
-    """Each call of a graph as text, but for the names of values."""
-    number = {node: i for i, node in enumerate(n for n in graph.nodes if n.op != "get_attr")}
-
-    def name(item: Any) -> Any:
-        return f"%{number.get(item, item.target)}" if isinstance(item, fx.Node) else item
-
-    return [
-        repr((node.op, str(node.target), fx.node.map_aggregate((node.args, node.kwargs), name)))
-        for node in number
-        if node.op != "placeholder"
-    ]
 
 
 def _output_leaf(recorder: CallRecorder, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return recorder.node_of(leaf)
+    if is_watched(leaf):
+        leaf.note()
+        return plain(leaf)
     return leaf if isinstance(leaf, PLAIN) else None
 
 
@@ -329,8 +344,9 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back what the forward pass assigns to its modules, and the random state."""
+def _unchanged(model: nn.Module) -> Iterator[PythonState]:
+    """Put back what the forward pass changes in its modules and what they lead to, and the random state."""
+    state = state_of(model)
     holders = [
         holder
         for module in model.modules()
@@ -340,8 +356,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     try:
         # Tensors without values draw nothing on other devices.
         with torch.random.fork_rng(devices=[]), own_random_numbers():
-            yield
+            yield state
     finally:
+        state.restore()
         for holder, kept in zip(holders, before):
             holder.clear()
             holder.update(kept)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import sympy  # type: ignore[import-untyped]
 import torch
 from sympy import Expr, Symbol
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
+from plait.profiler.arguments import packed_value
 from plait.profiler.failures import FIXED_SHAPES, SourceLine, TraceError
 from plait.profiler.record import Place
 from plait.profiler.symbols import Branch, Shape
@@ -58,6 +60,34 @@ class Concern:
 
     path: str
     words: str
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """Something in Python that forwards of whole modules change, of the modules at `paths` together.
+
+    It is right as long as one worker runs all of them, and all microbatches.
+    """
+
+    paths: tuple[str, ...]
+    words: str
+
+
+@dataclass(frozen=True)
+class FixedValue:
+    """A value among the inputs that the code of the opened module at `path`, of that kind, goes by."""
+
+    value: Any
+    path: str
+    kind: str
+
+    def describe(self, place: str, found: Any) -> str:
+        """Why the value at `place` must not be another one."""
+        owner = f"{self.path} ({self.kind})" if self.path else self.kind
+        return (
+            f"found {found!r} at {place} of a batch's inputs, where the trace had {self.value!r}, and the "
+            f"code of {owner} goes by it; give it as a tensor, or let a module that no cut divides go by it"
+        )
 
 
 @dataclass(frozen=True)
@@ -124,15 +154,19 @@ class TracedModel:
     output_leaves: tuple[Any, ...]
     output_spec: pytree.TreeSpec
     constants: dict[str, torch.Tensor]
-    # Where each of `inputs` was among the arguments of the model, as `place_tensors` names it.
+    # Where each of `inputs` was among the arguments of the model, as `place_inputs` names it: the tensors
+    # first, then numbers and text that calls take as they are. By place also the values that must not change.
     input_places: tuple[str, ...] = ()
+    fixed_values: Mapping[str, FixedValue] = field(default_factory=dict)
     # Which modules are one layer each, besides torch's own.
     whole: frozenset[str] = frozenset()
     guards: Guards = field(default_factory=Guards)
     # What the code of opened modules does that a trace cannot repeat.
     concerns: tuple[Concern, ...] = ()
-    # Buffers that forward writes, by their first names.
+    # Buffers, parameters and constants that forward writes, by their first names.
     written: frozenset[str] = frozenset()
+    # What modules that were not opened keep from one forward to the next.
+    kept: tuple[KeptState, ...] = ()
     # The same model in evaluation mode; where that cannot be traced, why. Neither where it was traced so.
     evaluation: TracedModel | None = None
     no_evaluation: str | None = None
@@ -153,6 +187,12 @@ class TracedModel:
     @cached_property
     def layer_by_id(self) -> dict[str, Layer]:
         return {layer.id: layer for layer in self.layers}
+
+    def inside(self, paths: Collection[str]) -> tuple[Layer, ...]:
+        """The layers whose code the modules at `paths`, or their parts, run; the model itself runs all."""
+        if "" in paths:
+            return self.layers
+        return tuple(layer for layer in self.layers if any(p in paths for p, _ in layer.place.within))
 
     @cached_property
     def node_by_name(self) -> dict[str, fx.Node]:
@@ -182,14 +222,39 @@ class TracedModel:
         }
 
     def order_inputs(self, arguments: Sequence[Any] | Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a model's arguments in the order of `inputs`, also where a dict has another one."""
-        found = place_tensors(arguments)
-        if found.keys() != set(self.input_places):
+        """The tensors of a model's arguments in the order of `inputs`, also where a dict has another one.
+
+        Numbers and text among them are packed into tensors.
+        """
+        found = place_inputs(arguments)
+        tensors = {place for place, leaf in found.items() if isinstance(leaf, torch.Tensor)}
+        if tensors != {place for place in self.input_places if place not in self.value_places}:
             raise InputError(
-                f"found tensors at {', '.join(found) or 'no place'} of a batch's inputs, where the trace had "
-                f"{', '.join(self.input_places)}; give every batch the same ones"
+                f"found tensors at {', '.join(sorted(tensors)) or 'no place'} of a batch's inputs, where the "
+                f"trace had {', '.join(self.input_places)}; give every batch the same ones"
             )
-        return [found[place] for place in self.input_places]
+        self._check_values(found)
+        return [
+            packed_value(found[place]) if place in self.value_places else found[place]
+            for place in self.input_places
+        ]
+
+    @cached_property
+    def value_places(self) -> frozenset[str]:
+        """Those of `input_places` at which there are numbers or text."""
+        pairs = zip(self.inputs, self.input_places)
+        return frozenset(place for name, place in pairs if not is_tensor(self.node_by_name[name]))
+
+    def _check_values(self, found: Mapping[str, Any]) -> None:
+        for place in self.value_places:
+            if not isinstance(found.get(place), (int, float, str)):
+                raise InputError(
+                    f"found {found.get(place)!r} at {place} of a batch's inputs, where the trace had a "
+                    f"number or text; give every batch one"
+                )
+        for place, fixed in self.fixed_values.items():
+            if not same_value(found.get(place), fixed.value):
+                raise InputError(fixed.describe(place, found.get(place)))
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         """Refuse inputs for whose sizes the model would do something else than it did in the trace."""
@@ -239,7 +304,7 @@ class TracedModel:
             for symbol in missing:
                 extra.append(self._input_with(symbol, node))
                 known.append(extra[-1])
-            if node.meta.get("device") and not any("shape" in value.meta for value in known):
+            if node.meta.get("device") and not any(is_tensor(value) for value in known):
                 extra.append(self.node_by_name[self.inputs[0]])
                 known.append(extra[-1])
             known.append(node)
@@ -261,14 +326,32 @@ class TracedModel:
         return pytree.tree_unflatten(leaves, self.output_spec)
 
 
-def place_tensors(arguments: Sequence[Any] | Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors among the arguments of a model, by their keys and numbers there."""
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a node stands for a tensor, and not for a number or text among the inputs."""
+    return "shape" in node.meta and not node.meta.get("python")
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values that are no tensors are the same; of what cannot be compared, the same object."""
+    try:
+        return one is other or (type(one) is type(other) and bool(np.all(one == other)))
+    except (TypeError, ValueError):
+        return False
+
+
+def place_inputs(arguments: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments of a model hold, tensors and other values, by their keys and numbers there."""
     given = dict(arguments) if isinstance(arguments, Mapping) else tuple(arguments)
     try:
-        leaves = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(given)[0]]
+        return {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(given)[0]}
     except ValueError:  # containers of a user that were registered without names for what they hold
-        leaves = [(f"[{number}]", leaf) for number, leaf in enumerate(pytree.tree_leaves(given))]
-    return {place: leaf for place, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return {f"[{number}]": leaf for number, leaf in enumerate(pytree.tree_leaves(given))}
+
+
+def place_tensors(arguments: Sequence[Any] | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the arguments of a model, as `place_inputs` has them."""
+    found = place_inputs(arguments).items()
+    return {place: leaf for place, leaf in found if isinstance(leaf, torch.Tensor)}
 
 
 def find_homes(traced: TracedModel, other: TracedModel) -> dict[str, str]:

@@ -34,7 +34,7 @@ from plait.core.errors import ArtefactError, CheckpointError
 from plait.core.files import sync_folder, write_atomic, writing
 from plait.core.shown import shown
 from plait.data.sampler import Position
-from plait.pipeline.named_state import Tensors
+from plait.pipeline.named_state import Tensors, is_packed, model_state, unpacked
 from plait.schema.settings import TrainSettings
 from plait.training.early_stopping import EarlyStopping
 
@@ -123,16 +123,16 @@ def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:
 
 def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
     """Put `state` into `model`; a difference in names or shapes is an error, with the first one found."""
-    own = model.state_dict()
+    own = model_state(model)
     for name, value in own.items():
         if name not in state:
             raise CheckpointError(f"it has no {name!r}, which the model has; is it of another model?")
-        if state[name].shape != value.shape:
+        if state[name].shape != value.shape and not is_packed(state[name]):
             found, expected = tuple(state[name].shape), tuple(value.shape)
             raise CheckpointError(f"{name!r} has shape {found} there and {expected} in the model")
     if extra := sorted(state.keys() - own.keys()):
         raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
-    model.load_state_dict(state)
+    model.load_state_dict(unpacked(state))
 
 
 def broadcast(checkpoint: Checkpoint | None, source: int = 0) -> Checkpoint:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from plait.adapt.policies.registry import make_policy
@@ -26,6 +27,7 @@ from plait.data.requirements import check_continued, check_length, check_vocabul
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
+from plait.pipeline.named_state import has_extra_state, model_state
 from plait.schema.settings import DataSettings, Mode, ModelSettings, TrainSettings
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule
@@ -39,6 +41,10 @@ UNKNOWN_STEPS = 1 << 62
 # an optimizer's state of a checkpoint.
 WHOLE_COPIES = 4
 log = logging.getLogger(__name__)
+_IN_EVALUATION_MODE = (
+    "model: {} returned a model in evaluation mode, as from_pretrained does; all of it is put into training "
+    "mode (call train() in the factory, and then eval() of the parts that are to stay in evaluation mode)"
+)
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,6 +71,8 @@ class Components:
     autocast: Callable[[], AbstractContextManager[Any]]
     # Where the model has no memory yet: what gives a worker's own tensors theirs.
     pieces: OwnTensors | None = None
+    # What the user is told when the run begins.
+    notes: tuple[str, ...] = ()
 
     @property
     def weights(self) -> frozenset[str]:
@@ -126,7 +134,12 @@ def seed_factory(seed: int) -> None:
 
 
 def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
-    """The model with its initial weights, which depend on `seed` alone."""
+    """The model with its initial weights, which depend on `seed` alone, in training mode."""
+    model = _made(settings, seed)
+    return model if model.training else model.train()
+
+
+def _made(settings: ModelSettings, seed: int) -> torch.nn.Module:
     # Modules may draw while they are imported, too.
     seed_factory(seed)
     factory = find_model(settings)
@@ -136,6 +149,12 @@ def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
         raise JobError(
             f"model: {settings.factory} returned {type(model).__name__}, expected a torch.nn.Module"
         )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise JobError(
+                f"model: {settings.factory} has a parameter without a size yet, {name} (LazyLinear and its "
+                f"like); give the sizes, or run the model once on a sample in the factory"
+            )
     return model
 
 
@@ -263,7 +282,10 @@ def has_room_for_whole(parts: Components) -> bool:
 def make_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors:
     """The model of the settings without memory."""
     dtype = torch.float64 if settings.precision == "float64" else None
-    return OwnTensors(lambda: build_model(settings.model, settings.seed), dtype, device)
+    pieces = OwnTensors(lambda: build_model(settings.model, settings.seed), dtype, device)
+    if has_extra_state(pieces.model):
+        raise NotInPiecesError("the model has state of its own kind (get_extra_state), which has no pieces")
+    return pieces
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -296,26 +318,30 @@ def build(
     if test_set is None:
         check_test_split(settings)
     total_steps(settings, train_set.length, 0, Position())
-    model = pieces.model if pieces is not None else _model_on(settings, device)
+    notes: tuple[str, ...] = ()
+    if pieces is not None:
+        model = pieces.model
+    else:
+        model = _made(settings.model, settings.seed)
+        if not model.training:
+            notes = (_IN_EVALUATION_MODE.format(settings.model.factory),)
+            model.train()
+        model.to(device, torch.float64 if settings.precision == "float64" else None)
     factory = find_model(settings.model)
     for source in (train_set, test_set):
         if source is not None:
             check_vocabulary(settings, factory, model, source.dataset)
             check_length(settings, factory, model, source.dataset)
     check_continued(settings, train_set.dataset, model)
-    return _with_optimizer(settings, device, model, (train_set, test_set), pieces)
+    return replace(_with_optimizer(settings, device, model, (train_set, test_set), pieces), notes=notes)
 
 
 def build_without_data(settings: TrainSettings, device: torch.device) -> Components:
     """The parts of a run that take steps on batches from elsewhere: no data are read."""
     no_data = DataSource(())
-    return _with_optimizer(settings, device, _model_on(settings, device), (no_data, None), None)
-
-
-def _model_on(settings: TrainSettings, device: torch.device) -> torch.nn.Module:
     model = build_model(settings.model, settings.seed)
     model.to(device, torch.float64 if settings.precision == "float64" else None)
-    return model
+    return _with_optimizer(settings, device, model, (no_data, None), None)
 
 
 def _with_optimizer(
@@ -329,6 +355,9 @@ def _with_optimizer(
     train_set, test_set = sets
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
+    if has_extra_state(model):
+        # Refused now rather than at the first checkpoint.
+        model_state(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     check_groups(settings.optimizer.groups, [names[parameter] for parameter in trained])

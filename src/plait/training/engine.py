@@ -53,6 +53,8 @@ class EngineState:
     sync: Tensors = field(default_factory=dict)
     # Where tensors were written to as they came, instead of in `model` and `optimizer`.
     written: Written | None = None
+    # What the optimizer keeps and no checkpoint holds, in words.
+    unsaved: tuple[str, ...] = ()
 
     def find_broken(self, weights: Container[str]) -> str | None:
         """The name of a tensor that no checkpoint should hold, if there is one; see `find_broken`."""
@@ -181,4 +183,6 @@ def cannot_apply(change: Change, engine: str) -> JobError:
 def whole_state(parts: Components, sync: Mapping[str, torch.Tensor] | None = None) -> EngineState:
     """The state of a model that this worker holds as a whole."""
     model = named_state.model_state(parts.model)
-    return EngineState(model, named_state.optimizer_state(parts.optimizer, parts.names), dict(sync or {}))
+    optimizer = named_state.optimizer_state(parts.optimizer, parts.names)
+    unsaved = tuple(named_state.unsaved_state(parts.optimizer))
+    return EngineState(model, optimizer, dict(sync or {}), unsaved=unsaved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,18 @@ from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
+from plait.training.optimizers.build import set_mode
 from plait.workloads.metrics import Metric
+
+
+@contextlib.contextmanager
+def evaluated_weights(optimizer: object) -> Iterator[None]:
+    """Let an optimizer that has modes, as schedule-free ones do, give the weights to be evaluated."""
+    set_mode(optimizer, training=False)
+    try:
+        yield
+    finally:
+        set_mode(optimizer, training=True)
 
 
 def evaluate_parts(
@@ -51,7 +63,7 @@ def sums_over_share(parts: Components, settings: TrainSettings, rank: int, world
     """The sums (see `sums_of`) over the part of the test split that falls to `rank` of `world_size`."""
     sums = torch.zeros(4, dtype=torch.float64)
     size = settings.evaluate.batch_size or settings.data.batch_size
-    with torch.no_grad(), evaluation_mode(parts.model):
+    with torch.no_grad(), evaluated_weights(parts.optimizer), evaluation_mode(parts.model):
         for batch in evaluation_batches(parts, settings, size, rank, world_size):
             if batch.count:
                 sums += measure(parts, batch.content, batch.count)

@@ -12,10 +12,12 @@ from plait.core.errors import CheckpointError, InputError
 from plait.data.calling import evaluation_mode
 from plait.data.requirements import check_same_vocabulary
 from plait.launch.run_dir import RunDir
+from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.evaluate import evaluate_parts
+from plait.training.optimizers.build import has_modes
 from plait.workloads.translation.beam_search import BeamOptions
 from plait.workloads.translation.bleu import find_pairs, score, translate, translates
 
@@ -30,6 +32,8 @@ def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     assert parts.test_set is not None
     check_same_vocabulary(state.progress, parts.test_set.dataset, settings.data)
     checkpoints.load_model_state(parts.model, state.model)
+    if has_modes(parts.optimizer):
+        named_state.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
     metrics = evaluate_parts(parts, settings, rank=0, world_size=1)
     # What needs the whole split at once, such as answers of several windows.
     scores = getattr(parts.test_set.dataset, "scores", None)

@@ -111,7 +111,7 @@ class Loop(RunStart):
         # The step of the last checkpoint that this worker wrote, and of the last that it did not write.
         self._saved_step: int | None = None
         self._broken_step: int | None = None
-        self._stopped = self._change_asked = self._has_begun = False
+        self._stopped = self._change_asked = self._has_begun = self._told_of_unsaved = False
         # The step after which changes were made last, and how many.
         self._changes = (0, 0)
         memberships = run.worker.memberships
@@ -196,6 +196,8 @@ class Loop(RunStart):
         metrics.start(run.step, run.total_steps)
         if slow := emulated(run.settings.precision, run.parts.device):
             metrics.warn(slow)
+        for note in run.parts.notes:
+            metrics.warn(note)
         if run.parts.train_set.is_stream:
             self._warn_of_skipping()
         self.engine.open()
@@ -511,6 +513,12 @@ class Loop(RunStart):
             state.discard()
             self._broken_step = run.step
             return
+        if state.unsaved and not self._told_of_unsaved:
+            self._told_of_unsaved = True
+            run.metrics.warn(
+                f"optimizer: {run.settings.optimizer.kind} keeps {', '.join(state.unsaved)}, which no "
+                f"checkpoint holds (expected tensors and numbers): a resumed run begins without it"
+            )
         checkpoints.save(run.folder.checkpoints, self._checkpoint(state))
         state.discard()
         self._saved_step = run.step

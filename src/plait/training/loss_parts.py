@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from plait.data.calling import evaluation_mode, forward
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
 from plait.verification import same_random_numbers
+from plait.verification.python_state import unchanged_state
 
-# Samples that are tried, as a whole and in small parts: small parts are unlike each other.
-_SAMPLES, _AT_A_TIME = 16, 2
+# Samples that are tried, as a whole and in small parts: small parts are unlike each other. First the first
+# ones, then others from all over the set, whose first samples may be all of one kind.
+_SAMPLES, _AT_A_TIME, _SETS = 16, 2, 3
 # Beyond these, relative to the loss, it is no rounding.
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 _LOWER_PRECISION = 3e-2
@@ -35,15 +38,16 @@ def describe_parts(settings: TrainSettings, parts: Components) -> str:
     count = min(_SAMPLES, settings.data.batch_size, len(parts.train_set))
     if count < 2:
         return ""
+    tolerance = _TOLERANCES.get(settings.precision, _LOWER_PRECISION)
     try:
-        found = _whole_and_in_parts(settings, parts, count)
+        tried = [_whole_and_in_parts(settings, parts, numbers) for numbers in _sample_sets(parts, count)]
     except Exception:  # whatever is wrong with these samples, the first step's error says it better
         return ""
-    if found is None:
+    # A part of which all is left out has a loss that is no number.
+    apart = [pair for pair in tried if pair and not abs(pair[0] - pair[1]) <= tolerance * abs(pair[0])]
+    if not apart:
         return ""
-    whole, mean = found
-    if abs(whole - mean) <= _TOLERANCES.get(settings.precision, _LOWER_PRECISION) * abs(whole):
-        return ""
+    whole, mean = apart[0]
     return (
         f"loss: of {count} samples it is {whole:.6g}, but {mean:.6g} as the mean of their parts, as where "
         f"padding is left out or classes are weighted; a batch that is trained in parts (workers, "
@@ -52,10 +56,22 @@ def describe_parts(settings: TrainSettings, parts: Components) -> str:
     )
 
 
-def _whole_and_in_parts(settings: TrainSettings, parts: Components, count: int) -> tuple[float, float] | None:
-    """The loss of `count` samples, and the mean of that of their parts; None where they are alike anyway."""
-    with same_random_numbers(settings.seed), torch.no_grad():
-        (content,) = parts.train_set.example_batches((count,), settings.seed)
+def _sample_sets(parts: Components, count: int) -> Iterator[list[int]]:
+    """The numbers of the samples to try."""
+    samples, own = len(parts.train_set), getattr(parts.train_set.dataset, "example_indices", None)
+    yield list(range(count)) if own is None else list(own((count,))[0])
+    for number in range(1, _SETS if samples > count else 1):
+        yield [(i * samples // count + number) % samples for i in range(count)]
+
+
+def _whole_and_in_parts(
+    settings: TrainSettings, parts: Components, numbers: Sequence[int]
+) -> tuple[float, float] | None:
+    """The loss of these samples, and the mean of that of their parts; None where they are alike anyway."""
+    count = len(numbers)
+    held = {"model": parts.model, "loss": parts.loss}
+    with same_random_numbers(settings.seed), unchanged_state(held), torch.no_grad():
+        content = parts.train_set.batch(0, numbers, settings.seed)
         inputs, target = loader.to_device(content, parts.device, parts.dtype)
         plain = settings.loss == "cross-entropy" and not settings.loss_args.get("weight")
         if plain and not bool((target == _IGNORED).any()):
@@ -64,8 +80,9 @@ def _whole_and_in_parts(settings: TrainSettings, parts: Components, count: int) 
 
         def loss(begin: int, end: int) -> float:
             own_inputs, own_target = _rows((inputs, target), count, begin, end)
+            own = copy.deepcopy(parts.loss)  # which may count its calls
             with parts.autocast():
-                return float(parts.loss(forward(model, own_inputs), own_target))
+                return float(own(forward(model, own_inputs), own_target))
 
         places = [(i, min(i + _AT_A_TIME, count)) for i in range(0, count, _AT_A_TIME)]
         with evaluation_mode(model):

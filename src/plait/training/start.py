@@ -16,6 +16,9 @@ from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.change.batch_size import BatchSize, resumed
 from plait.training.checkpoint import Checkpoint
+from plait.training.checks.replicas import check_kept
+from plait.training.checks.same_data import check_data
+from plait.training.checks.stateful_loss import check_loss
 from plait.training.early_stopping import EarlyStopping
 from plait.training.engine import EngineState, Starting
 from plait.training.run import Run
@@ -71,6 +74,9 @@ class RunStart:
         if resume:
             self._restore()
         self._agree_on_start()
+        check_data(self.run)
+        check_loss(self.run)
+        check_kept(self.run)
 
     def _checkpoint(self, state: EngineState) -> Checkpoint:
         run = self.run

@@ -4,6 +4,7 @@ from plait.verification.compare import Difference, Noise, find_differences, meas
 from plait.verification.observe import (
     Observation,
     RandomState,
+    copied_gradient,
     observe_outputs,
     observe_step,
     same_random_numbers,
@@ -11,6 +12,7 @@ from plait.verification.observe import (
 )
 
 __all__ = [
-    "Difference", "Noise", "Observation", "RandomState", "find_differences", "measure_noise",
-    "observe_outputs", "observe_step", "perturb", "same_random_numbers", "unchanged_random_numbers",
+    "Difference", "Noise", "Observation", "RandomState", "copied_gradient", "find_differences",
+    "measure_noise", "observe_outputs", "observe_step", "perturb", "same_random_numbers",
+    "unchanged_random_numbers",
 ]  # fmt: skip

@@ -48,6 +48,13 @@ class RandomState:
         gpus = () if gpu is None else (_state(gpu),) * torch.cuda.device_count()
         return RandomState((version, tuple(keys), gauss), tuple(own), _state(cpu), gpus)
 
+    def equals(self, other: RandomState) -> bool:
+        """Whether nothing was drawn between the two."""
+        tensors = zip((self.cpu, *self.gpus), (other.cpu, *other.gpus))
+        alike = len(self.gpus) == len(other.gpus) and all(torch.equal(a, b) for a, b in tensors)
+        # Of numpy's the place in its numbers is part of the text.
+        return alike and self.python == other.python and str(self.numpy) == str(other.numpy)
+
     def restore(self) -> None:
         """Continue all random numbers from here."""
         random.setstate(self.python)
@@ -97,6 +104,11 @@ def observe_outputs(outputs: Any) -> dict[str, Tensor]:
     return found
 
 
+def copied_gradient(gradient: Tensor | None) -> Tensor | None:
+    """A gradient in memory of its own, dense; None where there is none."""
+    return None if gradient is None else gradient.detach().to_dense(masked_grad=False).clone()
+
+
 def observe_step(
     model: nn.Module, forward: Callable[[], tuple[Any, Tensor | None]], backward: bool = True
 ) -> dict[str, Tensor | None]:
@@ -116,8 +128,7 @@ def observe_step(
             loss.backward()
     if backward:
         for name, parameter in model.named_parameters():
-            gradient = parameter.grad
-            found[f"the gradient of {name}"] = None if gradient is None else gradient.detach().clone()
+            found[f"the gradient of {name}"] = copied_gradient(parameter.grad)
     for name, buffer in model.named_buffers():
         found[f"the buffer {name}"] = buffer.detach().clone()
     return found

@@ -28,7 +28,9 @@ def build_loss(kind: str, args: Mapping[str, Any] | None = None) -> Loss:
     loss = find_loss(kind)
     if isinstance(loss, type):
         check_arguments(loss, args or {}, "loss_args", JobError)
-        return OwnLoss(kind, cast("Loss", _instance(loss, kind, args or {})))
+        made = _instance(loss, kind, args or {})
+        _refuse_weights(made, kind)
+        return OwnLoss(kind, cast("Loss", made))
     check_arguments(loss, args or {}, "loss_args", JobError, positional=2)
     options = dict(args or {})
     if loss.__module__.startswith("plait."):
@@ -44,6 +46,23 @@ def _check_smoothing(options: Mapping[str, Any]) -> None:
         value = options.get(name, 0.0)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise JobError(f"loss_args.{name}: found {shown(value)}, expected a number from 0 to 1")
+
+
+# What to do with a loss that has more than its arguments.
+IN_THE_MODEL = (
+    "make it part of the model: let forward take the target, call it and return {'loss': ..., ...}, and use "
+    "loss: model"
+)
+
+
+def _refuse_weights(made: object, kind: str) -> None:
+    """Refuse a loss with weights, which are in no model and so in no optimizer and no checkpoint."""
+    if isinstance(made, torch.nn.Module):
+        for name, parameter in made.named_parameters():
+            if parameter.requires_grad:
+                raise JobError(
+                    f"loss: {kind} has a parameter {name!r}, which would not be trained; {IN_THE_MODEL}"
+                )
 
 
 def find_loss(kind: str) -> Callable[..., Any]:

@@ -82,7 +82,8 @@ def _adds(weight: Tensor, bias: Tensor | None) -> bool:
 
 def is_trained(tensor: Tensor) -> bool:
     """Whether it is a parameter that takes gradients, and no hook wants to see them first."""
-    return isinstance(tensor, Parameter) and tensor.requires_grad and not tensor._backward_hooks
+    hooks = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+    return isinstance(tensor, Parameter) and tensor.requires_grad and not hooks
 
 
 def _apply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

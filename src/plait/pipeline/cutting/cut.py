@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plait.core.errors import InputError
+from plait.pipeline.layout import PipelineLayout
 from plait.profiler.build import LayersModule, build
-from plait.profiler.traced import Boundary, TracedModel, Value
+from plait.profiler.traced import Boundary, Layer, TracedModel, Value
 
 
 class StageError(InputError):
@@ -33,6 +34,9 @@ class StageModule:
     first_names: dict[str, str]
     evaluation_inputs: tuple[Value, ...] = ()
     evaluation_outputs: tuple[Value, ...] = ()
+    # Frozen parameters that forward writes, and modules that keep something in Python between two forwards.
+    written: frozenset[str] = frozenset()
+    keeping: tuple[str, ...] = ()
 
 
 def cut(traced: TracedModel, layer_ids: Iterable[str]) -> StageModule:
@@ -62,7 +66,13 @@ def cut(traced: TracedModel, layer_ids: Iterable[str]) -> StageModule:
                 f"attribute of a module, an nn.ModuleList or an nn.ModuleDict, frozen if it is not trained"
             )
     names = {name: first[id(parameter)] for name, parameter in held.items()}
-    return StageModule(tuple(ids), module, inputs, outputs, names, *evaluated)
+    written = frozenset(n for n, p in held.items() if names[n] in traced.written and not p.requires_grad)
+    keeping = [path for kept in traced.kept for path in kept.paths if _holds(module, path)]
+    return StageModule(tuple(ids), module, inputs, outputs, names, *evaluated, written, tuple(keeping))
+
+
+def _holds(module: LayersModule, path: str) -> bool:
+    return any(path == own for own, _ in module.named_modules())
 
 
 def _values(traced: TracedModel, boundary: Boundary) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
@@ -99,23 +109,76 @@ def check_stages(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
 
 
 def check_buffers(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
-    """Refuse a buffer that one stage writes and another uses: each worker has a copy of its own."""
-    for name, found in shared_buffers(traced, stages).items():
+    """Refuse a tensor that one stage writes and another uses: each worker has a copy of its own."""
+    for name, found in shared_tensors(traced, stages).items():
         raise StageError(
-            f"buffer {name!r} is written by forward and used in stages {sorted(found)}, each of which would "
-            f"have its own; expected one: let no cut come between the layers that use it"
+            f"{describe_tensor(traced, name)} is written by forward and used in stages {sorted(found)}, each "
+            f"of which would have its own; expected one: let no cut come between the layers that use it"
         )
 
 
-def shared_buffers(traced: TracedModel, stages: Sequence[Sequence[str]]) -> dict[str, set[int]]:
-    """The buffers that forward writes and several stages use, with those stages."""
+def shared_tensors(traced: TracedModel, stages: Sequence[Sequence[str]]) -> dict[str, set[int]]:
+    """The parameters, buffers and constants that forward writes and several stages use, with those stages."""
     found: dict[str, set[int]] = {}
     for stage, ids in enumerate(stages):
-        for layer in traced.select(ids):
-            for name in layer.buffers:
+        for layer in (*traced.select(ids), *traced.evaluated_with(ids)):
+            for name in used_tensors(layer):
                 if name in traced.written:
                     found.setdefault(name, set()).add(stage)
     return {name: used for name, used in found.items() if len(used) > 1}
+
+
+def used_tensors(layer: Layer) -> tuple[str, ...]:
+    """The parameters, buffers and constants of a layer."""
+    constants = (str(node.target) for node in layer.nodes if node.op == "get_attr")
+    return tuple(dict.fromkeys([*layer.parameters, *layer.buffers, *constants]))
+
+
+def describe_tensor(traced: TracedModel, name: str) -> str:
+    """`parameter 'a.weight'`, or what else the tensor of that name is."""
+    if name in traced.constants:
+        return f"a tensor of shape {tuple(traced.constants[name].shape)}, no buffer of the model,"
+    parameters = {each for each, _ in traced.model.named_parameters()}
+    return f"{'parameter' if name in parameters else 'buffer'} {name!r}"
+
+
+def written_buffers_of_replicas(traced: TracedModel, pipeline_layout: PipelineLayout) -> set[str]:
+    """The buffers that forward writes in stages of several workers."""
+    stages = [ids for s, ids in enumerate(pipeline_layout.stages) if len(pipeline_layout.holders(s)) > 1]
+    return {name for ids in stages for layer in traced.select(ids) for name in layer.buffers} & traced.written
+
+
+def check_state(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
+    """Refuse what forwards keep in a stage of several workers, each of which sees some microbatches only.
+
+    Also weights that forward writes, where they have several versions: it would write into one of them.
+    """
+    replicated = [s for s, _ in enumerate(pipeline_layout.stages) if len(pipeline_layout.holders(s)) > 1]
+    inside = {layer.id: s for s, ids in enumerate(pipeline_layout.stages) for layer in traced.select(ids)}
+    advice = "plan one worker for that stage, or use plan: data-parallel"
+    for kept in traced.kept:
+        for layer in traced.inside(kept.paths):
+            if inside[layer.id] in replicated:
+                raise StageError(
+                    f"{kept.words}, but stage {inside[layer.id]} has several workers, each of which sees "
+                    f"some of the microbatches only; keep it in a buffer that may differ, or {advice}"
+                )
+    trained = {name: p.requires_grad for name, p in traced.model.named_parameters()}
+    for layer in traced.layers:
+        stage = inside[layer.id]
+        for name in set(used_tensors(layer)) & traced.written:
+            if stage in replicated and (name in trained or name in traced.constants):
+                raise StageError(
+                    f"{describe_tensor(traced, name)} is written by forward, but stage {stage} has several "
+                    f"workers, each of which would write its own; {advice}"
+                )
+            versions = not pipeline_layout.schedule.synchronous
+            if trained.get(name) and (versions or stage in pipeline_layout.recompute):
+                raise StageError(
+                    f"parameter {name!r} is trained, and written by forward, which is right only where there "
+                    f"is one version of the weights and each forward runs once; use schedule flush without "
+                    f"recompute"
+                )
 
 
 def evaluation_stages(

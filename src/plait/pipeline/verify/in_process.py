@@ -21,7 +21,7 @@ from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.profiler.traced import TracedModel
-from plait.verification import Observation, RandomState, observe_outputs
+from plait.verification import Observation, RandomState, copied_gradient, observe_outputs
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,7 @@ def observe_staged(
         found["the loss"] = value
         grads = staged.gradients()
         for name, _ in model.named_parameters():
-            grad = grads.get(name)
-            found[f"the gradient of {name}"] = None if grad is None else grad.detach().clone()
+            found[f"the gradient of {name}"] = copied_gradient(grads.get(name))
     for name, buffer in _held_buffers(staged, model).items():
         found[f"the buffer {name}"] = buffer.detach().clone()
     return found

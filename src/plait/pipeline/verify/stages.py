@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
 from plait.data.calling import as_arguments, evaluation_mode
-from plait.pipeline.cutting.cut import StageError, shared_buffers
+from plait.pipeline.cutting.cut import StageError, describe_tensor, shared_tensors, used_tensors
 from plait.pipeline.cutting.whole_modules import Retrace, Stages, keep_modules_whole, keep_together
 from plait.pipeline.stage import Loss
 from plait.pipeline.verify.in_process import Choices, StagedModel, observe_staged
@@ -40,6 +40,7 @@ from plait.verification import (
     perturb,
     same_random_numbers,
 )
+from plait.verification.python_state import unchanged_state
 
 # What is done in turn: with which of the batches, and whether in training mode.
 _STEPS = ((0, True), (0, True), (1, True), (0, False), (1, False))
@@ -166,10 +167,17 @@ def _objection(
     other = coarse.evaluation
     for concern in (*coarse.concerns, *(other.concerns if other is not None else ())):
         return concern.words, _without_opening(traced, stages, concern.path)
-    for name, used in shared_buffers(coarse, whole).items():
-        words = f"buffer {name!r} is written by forward and used in stages {sorted(used)}"
-        layers = [layer.id for layer in traced.layers if name in layer.buffers]
+    for name, used in shared_tensors(coarse, whole).items():
+        words = f"{describe_tensor(coarse, name)} is written by forward and used in stages {sorted(used)}"
+        layers = [layer.id for layer in traced.layers if name in used_tensors(layer)]
         return words, keep_together(traced, stages, layers)
+    stage_of = {id: stage for stage, ids in enumerate(stages) for id in ids}
+    for kept in (*coarse.kept, *(other.kept if other is not None else ())):
+        layers = [layer.id for layer in traced.inside(kept.paths)]
+        found = sorted({stage_of[id] for id in layers})
+        if len(found) > 1:
+            words = f"{kept.words}, and is used in stages {found}, each of which would have its own"
+            return words, keep_together(traced, stages, layers)
     return "", None
 
 
@@ -177,16 +185,20 @@ def _without_opening(traced: TracedModel, stages: Stages, path: str | None) -> S
     """Stages none of which divides the module at `path`; None where that is the whole model."""
     if not path:
         return None
-    inside = [layer.id for layer in traced.layers if any(path == each for each, _ in layer.place.within)]
-    return keep_together(traced, stages, inside)
+    return keep_together(traced, stages, [layer.id for layer in traced.inside([path])])
 
 
 def find_parting(traced: TracedModel, stages: Sequence[Sequence[str]], example: Example) -> Parting | None:
     """Where the stages of `traced` and its model part on the batches; None where they do not."""
     if any(p.device.type == "meta" for p in traced.model.parameters()):
         raise InputError("verify: the model has no weights here; expected one that is built whole")
-    plain = plain_copy(traced.model, example)
-    staged = StagedModel(traced, stages, example.loss, example.choices, example.fresh)
+    with unchanged_state({"model": traced.model, "loss": example.loss}):
+        return _find_parting(traced, stages, example)
+
+
+def _find_parting(traced: TracedModel, stages: Sequence[Sequence[str]], example: Example) -> Parting | None:
+    plain, own = plain_copy(traced.model, example), with_own_loss(example)
+    staged = StagedModel(traced, stages, own_loss(example), example.choices, example.fresh)
     perturbed: dict[int, _Perturbed] = {}
 
     def again(number: int, seed: int) -> Observation:
@@ -197,9 +209,9 @@ def find_parting(traced: TracedModel, stages: Sequence[Sequence[str]], example: 
     for number, (batch, training) in enumerate(_STEPS):
         if not training and traced.no_evaluation is not None:
             break
-        expected = _observe_plain(plain, example, number, batch, training)
+        expected = _observe_plain(plain, own, number, batch, training)
         try:
-            found = _observe_stages(staged, plain, example, number, batch, training)
+            found = _observe_stages(staged, plain, own, number, batch, training)
         except (PlaitError, torch.OutOfMemoryError):
             raise
         except Exception as failure:  # the traced code can fail in any way where the model's own does not
@@ -230,6 +242,19 @@ def plain_copy(model: nn.Module, example: Example) -> nn.Module:
         if example.fresh is None:
             raise
         return example.fresh()
+
+
+def own_loss(example: Example) -> Loss:
+    """The loss as it is now: one that counts its calls counts those of each model by itself."""
+    try:
+        return copy.deepcopy(example.loss)
+    except Exception:  # a function or object that cannot be copied is called as it is
+        return example.loss
+
+
+def with_own_loss(example: Example) -> Example:
+    """The example with a loss for one model alone."""
+    return replace(example, loss=own_loss(example))
 
 
 def _observe_plain(
@@ -270,7 +295,7 @@ class _Perturbed:
     """
 
     def __init__(self, traced: TracedModel, example: Example, seed: int) -> None:
-        self._example = example
+        self._example = with_own_loss(example)
         self._done = 0
         self._model = plain_copy(traced.model, example)
         if seed == _AS_IT_IS:
@@ -340,7 +365,8 @@ def _locate(
     """Run both once more up to step `number`, and compare them module by module."""
     training = _STEPS[number][1]
     plain = plain_copy(traced.model, example)
-    staged = StagedModel(traced, stages, example.loss, example.choices, example.fresh)
+    staged = StagedModel(traced, stages, own_loss(example), example.choices, example.fresh)
+    example = with_own_loss(example)
     for step, (batch, mode) in enumerate(_STEPS[:number]):
         _observe_plain(plain, example, step, batch, mode)
         _observe_stages(staged, plain, example, step, batch, mode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,11 @@ LAST_BUCKET_BYTES = 2 << 20
 MOST_NOTES = 16
 # Elements of one dot product.
 DOT_ELEMENTS = 1 << 20
+# A mark says of a gradient that there is one (1), that a part of it came after it was sent, and that it is
+# sparse; summed over ranks the three stay apart.
+LATE, SPARSE = float(1 << 20), float(1 << 40)
+# On a GPU, where a look makes the host wait, the marks of so many first steps are looked at.
+LOOKS = 8
 
 
 @dataclass
@@ -84,7 +89,11 @@ class AllReduce:
     ranks send them in the same order, whatever order their backward had. Between `begin` and `agree` every
     rank runs the same number of backward passes or none; only the last one (`last=True`) sends. Sums go by
     the backend's own way, or over a topology, which needs to know the `members`. Up to `most_notes` numbers
-    travel along.
+    travel along. With `own_memory` each step's gradients are in memory of their own, for an optimizer that
+    keeps them; else they are views of buffers that the next step fills again.
+
+    A gradient may come in parts, as where a layer is shared by reentrant checkpoints. The first time, parts
+    that came after theirs was sent are summed apart; then nothing is sent before backward has ended.
     """
 
     def __init__(
@@ -94,7 +103,15 @@ class AllReduce:
         members: Members | None = None,
         most_notes: int = MOST_NOTES,
         may_fail: bool = False,
+        own_memory: bool = False,
     ) -> None:
+        self._own_memory = own_memory
+        self._overlaps = True
+        self._looks = 0
+        # By bucket and place: parts that came late, and the rows of sparse gradients.
+        self._late: dict[tuple[int, int], Tensor] = {}
+        self._rows: dict[tuple[int, int], Tensor] = {}
+        self._sparse: set[tuple[int, int]] = set()
         self._group = group
         self._members = members
         self._buckets = make_buckets(parameters)
@@ -169,6 +186,8 @@ class AllReduce:
                 parameter.grad = None
         self._next = 0
         self._armed = False
+        self._late.clear()
+        self._rows.clear()
         self._watch({})
 
     def before_backward(
@@ -179,7 +198,7 @@ class AllReduce:
         If so, it sends them times `factor`, and finds them on `leaves`, by the parameters that those stand
         for, where it leaves them there instead.
         """
-        self._armed = last
+        self._armed = last and self._overlaps
         self._weigh(factor)
         self._watch(leaves or {})
 
@@ -212,7 +231,7 @@ class AllReduce:
         assert all(bucket.factor == factor for bucket in self._buckets[: self._next])
         self._weigh(factor)
         self._take_rest()
-        marks = [f for b in self._buckets for f in b.filled]
+        marks = [self._mark(*place) for place in self._places()]
         carried = self._buffers[-1]
         carried.zero_()
         carried[: len(notes)] = notes.detach()
@@ -229,10 +248,43 @@ class AllReduce:
         for sum_ in self._sending:
             sum_.wait()
         self._sending.clear()
+        self._looks += 1
         # What this rank filled was used; only for the rest must it look at what the others say.
-        used = marks if all(marks) else [count > 0 for count in carried[self._most_notes :].tolist()]
-        self._hand_back(used)
+        if self._looks <= LOOKS or carried.device.type == "cpu" or not all(marks):
+            marks = carried[self._most_notes :].tolist()
+            self._add_late(marks, factor)
+        elif self._late or self._rows.keys() - self._sparse:
+            raise PlaitError(
+                "a gradient came in parts, or sparse, for the first time after many steps, which workers "
+                "cannot agree on any more; give checkpoint() use_reentrant=False, and do the same in each "
+                "forward"
+            )
+        self._hand_back([mark > 0 for mark in marks])
         return carried[: len(notes)].clone()
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """All gradients, by bucket and place in it."""
+        return ((i, j) for i, bucket in enumerate(self._buckets) for j in range(len(bucket.parameters)))
+
+    def _mark(self, index: int, place: int) -> float:
+        late = LATE if (index, place) in self._late else 0.0
+        sparse = SPARSE if (index, place) in self._rows else 0.0
+        return float(self._buckets[index].filled[place]) + late + sparse
+
+    def _add_late(self, marks: Sequence[float], factor: float) -> None:
+        """Sum the parts of gradients that came after theirs was sent; `marks` are those of all ranks."""
+        self._sparse |= {place for place, mark in zip(self._places(), marks) if mark >= SPARSE}
+        late = {place[0] for place, mark in zip(self._places(), marks) if mark % SPARSE >= LATE}
+        for index in sorted(late):
+            bucket = self._buckets[index]
+            parts = torch.zeros_like(bucket.flat)
+            pieces = parts.split([p.numel() for p in bucket.parameters])
+            for place, piece in enumerate(pieces):
+                if (index, place) in self._late:
+                    piece.copy_(self._late[index, place].reshape(-1)).mul_(factor)
+            dist.all_reduce(parts, group=self._group)
+            bucket.flat.add_(parts)
+        self._overlaps = self._overlaps and not late
 
     def _look_at(self, buffers: Sequence[Tensor]) -> None:
         self._buffers = buffers
@@ -267,12 +319,25 @@ class AllReduce:
         return take
 
     def _take(self, index: int, place: int, parameter: Tensor) -> None:
-        bucket = self._buckets[index]
-        assert parameter.grad is not None
-        bucket.grads[place] = parameter.grad
+        bucket, grad = self._buckets[index], parameter.grad
+        assert grad is not None
         parameter.grad = None
-        bucket.filled[place] = True
-        bucket.waiting -= 1
+        if grad.is_sparse:
+            rows = grad.coalesce().indices()[0]
+            before = self._rows.get((index, place))
+            self._rows[index, place] = rows if before is None else torch.cat([before, rows])
+            grad = grad.to_dense()
+        if not bucket.filled[place]:
+            bucket.grads[place] = grad
+            bucket.filled[place] = True
+            bucket.waiting -= 1
+        elif index < self._next:
+            earlier = self._late.get((index, place))
+            self._late[index, place] = grad if earlier is None else earlier + grad
+        else:
+            first = bucket.grads[place]
+            assert first is not None
+            bucket.grads[place] = first + grad
 
     def _send_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
@@ -290,10 +355,26 @@ class AllReduce:
         self._send_full()
 
     def _hand_back(self, used: Sequence[bool]) -> None:
-        marks = iter(used)
-        for bucket in self._buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views):
-                parameter.grad = view if next(marks) else None
+        for (index, place), is_used in zip(self._places(), used):
+            bucket = self._buckets[index]
+            parameter, view = bucket.parameters[place], bucket.views[place]
+            if (index, place) in self._sparse:
+                parameter.grad = self._as_sparse(index, place, view)
+            elif is_used:
+                parameter.grad = view.clone() if self._own_memory else view
+            else:
+                parameter.grad = None
+
+    def _as_sparse(self, index: int, place: int, view: Tensor) -> Tensor:
+        """The sum of sparse gradients, with the rows that any rank has; all ranks call it together."""
+        touched = torch.zeros(len(view), device=view.device)
+        if (index, place) in self._rows:
+            touched[self._rows[index, place]] = 1
+        dist.all_reduce(touched, dist.ReduceOp.MAX, group=self._group)
+        rows = touched.nonzero()[:, 0]
+        return torch.sparse_coo_tensor(
+            rows[None], view[rows], view.shape, check_invariants=False, is_coalesced=True
+        )
 
 
 def _squared(flat: Tensor) -> Tensor:

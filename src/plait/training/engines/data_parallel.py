@@ -104,6 +104,8 @@ class DataParallelEngine(WholeModelStart):
             step = run.step + done
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
             loader.seed_all(mix(run.settings.seed, step, run.worker.rank))
+            # All workers take the same update.
+            self._step.update_seed = mix(run.settings.seed, step)
             if self._monitor is not None:
                 self._monitor.step = step + 1
             audited = self._begin_audit(step)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from plait.adapt.changes import BatchSizeChange, Change
 from plait.core import run_events
-from plait.core.errors import LostPeer, PeerError
+from plait.core.errors import JobError, LostPeer, PeerError
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
 from plait.pipeline import named_state
@@ -35,6 +35,7 @@ from plait.training.audit.averages import is_mean
 from plait.training.audit.schedule import is_audited
 from plait.training.audit.whole_model import ADVICE, AuditedStep
 from plait.training.checkpoint import Checkpoint
+from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
 from plait.training.engines.averaging import PREFIX as SYNC_PREFIX
 from plait.training.engines.averaging import averages_gradients, make_averaging, sources_of
@@ -124,6 +125,11 @@ class WholeModel:
 
     def open(self) -> bool:
         run, parts = self._run, self._run.parts
+        if names := list(own_buffers(parts.model)):
+            (content,) = parts.train_set.example_batches((4,), run.settings.seed)
+            inputs, _ = loader.to_device(content, parts.device, parts.dtype)
+            if words := describe_rows(parts.model, inputs, names):
+                raise JobError(f"model: {words}")
         self._step = TrainStep(run.worker, run.settings, parts, alone=True, own_monitor=self.monitor)
         weights, buffers = list(parts.model.parameters()), list(parts.model.buffers())
         rest = rest_of_state(run.worker.store, self._prefix, weights, buffers, parts.optimizer, parts.scaler)

@@ -23,11 +23,11 @@ from plait.core.codec import decode
 from plait.core.errors import JobError, PeerError
 from plait.core.run_events import LayersMoved
 from plait.data import loader
-from plait.data.sampler import GlobalBatch, Position
+from plait.data.sampler import GlobalBatch, Position, mix
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, with_choices
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step, loaded_by
-from plait.pipeline.named_state import tensors_of
+from plait.pipeline.named_state import is_known, model_state, tensors_of, unsaved_state
 from plait.pipeline.op_timings import operations_event
 from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
@@ -63,7 +63,7 @@ from plait.training.engines.pipeline_setup import (
 )
 from plait.training.engines.replica_layout import check_replicas
 from plait.training.engines.step_reduce import DeferredStepReduce
-from plait.training.evaluate import in_order, mean_of_all, sums_of
+from plait.training.evaluate import evaluated_weights, in_order, mean_of_all, sums_of
 from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.stages import StageMonitor
 from plait.training.optimizers.lr_schedule import set_lr
@@ -384,8 +384,13 @@ class PipelineEngine:
         device, dtype = self._run.parts.device, self._run.parts.dtype
         return (loader.to_device(b.content, device, dtype) for b in self._run.load(source, order))
 
-    def _set_lr(self, step: int) -> None:
+    def _set_lr(self, step: int, place: int) -> None:
+        """Get ready for the update that ends with the microbatch at `place` of a step."""
         set_lr(self._pipe.optimizer, self._pipe.base_lrs, self._run.lr_factor(step))
+        if not is_known(self._pipe.optimizer):
+            # Workers that hold the same weights draw the same.
+            stage = self._layout.stages_of(self._run.worker.rank)[0]
+            loader.seed_all(mix(self._run.settings.seed, step, place, stage))
 
     def _recorder_of(self, batches: list[GlobalBatch]) -> Callable[[int, float, float, list[float]], None]:
         """Records each step of an interval as its loss becomes known."""
@@ -420,7 +425,8 @@ class PipelineEngine:
             sums.add_(sums_of(run.parts, output, target, count))
 
         local = layout.local(len(pieces), layout.pipeline_of(run.worker.rank))
-        self._pipe.evaluate(local, work, measure)
+        with evaluated_weights(self._pipe.optimizer):
+            self._pipe.evaluate(local, work, measure)
         return mean_of_all(run.parts, sums, run.worker.world_size)
 
     def state(self) -> EngineState | None:
@@ -428,15 +434,17 @@ class PipelineEngine:
         if self._run.parts.pieces is not None:
             return self._write_in_turn()
         gathered = self._pipe.gather_state()
-        is_writer = self._run.worker.rank == 0
-        return with_gathered(whole_state(self._run.parts), gathered, self._tied) if is_writer else None
+        if self._run.worker.rank != 0:
+            return None
+        whole = with_gathered(whole_state(self._run.parts), gathered, self._tied)
+        return replace(whole, unsaved=tuple(unsaved_state(self._pipe.optimizer)))
 
     def _write_in_turn(self) -> EngineState | None:
         """Rank 0 writes what all workers hold as it comes, so that nobody holds all of it."""
         model, optimizer = self._pipe.state()
         is_writer = self._run.worker.rank == 0
         if is_writer:
-            own = self._run.parts.model.state_dict()
+            own = model_state(self._run.parts.model)
             model |= {name: own[name] for name in self._unused if name in own}
         folder = self._run.folder.checkpoints
         paths = folder / ".step-model.part", folder / ".step-optimizer.part"

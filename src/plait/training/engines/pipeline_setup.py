@@ -21,7 +21,9 @@ from plait.data.calling import as_arguments, explaining_type_errors
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline import executor as pipelines
+from plait.pipeline.cutting.cut import StageError, check_state, written_buffers_of_replicas
 from plait.pipeline.cutting.trace_job import check_target
+from plait.pipeline.gradient_sync import find_holders, find_stages
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.verify.in_process import Choices
@@ -30,13 +32,17 @@ from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
+from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components, build_model
 from plait.training.engine import EngineState
 from plait.training.engines.stragglers import StragglerInjector
 from plait.training.metrics import MetricsLogger
 from plait.training.optimizers.build import build_optimizer
+from plait.training.optimizers.traits import find_traits
 from plait.verification import same_random_numbers
 
+# Batches that are looked at for values which change.
+_LOOKS = 8
 # The model's and the optimizer's state, by name.
 State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
@@ -86,7 +92,27 @@ def prepare_pipeline(
         lambda whole: trace_parts(settings, parts, whole, before=traced),
         example,
     )
-    return found, replace(pipeline_layout, stages=found.stages)
+    pipeline_layout = replace(pipeline_layout, stages=found.stages)
+    check_state(found.traced, pipeline_layout)
+    if example is not None:
+        _check_values(settings, parts, found.traced)
+        names = written_buffers_of_replicas(found.traced, pipeline_layout)
+        own = [name for name in own_buffers(parts.model) if name in names]
+        if own and (words := describe_rows(parts.model, example.batches[0][0], own)):
+            raise StageError(words)
+    return found, pipeline_layout
+
+
+def _check_values(settings: TrainSettings, parts: Components, traced: TracedModel) -> None:
+    """See, on samples from all over the set, that the values which the trace has fixed do not change."""
+    source = parts.train_set
+    if not traced.fixed_values or source.is_stream:
+        return
+    few, samples = min(4, settings.data.batch_size), len(source)
+    with same_random_numbers(settings.seed):
+        for begin in range(0, samples, max(few, samples // _LOOKS)):
+            numbers = range(begin, min(begin + few, samples))
+            traced.order_inputs(as_arguments(source.batch(0, numbers, settings.seed)[0]))
 
 
 def example_of(settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout) -> Example:
@@ -214,6 +240,36 @@ def _check_layers(settings: TrainSettings, traced: TracedModel, pipeline_layout:
         )
 
 
+def check_optimizer(
+    settings: TrainSettings, parts: Components, traced: TracedModel, pipeline_layout: PipelineLayout
+) -> None:
+    """Refuse an optimizer of the user's own that would do something else in stages than on one worker."""
+    kind = settings.optimizer.kind
+    traits = find_traits(settings.optimizer, dict(parts.model.named_parameters()))
+    if traits.couples and len(pipeline_layout.stages) > 1:
+        raise JobError(
+            f"optimizer.kind: {kind} computes an update from all parameters together (a norm over all, say), "
+            f"and a stage has its own only; use plan: data-parallel, or, for a limit on the norm, clip_norm, "
+            f"which is that of all stages under the schedules that drain"
+        )
+    holders = find_holders(traced, pipeline_layout)
+    held = {w: [n for n, own in holders.items() if w in own] for w in pipeline_layout.workers}
+    unlike = [n for n, own in holders.items() if any(held[w] != held[own[0]] for w in own)]
+    if traits.draws and unlike:
+        raise JobError(
+            f"optimizer.kind: {kind} draws random numbers, and parameter {unlike[0]!r} is held by workers "
+            f"{list(holders[unlike[0]])}, which hold others besides and would draw unlike ones; plan as many "
+            f"workers for each stage, without tied weights between them, or use plan: data-parallel"
+        )
+    tied = any(len(stages) > 1 for stages in find_stages(traced, pipeline_layout).values())
+    if traits.counts and not pipeline_layout.schedule.synchronous and (pipeline_layout.shared or tied):
+        raise JobError(
+            f"optimizer.kind: {kind} counts its updates (in its groups or attributes), and under schedule "
+            f"{pipeline_layout.schedule.value} a worker with several stages, or with tied weights, updates "
+            f"several times a batch; use schedule flush"
+        )
+
+
 def open_pipeline(
     worker: Worker,
     settings: TrainSettings,
@@ -226,6 +282,7 @@ def open_pipeline(
 
     The workers of the world may be in several pipelines. `parts` keep what this one holds.
     """
+    check_optimizer(settings, parts, traced, pipeline_layout)
     channels = link(worker, pipeline_layout, parts.device)
     pipeline = pipelines.Pipeline(
         worker.rank,

@@ -11,15 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.core.errors import PeerError
 from plait.data.calling import forward
-from plait.data.loader import Batch, cut, to_device
+from plait.data.loader import Batch, cut, seed_all, to_device
 from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
+from plait.pipeline.named_state import is_known
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
@@ -27,6 +29,7 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import whole_world
 from plait.sync.buffers import average
 from plait.sync.carried_rows import merge_rows
+from plait.training.checks.replicas import FirstStep
 from plait.training.components import Components
 from plait.training.engines.stragglers import StragglerInjector
 from plait.training.monitoring.own_pace import ShareMonitor
@@ -72,15 +75,24 @@ class TrainStep:
         self._flags = _Flags(parts.device)
         # Where a step is audited: what it is taken on.
         self.recorded: list[Part] | None = None
+        # Before the first update workers see whether they hold the same.
+        self._is_first = True
+        self._last_inputs: Any = None
         # Samples of this worker since all agreed on running statistics.
         self._seen = 0
         # What comes between the gradients of a worker alone and its update.
         self.before_update: Callable[[], None] | None = None
+        # Where the random numbers of the next update start, for an optimizer that draws some.
+        self.update_seed: int | None = None
 
     def _make_sync(self) -> AllReduce:
         parameters, notes = list(self._parts.model.parameters()), 3 + notes_of(self._worker.world_size)
         may_fail = self._worker.memberships is not None
-        return AllReduce(parameters, members=self._members, most_notes=notes, may_fail=may_fail)
+        # Some optimizers keep the gradients.
+        own_memory = not is_known(self._parts.optimizer)
+        return AllReduce(
+            parameters, members=self._members, most_notes=notes, may_fail=may_fail, own_memory=own_memory
+        )
 
     def watch(self, monitor: StepMonitor | None) -> None:
         """Let `monitor` measure the steps from the next one on, or none; all workers call it together."""
@@ -134,7 +146,12 @@ class TrainStep:
                 self._alone.end_alone(loss, self._parts.model.parameters(), batch.total)
         else:
             self._sync.begin()
+            first = FirstStep(self._parts.model) if self._is_first else None
             loss, requests = self._agree(self._sync, self._backward(batch), batch)
+            if first is not None:
+                self._is_first = False
+                first.check(self._last_inputs)
+                self._last_inputs = None
         if self.before_update is not None:
             self.before_update()
         self._update()
@@ -176,6 +193,7 @@ class TrainStep:
             inputs, target = to_device(content, parts.device, parts.dtype)
             if self.recorded is not None:
                 self.recorded.append(Part(inputs, target, count / batch.total).own())
+            self._last_inputs = inputs if self._is_first else None
             with parts.autocast():
                 loss = parts.loss(forward(parts.model, inputs), target)
             weighted = loss * (count / batch.total)
@@ -201,6 +219,8 @@ class TrainStep:
         if self._settings.clip_norm is not None:
             parts.scaler.unscale_(parts.optimizer)
             torch.nn.utils.clip_grad_norm_(parts.model.parameters(), self._settings.clip_norm)
+        if self.update_seed is not None and not is_known(parts.optimizer):
+            seed_all(self.update_seed)
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
 

@@ -13,6 +13,7 @@ import torch
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, parameters_of, resolve
 from plait.core.shown import shown
+from plait.pipeline.named_state import remember_start
 from plait.schema.settings import GroupSettings, OptimizerSettings
 from plait.training.optimizers.fused import use_fused_kernels
 
@@ -155,4 +156,17 @@ def build_plain_optimizer(
         raise JobError(
             f"optimizer.kind: {settings.kind} returned {shown(optimizer)}, expected a torch.optim.Optimizer"
         )
+    set_mode(optimizer, training=True)
+    remember_start(optimizer)
     return optimizer
+
+
+def has_modes(optimizer: object) -> bool:
+    """Whether an optimizer has other weights for evaluation than for training, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def set_mode(optimizer: Any, training: bool) -> None:
+    """Put an optimizer that has modes into one of them."""
+    if has_modes(optimizer):
+        optimizer.train() if training else optimizer.eval()

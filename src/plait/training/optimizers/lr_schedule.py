@@ -10,15 +10,23 @@ import torch
 
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, resolve
+from plait.pipeline.named_state import LR_FACTOR, note_rate
 from plait.schema.settings import LrScheduleSettings
 
 LrFactor = Callable[[int], float]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, base_lrs: Sequence[float], factor: float) -> None:
-    """Give each parameter group its own learning rate times `factor`."""
+    """Give each parameter group its own learning rate times `factor`.
+
+    While the factor stays the same, so do the rates, or what the optimizer itself makes of them.
+    """
+    if vars(optimizer).get(LR_FACTOR, 1.0) == factor:
+        return
+    vars(optimizer)[LR_FACTOR] = factor
     for group, base in zip(optimizer.param_groups, base_lrs):
         group["lr"] = base * factor
+    note_rate(optimizer)
 
 
 def follow_schedule(

@@ -1,0 +1,186 @@
+"""Whether workers that hold the same layers stay alike: weights and buffers that forward writes.
+
+Workers see unlike samples. Running statistics they average. What forward writes into weights, or for single
+samples into a buffer, would be each worker's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.comm.collectives import all_gather_values
+from plait.core.errors import JobError
+from plait.data import loader
+from plait.data.calling import forward
+from plait.pipeline.named_state import has_extra_state
+from plait.training.run import Run
+from plait.verification import same_random_numbers
+from plait.verification.python_state import changed, state_of, unchanged_state
+from plait.workloads.language.carried_state import CarriedState
+
+_TOLERANCE = 1e-6
+# Samples that a forward must have for two of them to be changed apart.
+_FEWEST = 3
+
+
+def own_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of modules that are not torch's own; those that carry rows over by themselves aside."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if not type(module).__module__.startswith("torch.nn.") and not isinstance(module, CarriedState):
+            found |= {f"{path}.{n}" if path else n: b for n, b in module._buffers.items() if b is not None}
+    return found
+
+
+class FirstStep:
+    """Looks at the first step of data-parallel workers, before its update; made before its forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers = {name: buffer.detach().clone() for name, buffer in own_buffers(model).items()}
+
+    def check(self, inputs: Any) -> None:
+        """Refuse a model whose forward writes what is not the same on all workers, which call it together.
+
+        `inputs` are those of this worker's forward, None where it had none.
+        """
+        now = own_buffers(self._model)
+        written = [n for n, b in self._buffers.items() if n in now and not _equal(b, now[n])]
+        sums = [_sum(parameter) for parameter in self._model.parameters()]
+        answers = all_gather_values([sums, written, _samples(inputs) or 0])
+        for (name, _), *values in zip(self._model.named_parameters(), *(answer[0] for answer in answers)):
+            if any(not _close(value, values[0]) for value in values):
+                raise JobError(
+                    f"model: forward writes parameter {name!r} by the samples of its own worker, as data-"
+                    f"dependent initialisation does, so workers would train unlike weights; run one batch "
+                    f"through the model in its factory, or use one worker"
+                )
+        names = sorted({name for answer in answers for name in answer[1]})
+        if names and all(count >= _FEWEST for *_, count in answers):
+            # All workers look, since a forward may itself gather from all of them.
+            own = describe_rows(self._model, inputs, names, self._buffers)
+            if words := next(filter(None, all_gather_values(own)), ""):
+                raise JobError(f"model: {words}")
+
+
+def check_kept(run: Run) -> None:
+    """Refuse a model with state that a worker which joins, or takes a layer over, would not have.
+
+    That is what forwards keep in Python, and of layers that move also what `get_extra_state` gives.
+    """
+    parts, settings = run.parts, run.settings
+    moves = settings.pipeline is not None and settings.pipeline.graph is not None
+    if run.worker.memberships is None and not moves:
+        return
+    key = "parallel.elastic" if run.worker.memberships is not None else "adapt"
+    if settings.pipeline is not None and has_extra_state(parts.model):
+        raise JobError(
+            f"{key}: a module of {settings.model.factory} has get_extra_state, which does not move between "
+            f"workers with its layer; leave {key} out, or keep that state in buffers"
+        )
+    if parts.pieces is None and not parts.train_set.is_stream and settings.verify.start != "off":
+        (content,) = parts.train_set.example_batches((2,), settings.seed)
+        inputs, _ = loader.to_device(content, parts.device, parts.dtype)
+        if shown := find_kept(parts.model, inputs):
+            raise JobError(
+                f"{key}: forward of {settings.model.factory} changes {shown}, which a worker that joins, or "
+                f"takes a layer over, would not have; keep it in a buffer, or leave {key} out"
+            )
+
+
+def find_kept(model: nn.Module, inputs: Any) -> str:
+    """What two forwards in a row change in Python, one after the other, as people know it; else nothing."""
+    try:
+        with same_random_numbers(0), unchanged_state({"": model}), torch.no_grad():
+            found = copy.deepcopy(model)
+            state = state_of(found)
+            forward(found, inputs)
+            after_one = state.tokens()
+            forward(found, inputs)
+            names = changed(after_one, state.tokens())
+    except Exception:  # a model that cannot be copied, or takes no such batch
+        return ""
+    return next((f"{shown} of {path}" if path else shown for path, shown in names), "")
+
+
+def _sum(parameter: Tensor) -> float:
+    numbers = parameter.detach()
+    return float((torch.view_as_real(numbers) if numbers.is_complex() else numbers).sum(dtype=torch.float64))
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_TOLERANCE) or (math.isnan(one) and math.isnan(other))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def describe_rows(
+    model: nn.Module, inputs: Any, names: Sequence[str], before: Mapping[str, Tensor] | None = None
+) -> str:
+    """What to say where forward writes a buffer for single samples, which workers do not share; else nothing.
+
+    Found by changing one sample, then another: where they change different numbers of a buffer, it has a
+    place for each. `before` are the buffers to begin with. Nothing of the model changes.
+    """
+    count = _samples(inputs)
+    if count is None or count < _FEWEST:
+        return ""
+    try:
+        start = _after(model, None, names, before)
+        plain = _after(model, inputs, names, before)
+        first = _after(model, _replaced(inputs, 0, 1), names, before)
+        last = _after(model, _replaced(inputs, count - 1, count - 2), names, before)
+    except Exception:  # a model that cannot be copied, or takes no such batch
+        return ""
+    for name in names:
+        if len({tuple(each[name].shape) for each in (start, plain, first, last)}) > 1:
+            continue
+        one, other = (plain[name] != first[name], plain[name] != last[name])
+        is_part = not bool((plain[name] != start[name]).all()) or plain[name].shape[:1] == (count,)
+        if one.any() and other.any() and not (one & other).any() and is_part:
+            return (
+                f"forward writes buffer {name!r} for single samples (what each row carries over, or a memory "
+                f"of samples), and each worker would have those of its own samples only; use one worker, or "
+                f"gather what all workers write in forward"
+            )
+    return ""
+
+
+def _after(
+    model: nn.Module, inputs: Any, names: Sequence[str], before: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Buffers of a copy of the model after a forward on `inputs`, or before one (None)."""
+    with same_random_numbers(0), unchanged_state({"": model}), torch.no_grad():
+        found = copy.deepcopy(model)
+        for name, value in (before or {}).items():
+            own_buffers(found)[name].copy_(value)
+        if inputs is not None:
+            forward(found, inputs)
+    return {name: own_buffers(found)[name].detach() for name in names}
+
+
+def _samples(inputs: Any) -> int | None:
+    """How many rows all tensors of the inputs have; None where they differ."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _replaced(inputs: Any, row: int, by: int) -> Any:
+    """The inputs with one sample in the place of another."""
+
+    def replace(tensor: Tensor) -> Tensor:
+        found = tensor.clone()
+        found[row] = tensor[by]
+        return found
+
+    return pytree.tree_map_only(Tensor, replace, inputs)

@@ -1,0 +1,89 @@
+"""Losses that keep something from one call to the next, which no checkpoint holds and no worker shares."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from plait.core.errors import JobError
+from plait.data import loader
+from plait.data.calling import forward
+from plait.training.run import Run
+from plait.verification import same_random_numbers
+from plait.verification.python_state import PythonState, changed, tensors_in, unchanged_state
+from plait.workloads.losses import IN_THE_MODEL, OwnLoss
+
+_SAMPLES = 4
+
+
+def check_loss(run: Run) -> None:
+    """Refuse a loss that keeps tensors of what it has seen; warn of one that counts its calls.
+
+    It is called on copies: the loss itself is as it was afterwards.
+    """
+    parts, loss = run.parts, run.parts.loss
+    is_seen = parts.pieces is None and not parts.train_set.is_stream and run.settings.verify.start != "off"
+    if not isinstance(loss, OwnLoss) or not is_seen:
+        return
+    own = loss.loss
+    buffers = list(own.buffers()) if isinstance(own, nn.Module) else []
+    if not buffers and not any(True for _ in _state_of(own).roots()):
+        return
+    with unchanged_state({"loss": own, "model": parts.model}), same_random_numbers(run.settings.seed):
+        try:
+            tried = copy.deepcopy(own)
+            before = _tensors(tried)
+            state = _state_of(tried)
+            tokens = state.tokens()
+            _call(run, tried)
+            kept = [shown for _, shown in changed(tokens, state.tokens())]
+            written = not _same(before, _tensors(tried))
+        except Exception:  # whatever is wrong with the loss, the first step's error says it better
+            return
+    if written:
+        raise JobError(
+            f"loss: {loss.kind} changes tensors of its own when it is called, which no checkpoint holds and "
+            f"workers do not share; {IN_THE_MODEL}"
+        )
+    if not kept:
+        return
+    words = f"loss: {loss.kind} changes {kept[0]} when it is called"
+    if _has_several(run):
+        raise JobError(f"{words}, and some workers would not call it as often as others; {IN_THE_MODEL}")
+    run.metrics.warn(f"{words}, which no checkpoint holds: a resumed run begins without it; {IN_THE_MODEL}")
+
+
+def _has_several(run: Run) -> bool:
+    """Whether several workers compute losses, not each of every step."""
+    if run.settings.pipeline is not None:
+        return int(run.settings.pipeline.plan["stages"][-1]["replicas"]) > 1
+    return run.worker.memberships is not None or run.settings.sync.kind != "all-reduce"
+
+
+def _call(run: Run, loss: object) -> None:
+    parts, settings = run.parts, run.settings
+    count = min(_SAMPLES, len(parts.train_set), settings.data.batch_size)
+    (content,) = parts.train_set.example_batches((count,), settings.seed)
+    inputs, target = loader.to_device(content, parts.device, parts.dtype)
+    model = copy.deepcopy(parts.model)
+    with torch.no_grad(), parts.autocast():
+        loss(forward(model, inputs), target)  # type: ignore[operator]
+
+
+def _state_of(loss: object) -> PythonState:
+    return PythonState(dict(loss.named_modules()) if isinstance(loss, nn.Module) else {"": loss})
+
+
+def _tensors(loss: object) -> list[Tensor]:
+    """What a loss holds now, copied."""
+    named = list(loss.buffers()) if isinstance(loss, nn.Module) else []
+    held = tensors_in(root.get() for root in _state_of(loss).roots())
+    return [tensor.detach().clone() for tensor in (*named, *held)]
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other)
+    )

@@ -1,0 +1,79 @@
+"""What an optimizer of one's own does, as far as training in parts must know: found by trying it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from plait.core.errors import JobError
+from plait.pipeline.named_state import changes_itself, is_known
+from plait.schema.settings import OptimizerSettings
+from plait.training.optimizers.build import build_optimizer
+from plait.verification import RandomState, same_random_numbers
+
+# Gradients of unlike sizes, one step each: a limit on their norm may be anywhere.
+_SCALES = (1.0, 1e-3, 1e3)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Whether an update goes by all parameters together, by random numbers, or by a count of updates.
+
+    Counts are whatever the optimizer changes of its groups and attributes at a step.
+    """
+
+    couples: bool = False
+    draws: bool = False
+    counts: bool = False
+
+
+def find_traits(settings: OptimizerSettings, named: Mapping[str, Parameter]) -> Traits:
+    """Those of the job's optimizer, tried out on parameters of the shapes and types of some of `named`."""
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    if is_known(build_optimizer(settings, [Parameter(torch.zeros(1))])):
+        return Traits()
+    with same_random_numbers(0):
+        chosen = _few(trained)
+        names = list(chosen)
+        together = [_like(parameter) for parameter in chosen.values()]
+        alone = [Parameter(parameter.detach().clone()) for parameter in together]
+        try:
+            optimizer = build_optimizer(settings, together, dict(zip(together, names)))
+            single = [build_optimizer(settings, [p], {p: name}) for p, name in zip(alone, names)]
+        except JobError:  # one that takes all parameters or none; the run says what it is
+            return Traits()
+        draws = False
+        for number, scale in enumerate(_SCALES):
+            _give_gradients([together, alone], number, scale)
+            before = RandomState.now()
+            optimizer.step()
+            draws = draws or not before.equals(RandomState.now())
+            for each in single:
+                each.step()
+    couples = not all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(together, alone))
+    return Traits(couples and not draws, draws, changes_itself(optimizer))
+
+
+def _few(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """The two smallest parameters of each number of dimensions."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in sorted(named.items(), key=lambda item: item[1].numel()):
+        found.setdefault(parameter.dim(), []).append(name)
+    return {name: named[name] for names in found.values() for name in names[:2]}
+
+
+def _like(parameter: Parameter) -> Parameter:
+    return Parameter(torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+
+
+def _give_gradients(sides: Sequence[Iterable[Parameter]], seed: int, scale: float) -> None:
+    """The same gradients to the parameters of both sides."""
+    for side in sides:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in side:
+            grad: Tensor = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale
+            parameter.grad = grad.to(parameter.device, parameter.dtype)

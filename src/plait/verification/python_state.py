@@ -1,0 +1,425 @@
+"""What Python code keeps from one call to the next: attributes, containers, objects, globals.
+
+A module's forward may count, remember or draw from a generator of its own. Such state is found by following
+references from the modules: their attributes, those of their classes, and the globals and closures that the
+code of their classes and hooks names. It can be taken down, compared in depth, and put back.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import math
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+# Attributes of modules that are torch's own: tensors, modules and the mode are followed elsewhere.
+_TORCHS = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names"])
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Packages whose objects keep nothing that a model goes by, and would be followed for ever.
+_FOREIGN = frozenset([*sys.stdlib_module_names, "torch", "numpy", "plait", "sympy", "safetensors"])
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
+# Of larger containers only the length is compared: a vocabulary or a table is no state.
+_MOST_ITEMS = 10_000
+_MOST_ELEMENTS = 1 << 18
+_MOST_OBJECTS = 100_000
+_MOST_DEPTH = 30
+_MISSING = object()
+# The path of a module, and a name of its state as people know it.
+Name = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Root:
+    """A name under which state hangs in `holder`, of the module at `path`; people know it as `shown`."""
+
+    path: str
+    shown: str
+    holder: Any
+    name: Any
+
+    def get(self) -> Any:
+        """What the name leads to now."""
+        if isinstance(self.holder, types.CellType):
+            try:
+                return self.holder.cell_contents
+            except ValueError:  # not assigned yet
+                return _MISSING
+        held = self.holder if isinstance(self.holder, dict) else vars(self.holder)
+        return held.get(self.name, _MISSING)
+
+    def set(self, value: Any) -> None:
+        """Let the name lead to `value`, if it does not."""
+        if self.get() is value:
+            return
+        if isinstance(self.holder, types.CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, type):
+            setattr(self.holder, self.name, value)
+        else:
+            held = self.holder if isinstance(self.holder, dict) else vars(self.holder)
+            held[self.name] = value
+
+
+class PythonState:
+    """The Python state of some modules, or of other objects and functions, as it is when this is made.
+
+    `modules` are by path. `restore` puts all of it back, in depth. `tokens` describe what it is now.
+    """
+
+    def __init__(self, modules: Mapping[str, Any]) -> None:
+        self._modules = dict(modules)
+        self._of_code: dict[Any, list[Root]] = {}
+        self._restores: list[Callable[[], object]] = []
+        self._names = {path: set(_attributes(module)) for path, module in self._modules.items()}
+        for root in self.roots():
+            self._restores.append(functools.partial(root.set, root.get()))
+        # Kept, so that an object which is there has its id for itself.
+        self._kept = list(_reached(root.get() for root in self.roots()))
+        self._restores += [restore for value in self._kept if (restore := _restoring(value)) is not None]
+
+    def roots(self) -> Iterator[Root]:
+        """All names under which there is state now."""
+        for path, module in self._modules.items():
+            for name in _attributes(module):
+                yield Root(path, f"self.{name}", module, name)
+            hooks = []
+            for held in (getattr(module, "__dict__", {}).get(name, {}) for name in _HOOKS):
+                hooks += list(held.values())
+                yield from (Root(path, "what a hook keeps", held, key) for key in held)
+            kind = type(module) if isinstance(module, nn.Module) else module
+            key = (id(kind), *map(id, hooks))
+            if key not in self._of_code:
+                self._of_code[key] = list(_roots_of_code(module, hooks))
+            yield from (replace(root, path=path) for root in self._of_code[key])
+
+    def restore(self) -> None:
+        """Put back what has changed since."""
+        for path, module in self._modules.items():
+            for name in set(_attributes(module)) - self._names[path]:
+                del vars(module)[name]
+        for restore in self._restores:
+            restore()
+
+    def tokens(self, same_tensors: bool = False) -> dict[Name, Any]:
+        """What each name leads to now, in depth; equal as long as it holds the same.
+
+        Tensors are alike where shape and type are; with `same_tensors`, only where they are the same object.
+        """
+        tokens = _Tokens(same_tensors)
+        return {(root.path, root.shown): tokens.of(root.get()) for root in self.roots()}
+
+
+def state_of(model: nn.Module) -> PythonState:
+    """That of a model and of all its parts."""
+    return PythonState(dict(model.named_modules()))
+
+
+@contextlib.contextmanager
+def unchanged_state(items: Mapping[str, Any]) -> Iterator[PythonState]:
+    """Afterwards models, objects and functions hold in Python what they held before, and so do globals."""
+    found: dict[str, Any] = {}
+    for name, item in items.items():
+        parts = item.named_modules(prefix=name) if isinstance(item, nn.Module) else [(name, item)]
+        found |= dict(parts)
+    state = PythonState(found)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def changed(before: Mapping[Name, Any], now: Mapping[Name, Any]) -> list[Name]:
+    """The names that do not lead to the same any more."""
+    names = dict.fromkeys([*before, *now])
+    return [name for name in names if before.get(name, _MISSING) != now.get(name, _MISSING)]
+
+
+def objects_behind(root: Root) -> set[Any]:
+    """What identifies the state under a name: its objects, and of a global or a class the name itself."""
+    found = {(id(root.holder), root.name)} if not isinstance(root.holder, nn.Module) else set[Any]()
+    reached = _reached([root.get()])
+    return found | {id(v) for v in reached if _restoring(v) is not None or isinstance(v, itertools.count)}
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors that values lead to in Python."""
+    return [value for value in _reached(values) if isinstance(value, Tensor)]
+
+
+def places_of_tensors(modules: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """The tensors that modules lead to in Python, each with what holds it, and its key there.
+
+    What modules have registered is not among them.
+    """
+    roots = list(PythonState(modules).roots())
+    holders = [vars(root.holder) for root in roots if isinstance(root.get(), Tensor)]
+    for holder in [*holders, *_reached(root.get() for root in roots)]:
+        yield from ((holder, key, part) for key, part in _keyed(holder) if isinstance(part, Tensor))
+
+
+def _reached(values: Iterable[Any]) -> Iterator[Any]:
+    """All that values lead to, plain ones aside, each once."""
+    waiting, seen = list(values), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, _PLAIN) or id(value) in seen or len(seen) > _MOST_OBJECTS:
+            continue
+        seen.add(id(value))
+        yield value
+        waiting += _parts(value)
+
+
+def _keyed(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The parts of `value`, by the keys that it has them under."""
+    if isinstance(value, Mapping):
+        yield from list(value.items()) if len(value) <= _MOST_ITEMS else ()
+    elif isinstance(value, (list, tuple, collections.deque)):
+        yield from enumerate(list(value) if len(value) <= _MOST_ITEMS else ())
+    elif not isinstance(value, (Tensor, numpy.ndarray)) and is_followed(value):
+        yield from list(_slots(value))
+
+
+class _Tokens:
+    """Descriptions of values, in depth; see `PythonState.tokens`."""
+
+    def __init__(self, same_tensors: bool) -> None:
+        self._same_tensors = same_tensors
+        self._known: dict[int, Any] = {}
+        self._kept: list[Any] = []  # an object that lives keeps its id for itself
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        if isinstance(value, float) and math.isnan(value):
+            return "nan"
+        if isinstance(value, _PLAIN):
+            return type(value).__name__, value
+        if isinstance(value, Tensor):
+            return "tensor", id(value) if self._same_tensors else (str(tuple(value.shape)), str(value.dtype))
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, numpy.generic, itertools.count)):
+            return type(value).__name__, str(value)
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if depth > _MOST_DEPTH or len(self._kept) > _MOST_OBJECTS:
+            return type(value).__name__
+        self._kept.append(value)
+        self._known[id(value)] = "around"
+        found = self._known[id(value)] = self._describe(value, depth + 1)
+        return found
+
+    def _describe(self, value: Any, depth: int) -> Any:
+        kind = type(value).__qualname__
+        if isinstance(value, numpy.ndarray):
+            return kind, value.shape, hash(value.tobytes()) if value.size <= _MOST_ELEMENTS else 0
+        if (generator := _generator_state(value)) is not None:
+            return kind, hash(str(generator))
+        if isinstance(value, Mapping):
+            items = value.items() if len(value) <= _MOST_ITEMS else ()
+            return kind, len(value), tuple((self.of(k, depth), self.of(v, depth)) for k, v in items)
+        if isinstance(value, (set, frozenset)):
+            return kind, len(value), hash(frozenset(str(self.of(part, depth)) for part in value))
+        if isinstance(value, (list, tuple, collections.deque)):
+            parts = value if len(value) <= _MOST_ITEMS else ()
+            return kind, len(value), tuple(self.of(part, depth) for part in parts)
+        if isinstance(value, types.MethodType):
+            return kind, self.of(value.__self__, depth)
+        if is_followed(value):
+            return kind, tuple((name, self.of(part, depth)) for name, part in _slots(value))
+        return kind, id(value)
+
+
+def is_followed(value: Any) -> bool:
+    """Whether `value` is an object of somebody's own class, whose attributes may be state."""
+    if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
+        return False
+    if isinstance(value, types.SimpleNamespace):
+        return True
+    return not _is_foreign(type(value)) and bool(hasattr(value, "__dict__") or hasattr(value, "__slots__"))
+
+
+def _is_foreign(item: Any) -> bool:
+    return str(getattr(item, "__module__", "builtins")).partition(".")[0] in _FOREIGN
+
+
+def _attributes(module: Any) -> list[str]:
+    """The names of a module's own attributes in Python."""
+    return [name for name in getattr(module, "__dict__", ()) if name not in _TORCHS]
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, also those that it has no dict for."""
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        for name in _as_names(kind.__dict__.get("__slots__", ())):
+            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+                yield name, getattr(value, name)
+
+
+def _as_names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What `value` leads to."""
+    if isinstance(value, types.MethodType):
+        yield value.__self__
+    else:
+        yield from (part for _, part in _keyed(value))
+
+
+def _generator_state(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, numpy.random.RandomState):
+        return list(map(str, value.get_state()))
+    return None
+
+
+def _restoring(value: Any) -> Callable[[], object] | None:
+    """What puts the content of `value` back; None where it has none that can change."""
+    if isinstance(value, random.Random):
+        state = value.getstate()
+        return lambda: value.setstate(state)
+    if isinstance(value, torch.Generator):
+        kept = value.get_state()
+        return functools.partial(value.set_state, kept)
+    if isinstance(value, numpy.random.Generator):
+        found = value.bit_generator.state
+        return lambda: setattr(value.bit_generator, "state", found)
+    if isinstance(value, numpy.random.RandomState):
+        legacy = value.get_state()
+        return lambda: value.set_state(legacy)
+    if isinstance(value, numpy.ndarray) and value.size <= _MOST_ELEMENTS and value.flags.writeable:
+        numbers = value.copy()
+        return lambda: numpy.copyto(value, numbers)
+    if type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
+        return _refilling(value, dict(value), lambda held: dict.update(value, held))
+    if isinstance(value, list):
+        return _refilling(value, list(value), value.extend)
+    if isinstance(value, set):
+        return _refilling(value, set(value), value.update)
+    if isinstance(value, collections.deque):
+        return _refilling(value, list(value), value.extend)
+    if not isinstance(value, (Tensor, types.MethodType)) and is_followed(value):
+        attributes = dict(_slots(value))
+        return lambda: _restore_attributes(value, attributes)
+    return None
+
+
+def _refilling(value: Any, held: Any, fill: Callable[[Any], Any]) -> Callable[[], None] | None:
+    if len(held) > _MOST_ITEMS:
+        return None
+
+    def refill() -> None:
+        value.clear()
+        fill(held)
+
+    return refill
+
+
+def _restore_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
+    for name in [name for name, _ in _slots(value) if name not in attributes]:
+        delattr(value, name)
+    for name, part in attributes.items():
+        if getattr(value, name, _MISSING) is not part:
+            # Not by the class's own rules, which may forbid it: frozen dataclasses, or properties.
+            if name in getattr(value, "__dict__", ()):
+                value.__dict__[name] = part
+            else:
+                object.__setattr__(value, name, part)
+
+
+# What the code of classes and functions names.
+
+
+def _roots_of_code(item: Any, hooks: Sequence[Any]) -> Iterator[Root]:
+    """Attributes of the classes of `item`, and globals and closures of their code and of its hooks."""
+    seen: set[int] = set()
+    functions = [_function(item), *map(_function, hooks)]
+    for kind in type(item).__mro__:
+        if not _is_foreign(kind):
+            yield from _roots_of_class(kind, seen)
+            functions += _functions_of(kind)
+    for function in functions:
+        yield from _roots_of_function(function, seen)
+
+
+def _roots_of_class(kind: type, seen: set[int]) -> Iterator[Root]:
+    if id(kind) in seen:
+        return
+    seen.add(id(kind))
+    for name, value in list(kind.__dict__.items()):
+        if not name.startswith("__") and _may_be_state(value):
+            yield Root("", f"{kind.__name__}.{name}", kind, name)
+
+
+def _functions_of(kind: type) -> list[Any]:
+    return [_function(value) for value in list(kind.__dict__.values())]
+
+
+def _function(value: Any) -> Any:
+    """The function of a method, property, partial or hook; the value itself where there is none."""
+    for name in ("fget", "__func__", "func"):
+        found = getattr(value, name, None)
+        if isinstance(found, types.FunctionType):
+            return found
+    return value
+
+
+def _roots_of_function(function: Any, seen: set[int]) -> Iterator[Root]:
+    if not isinstance(function, types.FunctionType) or id(function) in seen or _is_foreign(function):
+        return
+    seen.add(id(function))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        root = Root("", f"the variable {name}", cell, name)
+        value = root.get()
+        if isinstance(value, types.FunctionType):
+            yield from _roots_of_function(value, seen)
+        elif _may_be_state(value) and name != "__class__":
+            yield root
+    yield from _roots_of_names(function.__globals__, _names(function.__code__), seen)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names that a function's code, and that of functions within it, looks up."""
+    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return set(code.co_names).union(*(_names(part) for part in inner))
+
+
+def _roots_of_names(namespace: dict[str, Any], names: Iterable[str], seen: set[int]) -> Iterator[Root]:
+    for name in names:
+        value = namespace.get(name, _MISSING)
+        if isinstance(value, types.FunctionType):
+            yield from _roots_of_function(value, seen)
+        elif isinstance(value, type):
+            if not _is_foreign(value) and not issubclass(value, nn.Module):
+                yield from _roots_of_class(value, seen)
+                for function in _functions_of(value):
+                    yield from _roots_of_function(function, seen)
+        elif isinstance(value, types.ModuleType):
+            if value.__name__.partition(".")[0] not in _FOREIGN and id(value) not in seen:
+                seen.add(id(value))
+                yield from _roots_of_names(value.__dict__, names, seen)
+        elif _may_be_state(value):
+            yield Root("", f"the global {name}", namespace, name)
+
+
+def _may_be_state(value: Any) -> bool:
+    """Whether a value is something that code may count or collect in."""
+    if value is _MISSING or isinstance(value, (types.FunctionType, type, types.ModuleType, nn.Module)):
+        return False
+    kinds = (*_PLAIN, Mapping, list, tuple, set, collections.deque, numpy.ndarray, itertools.count)
+    return isinstance(value, kinds) or _generator_state(value) is not None or is_followed(value)

@@ -1,0 +1,150 @@
+"""Ordinary code that is easily trained wrong: trained as a plain loop does, or refused in words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from plait.core.errors import InputError
+from plait.launch.run_dir import RunDir
+from plait.measure.job import trace_job
+from support.silent_cases import (
+    CASES,
+    EVALUATE_EVERY,
+    WORKERS,
+    SilentCase,
+    build_model,
+    parts_of,
+    plain,
+    settings,
+)
+from support.training import largest_difference, saved_weights, train_here, train_rank
+from support.world import run_ranks
+
+# What is refused, in all ways of training in stages, or in one way.
+STATE = "by which its next one goes, and stages would not"
+REFUSED = {
+    "clamped weights | recompute": "'b.weight' is trained, and written by forward, which is right only where",
+    "clamped weights | stash": "'b.weight' is trained, and written by forward, which is right only where",
+    "clamped weights | 2bw": "'b.weight' is trained, and written by forward, which is right only where",
+    "count in a dict": f"CountsInDict changes self.state, {STATE}",
+    "every seventh forward": f"EverySeventh changes self.n, {STATE}",
+    "countdown": f"Countdown changes self.left, {STATE}",
+    "annealer": f"Anneals changes self.annealer, {STATE}",
+    "window": f"Window changes self.window, {STATE}",
+    "own random numbers": f"OwnNumbers changes self.numbers, {STATE}",
+    "counting block | replicas": "forward of 1 changes self.calls, by which its next one goes, but stage 0",
+    "global": "forward of 0 and 2 changes the global _CALLS, by which its next one goes, and is used in",
+    "class attribute": f"changes CountsInClass.calls, {STATE}",
+    "swapped in evaluation | flush": "train() of SwapsAverage does more than set the mode",
+    "task name": "found 'even' at ['task'] of a batch's inputs, where the trace had 'odd', and the code of",
+    "inverse temperature": "and the code of TemperedInverse goes by it; give it as a tensor",
+    "first batch | two": "forward writes parameter 'scale' by the samples of its own worker",
+    "first batch | replicas": "`if not self.ready:`: this reads the value of a tensor",
+    "rows carried over | two": "forward writes buffer 'rows' for single samples",
+    "rows carried over | replicas": "this fixes the batch size",
+    "memory bank | two": "forward writes buffer 'bank' for single samples",
+    "memory bank | replicas": "forward writes buffer 'bank' for single samples",
+    "norm of all": "GlobalNorm computes an update from all parameters together",
+}
+# Whatever the way of training.
+REFUSED |= {
+    f"{name} | {mode}": words
+    for name, words in {
+        "stream by rank": "worker 1 read other samples than worker 0",
+        "stream by rank, later": "worker 1 read other samples than worker 0",
+        "loss with weights": "has a parameter 'temperature', which would not be trained; make it part of the",
+        "loss with a centre": "Centred changes tensors of its own when it is called, which no checkpoint",
+        "lazy": "Lazy has a parameter without a size yet, b.weight",
+        # Trained, with a warning: what it draws nobody can know.
+        "own augmentation": "data.kind: samples are not the same when they are read again",
+    }.items()
+    for mode in WORKERS
+}
+
+
+def first_stage(case: SilentCase, folder: Path) -> set[str]:
+    """The parameters of the first of two stages, as the run has cut them."""
+    stages = json.loads(RunDir(folder).verified.read_text())["stages"]
+    layers = trace_job(settings(case, "one")).select(stages[0])
+    return {name for layer in layers for name in layer.parameters}
+
+
+def judge(case: SilentCase, mode: str, folder: Path) -> str:
+    """`right`, or how far the trained weights are off those of a plain loop."""
+    found = {name: value for name, value in saved_weights(folder).items() if value.is_floating_point()}
+    if parts_of(mode) is None:
+        before = build_model(settings(case, "one").model, 0).double().state_dict()
+        return "right" if case.holds is None or case.holds(found, before) else "wrong"
+    if case.against is not None:
+        expected = saved_weights(folder.with_name("against"))
+    else:
+        expected = plain(case, mode, first_stage(case, folder) if mode == "stash" else ())
+    off = largest_difference(found, {name: expected[name] for name in found})
+    return "right" if off < 1e-10 else f"off by {off:.3g}"
+
+
+def alone(case: SilentCase, folder: Path) -> None:
+    """Train a case in this process, though there may be others."""
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        train_here(settings(case, "one"), folder)
+
+
+def outcomes(rank: int, mode: str, names: list[str], folder: Path) -> dict[str, str]:
+    """What becomes of each case: `right`, or the words that refuse it or, on the first rank, warn of it."""
+    found, warnings = {}, list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("plait").addHandler(handler)
+    for name in names:
+        warnings.clear()
+        own = folder / name.replace(" ", "-")
+        try:
+            if CASES[name].against is not None and rank == 0:
+                alone(CASES[name], own.with_name("against"))
+            train_rank(rank, settings(CASES[name], mode), own)
+            found[name] = judge(CASES[name], mode, own) if rank == 0 else "right"
+        except InputError as failure:
+            found[name] = str(failure)
+        except Exception:
+            found[name] = traceback.format_exc()
+        if found[name].startswith("off by"):
+            found[name] += f", with warnings: {'; '.join(warnings)}"
+        if dist.is_initialized():
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("mode", WORKERS)
+def test_ordinary_code_is_trained_as_a_plain_loop_does_or_refused_in_words(mode: str, tmp_path: Path) -> None:
+    names = [case.name for case in CASES.values() if mode in case.modes]
+    if mode != "flush":  # what is refused in all stages is refused before a schedule comes in
+        names = [name for name in names if name not in REFUSED]
+    expected = {name: REFUSED.get(f"{name} | {mode}", REFUSED.get(name, "right")) for name in names}
+    ranks = run_ranks(WORKERS[mode], outcomes, mode, names, tmp_path, deadline_s=100)
+    wrong = {
+        name: found[name]
+        for rank, found in enumerate(ranks)
+        for name in names
+        if not is_expected(found[name], expected[name], rank)
+    }
+    assert wrong == {}
+
+
+def is_expected(found: str, expected: str, rank: int) -> bool:
+    return found == "right" if expected == "right" else expected in found or (rank > 0 and "right" in found)
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if "resume" in case.modes])
+def test_a_resumed_run_goes_on_with_all_that_model_and_optimizer_keep(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    train_here(settings(case, "one", steps=EVALUATE_EVERY), tmp_path)
+    _, found = train_here(settings(case, "one"), tmp_path, resume=True)
+    expected = plain(case, "one")
+    assert largest_difference(found, {key: expected[key] for key in found}) < 1e-10
