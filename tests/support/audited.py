@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from plait.launch.run_dir import RunDir
+from plait.pipeline.gradient_sync import GradientReducer
 from plait.schema.settings import TrainSettings
 from plait.training import components
 from plait.training.audit.record import DifferenceError
@@ -110,19 +114,63 @@ class Noisy(torch.optim.SGD):
                 parameter += 0.01 * torch.randn_like(parameter)
 
 
-def audits(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, tuple[int, float, str]]:
-    """By job, the number of audited steps, the largest difference, and the words of what ended the run."""
+@contextlib.contextmanager
+def flags_alone(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode that ends with the flags of modules, whose own `train` is not called."""
+    before = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def rates_anew(optimizer: torch.optim.Optimizer, base_lrs: Sequence[float], factor: float) -> None:
+    """Sets learning rates at each step, whatever an optimizer has made of them."""
+    for group, base in zip(optimizer.param_groups, base_lrs):
+        group["lr"] = base * factor
+
+
+def clip_each(self: GradientReducer, most: float, device: torch.device) -> None:
+    """Each stage clips by its own norm."""
+    self.clip_own(most)
+
+
+# What is put in the place of a part of an engine, which is then wrong.
+BROKEN: dict[str, tuple[str, Any]] = {
+    "flags alone": ("plait.training.evaluate.evaluation_mode", flags_alone),
+    "rates anew": ("plait.training.engines.train_step.set_lr", rates_anew),
+    "a seed for each worker": ("plait.training.engines.train_step.seed_all", lambda seed: None),
+    "parts that come late are lost": (
+        "plait.sync.allreduce.buckets.AllReduce._add_late",
+        lambda self, marks, factor: None,
+    ),
+    "state in Python is not seen": ("plait.profiler.trace.changed_state", lambda before, state: []),
+    "stages clip for themselves": ("plait.pipeline.gradient_sync.GradientReducer.clip", clip_each),
+}
+
+
+def audits(
+    rank: int, jobs: dict[str, TrainSettings], folder: Path, broken: Mapping[str, str] | None = None
+) -> dict[str, tuple[int, float, str]]:
+    """By job, the number of audited steps, the largest difference, and the words of what ended the run.
+
+    `broken` says by job which part of the engine is wrong.
+    """
     found = {}
     for name, job in jobs.items():
         torch.set_num_threads(1)
-        loop = make_loop(
-            PlainWorker(), job, components.build(job, torch.device("cpu")), RunDir(folder / name)
-        )
         words = ""
-        try:
-            loop.train(resume=False)
-        except DifferenceError as failure:
-            words = str(failure)
+        with contextlib.ExitStack() as around:
+            if broken is not None:
+                around.enter_context(mock.patch(*BROKEN[broken[name]]))
+            parts = components.build(job, torch.device("cpu"))
+            loop = make_loop(PlainWorker(), job, parts, RunDir(folder / name))
+            try:
+                loop.train(resume=False)
+            except DifferenceError as failure:
+                words = str(failure)
         found[name] = loop.run.audits.steps, loop.run.audits.largest, words
         if dist.is_initialized():
             dist.barrier()

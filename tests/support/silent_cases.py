@@ -36,6 +36,7 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
+from plait.training.audit.schedule import is_audited
 from plait.training.components import build_model
 from plait.workloads.losses import build_loss
 from support.plans import in_stages
@@ -909,7 +910,8 @@ def plain(case: SilentCase, mode: str, late: Collection[str] = (), **changes: An
     """The model's state after a loop that knows nothing of Plait, with the same samples in the same order.
 
     Under stash, the gradients of the parameters `late`, those of the first of two stages, are computed with
-    the weights of one update before, except for the first batch after a look at the test split.
+    the weights of one update before, except for the first batch after a look at the test split, for a step
+    that is audited, and for the one after it.
     """
     parts = parts_of(mode)
     assert parts is not None, f"{mode} updates late: no plain loop is the same"
@@ -933,7 +935,7 @@ def plain(case: SilentCase, mode: str, late: Collection[str] = (), **changes: An
     delayed = [p for name, p in model.named_parameters() if name in late and p.requires_grad]
     before = [p.detach().clone() for p in delayed]
     for step, batch in enumerate(itertools.islice(order, STEPS)):
-        if step % EVALUATE_EVERY == 0:
+        if step % EVALUATE_EVERY == 0 or is_audited(job, step) or is_audited(job, step - 1):
             before = [p.detach().clone() for p in delayed]
         newest = [p.detach().clone() for p in delayed]
         _fill(delayed, before)
@@ -945,7 +947,8 @@ def plain(case: SilentCase, mode: str, late: Collection[str] = (), **changes: An
         _fill(delayed, newest)
         before = newest
         optimizer.step()
-        if (step + 1) % EVALUATE_EVERY == 0:
+        # The last checkpoint is of before the last look.
+        if (step + 1) % EVALUATE_EVERY == 0 and step + 1 < STEPS:
             if hasattr(optimizer, "eval"):
                 optimizer.eval()
             _evaluate(model, loss, own, source, job.seed)

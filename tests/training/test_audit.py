@@ -113,40 +113,60 @@ def staged(block: str, **changes: Any) -> TrainSettings:
     return planned((1, 1), Schedule.FLUSH, model=model, verify=VerifySettings("off"), steps=4, **changes)
 
 
+OWN_RATE = OptimizerSettings(f"{HERE}:OwnRate", {"lr": 0.1})
+LORA = ModelSettings(f"{HERE}:Lora")
+# Jobs that are trained rightly, the part of an engine that is made wrong, and what the audit then says.
 WRONG = {
     "merged after evaluation": (
-        digits_job(model=ModelSettings(f"{HERE}:Lora"), evaluate=EvaluateSettings(every_steps=3), steps=9),
+        digits_job(model=LORA, evaluate=EvaluateSettings(every_steps=3), steps=9),
+        "flags alone",
         "step 4 .* the gradient of down: none",
     ),
     "its own rate": (
-        digits_job(optimizer=OptimizerSettings(f"{HERE}:OwnRate", {"lr": 0.1}), steps=3),
+        digits_job(optimizer=OWN_RATE, steps=3),
+        "rates anew",
         "step 2 .* the parameter 0.weight: off by",
     ),
     "noise of its own": (
         digits_job(optimizer=OptimizerSettings(f"{HERE}:Noisy", {"lr": 0.1}), steps=3),
+        "a seed for each worker",
         "step 1 .* the parameter 0.weight: not the same on workers 0 and 1",
     ),
     "gradients in parts": (
         digits_job(model=ModelSettings(f"{HERE}:SharedAndCheckpointed"), steps=3),
+        "parts that come late are lost",
         "step 1 .* the gradient of shared.weight: off by",
     ),
-    "counting": (staged("counting"), "step 1 .* the attribute 2.calls, which forward changes: 0, but 4 in"),
+    "counting": (
+        staged("counting"),
+        "state in Python is not seen",
+        "step 1 .* the attribute 2.calls, which forward changes: 0, but 4 in",
+    ),
+    "clipped": (
+        staged("remembering", clip_norm=0.05),
+        "stages clip for themselves",
+        "step 1 .* the gradient of 1.weight: off by",
+    ),
     "its own rate, alone": (
-        digits_job(
-            optimizer=OptimizerSettings(f"{HERE}:OwnRate", {"lr": 0.1}),
-            steps=3,
-            sync=SyncSettings("partial-reduce"),
-        ),
+        digits_job(optimizer=OWN_RATE, steps=3, sync=SyncSettings("partial-reduce")),
+        "rates anew",
         "step 2 .* the parameter 0.weight: off by",
     ),
 }
 
 
 def test_steps_that_are_not_plain_pytorchs_end_the_run(tmp_path: Path) -> None:
-    results = run_ranks(2, audits, {name: job for name, (job, _) in WRONG.items()}, tmp_path)[0]
-    for name, (_, _, words) in results.items():
-        assert re.search(WRONG[name][1], words), (name, words)
+    jobs = {name: job for name, (job, _, _) in WRONG.items()}
+    results = run_ranks(2, audits, jobs, tmp_path, {name: broken for name, (_, broken, _) in WRONG.items()})
+    for name, (_, _, words) in results[0].items():
+        assert re.search(WRONG[name][2], words), (name, words)
         assert "a checkpoint of step" in words
+
+
+def test_the_same_jobs_are_trained_rightly(tmp_path: Path) -> None:
+    jobs = {name: job for name, (job, _, _) in WRONG.items() if "alone" not in name}
+    for name, (_, largest, words) in run_ranks(2, audits, jobs, tmp_path)[0].items():
+        assert (words, largest < 1e-12) == ("", True), name
 
 
 def test_a_run_may_go_on_with_a_warning_and_what_nobody_goes_by_may_differ(
@@ -156,7 +176,8 @@ def test_a_run_may_go_on_with_a_warning_and_what_nobody_goes_by_may_differ(
         "warned": replace(WRONG["its own rate"][0], verify=VerifySettings(on_difference="warn")),
         "remembering": staged("remembering"),
     }
-    results = run_ranks(2, audits, jobs, tmp_path)[0]
+    broken = {"warned": "rates anew", "remembering": "state in Python is not seen"}
+    results = run_ranks(2, audits, jobs, tmp_path, broken)[0]
     assert results["warned"][::2] == (2, "")
     assert results["remembering"][0] == 3
     assert results["remembering"][2] == ""

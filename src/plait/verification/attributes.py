@@ -10,10 +10,8 @@ import collections
 import contextlib
 import math
 import random
-import sys
-import sysconfig
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +97,9 @@ def to_plain(value: Any, depth: int = 0) -> Any:
         return [to_plain(part, depth + 1) for part in parts]
 
     match value:
+        case nn.Parameter():
+            # Also in a list of them: its values are followed where it hangs in a module.
+            return ["code", "parameter"]
         case Tensor() if not (value.is_sparse or value.is_quantized or value.is_complex()):
             dtype = str(value.dtype).removeprefix("torch.")
             return ["tensor", [dtype, list(value.shape), value.detach().flatten().tolist()]]
@@ -204,49 +205,3 @@ def _is_plain_object(value: Any) -> bool:
     kinds = type(value).__mro__[:-1]
     in_python = all(kind.__flags__ & (1 << 9) for kind in kinds)  # Py_TPFLAGS_HEAPTYPE
     return in_python and hasattr(value, "__dict__") and not any("__slots__" in vars(kind) for kind in kinds)
-
-
-@contextlib.contextmanager
-def unchanged_globals(objects: Iterable[Any]) -> Iterator[None]:
-    """Afterwards the modules and classes that `objects` are defined in hold the data that they held before.
-
-    Only those of user code: not those of installed packages.
-    """
-    spaces = _user_spaces(objects)
-    before = [(space, name, _plain_or_none(value)) for space in spaces for name, value in _data_of(space)]
-    try:
-        yield
-    finally:
-        for space, name, plain in before:
-            now = space.__dict__.get(name)
-            if plain is not None and _plain_or_none(now) != plain:
-                setattr(space, name, from_plain(plain[1], now))
-
-
-def _user_spaces(objects: Iterable[Any]) -> list[Any]:
-    classes = {kind for each in objects for kind in type(each).__mro__}
-    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    found: dict[int, Any] = {}
-    for kind in classes:
-        module = sys.modules.get(kind.__module__)
-        path = getattr(module, "__file__", None)
-        if module is None or kind.__module__.startswith("plait.") or (path or "").startswith(installed):
-            continue
-        if path is not None or kind.__module__ == "__main__":
-            found |= {id(module): module, id(kind): kind}
-    return list(found.values())
-
-
-def _data_of(space: Any) -> list[tuple[str, Any]]:
-    return [
-        (name, value)
-        for name, value in list(vars(space).items())
-        if not name.startswith("__") and not callable(value) and not isinstance(value, types.ModuleType)
-    ]
-
-
-def _plain_or_none(value: Any) -> Any:
-    try:
-        return ["value", to_plain(value)]
-    except UnseenError:
-        return None

@@ -88,6 +88,15 @@ class Replay:
         self._finish = finish
         self.expected = self._take()
 
+    def complete(self, found: ObservedStep) -> ObservedStep:
+        """What the run did, with the parameters that forward wrote in plain PyTorch alone as they were.
+
+        What is written may be equal to what was there, or a rounding away from it.
+        """
+        kept = {name: self._before.tensors[name] for name in {**found.written, **self.expected.written}}
+        self.expected = replace(self.expected, written={**kept, **self.expected.written})
+        return replace(found, written={**kept, **found.written})
+
     def differences(self, found: ObservedStep, rounding: Rounding) -> list[Difference]:
         """Where the run has done something else than rounding explains, as far as it is known."""
         expected = self.expected.tensors()
@@ -129,7 +138,7 @@ class Replay:
             loss = self._plain.step(self._parts)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         loss = self._finish(loss, list(trained.values()))
-        gradients = {name: p.grad.clone() if p.grad is not None else None for name, p in trained.items()}
+        gradients = {name: None if p.grad is None else dense(p.grad) for name, p in trained.items()}
         state = self._plain.state()
         return ObservedStep(
             loss,
@@ -154,6 +163,11 @@ class Replay:
                 return repr(float(self._plain.step(self._parts[:1])))
         except Exception as failure:  # a user's code may fail in any way
             return repr(failure)
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A copy of a gradient, of a sparse one with all its zeros."""
+    return grad.to_dense() if grad.is_sparse else grad.clone()
 
 
 def changed_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Named:
@@ -210,6 +224,8 @@ def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
     for piece in _pieces([p.grad for p in used if p.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in piece])
         dist.all_reduce(flat)

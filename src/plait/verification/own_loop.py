@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 from plait.comm.collectives import all_gather_values
 from plait.core.errors import PlaitError
-from plait.verification.attributes import unchanged_globals
 from plait.verification.audit import (
     ObservedStep,
     Replay,
@@ -25,6 +24,7 @@ from plait.verification.audit import (
     sum_over_workers,
 )
 from plait.verification.observe import RandomState, unchanged_random_numbers
+from plait.verification.python_state import unchanged_state
 from plait.verification.replay import Part, PlainModel
 from plait.verification.twin import MakeOptimizer, OptimizerTwin
 
@@ -97,9 +97,10 @@ def audit(
         {**changed_tensors(before.tensors, frozen), **twin.written},
         state.attributes.values,
     )
-    with unchanged_random_numbers(), unchanged_globals(live.objects().values()):
+    with unchanged_random_numbers(), unchanged_state(live.objects()):
         own = (make_model or (lambda: copy.deepcopy(live.model)))()
         replay = Replay(PlainModel(own, loss), before, [part], _mean_over_ranks)
+        found = replay.complete(found)
         differences = replay.differences(found, Rounding())
         if _any_rank(bool(differences)):
             differences = replay.measured_differences(found, Rounding())

@@ -68,7 +68,8 @@ class OptimizerTwin:
                 self.written[self._names[parameter]] = twin.detach().clone()
             twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
             if parameter in self._names:
-                self._add_gradient(self._names[parameter], twin.grad)
+                grad = twin.grad if twin.grad is None or not twin.grad.is_sparse else twin.grad.to_dense()
+                self._add_gradient(self._names[parameter], grad)
         self._set_lr(self.twin)
         self.twin.step()
         self.updates += 1

@@ -75,7 +75,9 @@ class DelayedModel(ReplicatedModel):
         assert self.make_optimizer is not None
         layout, parameters = self.layout, self.parameters()
         self._optimizer = self.make_optimizer(parameters)
-        held = [[n for n in parameters if self.stages.get(n, ()) == (s,)] for s in range(len(layout.stages))]
+        # What is not trained has one version, into which forward may write.
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        held = [[n for n in trained if self.stages.get(n, ()) == (s,)] for s in range(len(layout.stages))]
         versions = [[_values(parameters, names)] for names in held]
         rounds: list[list[tuple[int, dict[str, Tensor | None]]]] = [[] for _ in held]
         sums: dict[str, Tensor | None] = dict.fromkeys(parameters)

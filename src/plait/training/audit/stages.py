@@ -26,12 +26,13 @@ from plait.training.audit.stage_models import DelayedModel, ReplicatedModel
 from plait.training.audit.whole_model import unlike_replicas
 from plait.training.components import has_room_for_whole
 from plait.training.optimizers.build import build_plain_optimizer
-from plait.training.optimizers.lr_schedule import follow_schedule
+from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
-from plait.verification.attributes import Attributes, read_attributes, unchanged_globals
+from plait.verification.attributes import Attributes, read_attributes
 from plait.verification.audit import ObservedStep, Replay, largest_difference
 from plait.verification.compare import Difference, Noise, find_differences
 from plait.verification.observe import unchanged_random_numbers
+from plait.verification.python_state import unchanged_state
 from plait.verification.replay import LOSS, Named, Part, State, keeping_attributes
 from plait.verification.twin import OptimizerTwin, is_torchs
 
@@ -73,7 +74,7 @@ class AuditedStages:
             pipeline.optimizer,
             self._names,
             lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: follow_schedule(twin, pipeline.base_lrs, run.lr_factor, run.step),
+            lambda twin: set_lr(twin, pipeline.base_lrs, run.lr_factor(run.step)),
         )
         self._ready = time.perf_counter()
         self._seconds = self._ready - started
@@ -258,9 +259,9 @@ class AuditedStages:
     ) -> tuple[float, list[Difference]]:
         """The largest difference, and those beyond rounding, which the first worker finds."""
         run, layout = self._run, self._layout
-        objects = [*self._modules().values(), run.parts.loss]
+        kept = {**self._modules(), LOSS: run.parts.loss}
         parts = [part for _, (part, _) in sorted(contents.items())]
-        with unchanged_random_numbers(), unchanged_globals(objects), _all_cores(run.parts.device):
+        with unchanged_random_numbers(), unchanged_state(kept), _all_cores(run.parts.device):
             fresh = take_reference(run, run.step)
             replicated = {name: own for name, own in self._buffers.items() if len(own) > 1}
             scale = self._pipeline.loss_scale
@@ -278,6 +279,7 @@ class AuditedStages:
                 how |= {"make_optimizer": self._make_optimizer, "samples": samples}
                 plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=run.settings.clip_norm)
             replay = Replay(plain, self._before, parts, self._finish)
+            found = replay.complete(found)
             differences = replay.differences(found, record.rounding)
             if differences:
                 differences = replay.measured_differences(found, record.rounding)
@@ -303,7 +305,7 @@ class AuditedStages:
         optimizer = build_plain_optimizer(run.settings.optimizer, trained, names)
         state = {name: tensor.clone() for name, tensor in self._optimizer_before.items()}
         load_optimizer_state(optimizer, names, state)
-        follow_schedule(optimizer, run.parts.base_lrs, run.lr_factor, run.step)
+        set_lr(optimizer, run.parts.base_lrs, run.lr_factor(run.step))
         return optimizer
 
     def _update_differences(

@@ -23,9 +23,8 @@ from plait.comm.collectives import all_gather_values
 from plait.training.audit.record import AuditRecord, Findings
 from plait.training.audit.reference import take_reference
 from plait.training.optimizers.build import build_plain_optimizer
-from plait.training.optimizers.lr_schedule import follow_schedule
+from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
-from plait.verification.attributes import unchanged_globals
 from plait.verification.audit import (
     ObservedStep,
     Replay,
@@ -35,6 +34,7 @@ from plait.verification.audit import (
 )
 from plait.verification.compare import Difference
 from plait.verification.observe import unchanged_random_numbers
+from plait.verification.python_state import unchanged_state
 from plait.verification.replay import Part, PlainModel
 from plait.verification.twin import OptimizerTwin
 
@@ -73,7 +73,7 @@ class AuditedStep:
             parts.optimizer,
             parts.names,
             lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: follow_schedule(twin, parts.base_lrs, run.lr_factor, self._step),
+            lambda twin: set_lr(twin, parts.base_lrs, run.lr_factor(self._step)),
         )
 
     def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
@@ -98,11 +98,12 @@ class AuditedStep:
         found = self._observe(loss)
         update = list(self._twin.differences())
         del self._twin
-        with unchanged_random_numbers(), unchanged_globals(self._live.objects().values()):
+        with unchanged_random_numbers(), unchanged_state(self._live.objects()):
             fresh = take_reference(self._run, self._step)
             plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
             replay = Replay(plain, self._before, parts, self._finish)
+            found = replay.complete(found)
             differences = replay.differences(found, record.rounding)
             largest = largest_difference(replay.expected.tensors(), found.tensors())
             others = self._gather([bool(differences), self._checksum()])

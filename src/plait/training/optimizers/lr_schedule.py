@@ -29,18 +29,6 @@ def set_lr(optimizer: torch.optim.Optimizer, base_lrs: Sequence[float], factor: 
     note_rate(optimizer)
 
 
-def follow_schedule(
-    optimizer: torch.optim.Optimizer, base_lrs: Sequence[float], factor: LrFactor, step: int
-) -> None:
-    """Set the learning rates for the step after `step` steps, unless the schedule leaves them as they are.
-
-    So an optimizer that changes its rates by itself keeps them, as in plain PyTorch.
-    """
-    before = factor(step - 1) if step else 1.0
-    if factor(step) != before:
-        set_lr(optimizer, base_lrs, factor(step))
-
-
 def constant(step: int, total: int) -> float:
     """The same factor throughout."""
     return 1.0
