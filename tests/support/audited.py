@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from plait.launch.run_dir import RunDir
 from plait.pipeline.gradient_sync import GradientReducer
 from plait.schema.settings import TrainSettings
+from plait.sync.allreduce.buckets import AllReduce
 from plait.training import components
 from plait.training.audit.record import DifferenceError
 from plait.training.worker import make_loop
@@ -132,6 +133,17 @@ def rates_anew(optimizer: torch.optim.Optimizer, base_lrs: Sequence[float], fact
         group["lr"] = base * factor
 
 
+_take = AllReduce._take
+
+
+def take_first(self: AllReduce, index: int, place: int, parameter: Tensor) -> None:
+    """Of a gradient that comes in parts, the first alone is summed."""
+    if self._buckets[index].filled[place]:
+        parameter.grad = None
+    else:
+        _take(self, index, place, parameter)
+
+
 def clip_each(self: GradientReducer, most: float, device: torch.device) -> None:
     """Each stage clips by its own norm."""
     self.clip_own(most)
@@ -142,10 +154,7 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "flags alone": ("plait.training.evaluate.evaluation_mode", flags_alone),
     "rates anew": ("plait.training.engines.train_step.set_lr", rates_anew),
     "a seed for each worker": ("plait.training.engines.train_step.seed_all", lambda seed: None),
-    "parts that come late are lost": (
-        "plait.sync.allreduce.buckets.AllReduce._add_late",
-        lambda self, marks, factor: None,
-    ),
+    "later parts are lost": ("plait.sync.allreduce.buckets.AllReduce._take", take_first),
     "state in Python is not seen": ("plait.profiler.trace.changed_state", lambda before, state: []),
     "stages clip for themselves": ("plait.pipeline.gradient_sync.GradientReducer.clip", clip_each),
 }

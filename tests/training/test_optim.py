@@ -12,7 +12,6 @@ import torch
 from plait.core.errors import JobError
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
-from plait.sweeping.trial_settings import is_fusable
 from plait.training.optimizers.build import build_optimizer, check_groups, optimizer_kinds
 from plait.training.optimizers.lr_schedule import build_lr_factor, check_lr_schedule
 from support.plans import planned
@@ -188,8 +187,3 @@ def test_a_stage_has_the_rates_of_its_own_groups_where_an_optimizer_leaves_out_e
     _, expected = train_here(digits_job(**changes), tmp_path / "plain")
     run_ranks(2, train_each, {"stages": planned((1, 1), Schedule.FLUSH, **changes)}, tmp_path)
     assert largest_difference(saved_weights(tmp_path / "stages"), expected) < 1e-10
-
-
-def test_trials_with_groups_are_not_fused():
-    assert is_fusable(digits_job())
-    assert not is_fusable(with_groups(digits_job()))
