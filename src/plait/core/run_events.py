@@ -43,13 +43,14 @@ class Audited(Event):
     """Step `step` was taken a second time, as plain PyTorch takes it, which took `seconds`.
 
     `largest` is the largest relative difference of this and all audits before; `differences` are those
-    beyond rounding, in words.
+    beyond rounding, in words. In a sweep `trial` is the one that took the step alone, too.
     """
 
     step: int
     seconds: float
     largest: float
     differences: tuple[str, ...]
+    trial: int | None = None
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,7 @@ class RunResult:
         if self.best:
             metrics = {name: value for name, value in self.best.items() if name != "step"}
             yield f"best at step {self.best['step']}: {show_metrics(metrics)}"
-        if self.audited_steps is not None:
-            steps, largest = count_of(self.audited_steps, "step"), self.largest_difference
-            yield f"audited {steps}, largest difference {largest:.1g}"
+        yield from _audited(self.audited_steps, self.largest_difference)
         yield from (f"warning: {text}" for text in self.warnings)
         if self.run:
             yield self.run
@@ -111,7 +109,8 @@ class SweepResult:
     `reason` is `finished`, `stopped`, or `failed` if every trial failed. `step` counts the trials that have
     ended, of `steps`. Trials are compared by `metric`, of which less (`mode` is `min`) or more (`max`) is
     better. `best` is None if no trial finished. Each array was trained by `replicas` workers. `warnings` are
-    those of all workers, each once.
+    those of all workers, each once. `audited_steps` is the number of steps that a fused trial took alone,
+    too, and `largest_difference` how far apart the two were at most, relative to the largest value.
     """
 
     reason: str
@@ -129,6 +128,8 @@ class SweepResult:
     run: str = ""
     mode: str = ""
     warnings: tuple[str, ...] = ()
+    audited_steps: int | None = None
+    largest_difference: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `plait sweep --json` prints them."""
@@ -144,6 +145,7 @@ class SweepResult:
         yield from (f"  {trial}" for trial in self.trials[:_SHOWN])
         if len(self.trials) > _SHOWN:
             yield f"  and {len(self.trials) - _SHOWN} more"
+        yield from _audited(self.audited_steps, self.largest_difference)
         yield from (f"warning: {text}" for text in self.warnings)
         if self.run:
             yield self.run
@@ -169,3 +171,8 @@ def show_value(value: Any) -> str:
 def _without(plain: dict[str, Any], **absent: Any) -> dict[str, Any]:
     """`plain` without the keys of `absent` whose values are equal in both."""
     return {key: value for key, value in plain.items() if key not in absent or value != absent[key]}
+
+
+def _audited(steps: int | None, largest: float | None) -> Iterator[str]:
+    if steps is not None:
+        yield f"audited {count_of(steps, 'step')}, largest difference {largest:.1g}"

@@ -19,6 +19,7 @@ from plait.measure.fresh_process import FreshProcesses
 from plait.pipeline.layout import PipelineLayout
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import choose_width, try_two
+from plait.sweeping.engines.audited_step import ADVICE
 from plait.sweeping.engines.fused import Array, TrialInit
 from plait.sweeping.engines.leader import LeaderArray, make_array
 from plait.sweeping.engines.verified_arrays import verify_entries
@@ -26,7 +27,10 @@ from plait.sweeping.reasons import NotFusedError, TrialsFailedError, fused_work,
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.worker_group import WorkerGroup, share_of
 from plait.training import components
+from plait.training.audit.record import DifferenceError
+from plait.training.audit.schedule import is_audited
 from plait.training.components import DataPair
+from plait.verification.compare import Difference
 
 if TYPE_CHECKING:
     from plait.sweeping.engines.verified_stages import StagesOfTrials
@@ -60,8 +64,9 @@ class ArrayBuilder:
         # How many trials an array of a group holds, and, where that is one, why.
         self._widths: dict[str, tuple[int, str]] = {}
         self._verdicts: dict[str, Verdict] = {}
-        # The trials that were compared with themselves alone, by number.
+        # The trials that were compared with themselves alone, by number; and what was said once.
         self._verified: set[int] = set()
+        self._said: set[str] = set()
         # The layers of each stage that a verification has led to.
         self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
 
@@ -228,6 +233,36 @@ class ArrayBuilder:
         verdict = verify_entries(entries, share_of(self._workers), known)
         self._keep(group, verdict, known, numbers, len(entries))
         return verdict
+
+    def note_audit(
+        self, trial: int, step: int, seconds: float, largest: float, differences: Sequence[Difference]
+    ) -> None:
+        """Record a step that a fused trial took alone, too; DifferenceError where that ends the sweep."""
+        words = [str(each) for each in differences[:3]]
+        self._coordinator.ask(
+            ask="audited",
+            trial=trial,
+            step=step,
+            seconds=round(seconds, 6),
+            largest=largest,
+            differences=words,
+        )
+        if not words:
+            return
+        told = f"audit: step {step} of trial {trial} is not what it is alone: {'; '.join(words)}; {ADVICE}"
+        if self._settings.train.verify.on_difference == "stop":
+            raise DifferenceError(told)
+        log.warning("%s", told)
+
+    def say_once(self, words: str) -> None:
+        """Warn the user, of the same thing once."""
+        if words not in self._said:
+            self._said.add(words)
+            log.warning("%s", words)
+
+    def is_audited(self, step: int) -> bool:
+        """Whether one of the trials takes the step after `step` steps of this worker alone, too."""
+        return is_audited(self._settings.train, step)
 
     def _keep(
         self, group: str, verdict: Verdict, known: Verdict | None, numbers: Sequence[int], trials: int

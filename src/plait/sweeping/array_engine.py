@@ -12,6 +12,7 @@ from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.loader import Batch
 from plait.fusion.errors import FusionError
 from plait.sweeping.array_builder import ArrayBuilder
+from plait.sweeping.engines.audited_step import AuditedTrial
 from plait.sweeping.engines.batch_streams import next_batches, with_replacements
 from plait.sweeping.engines.fused import Array, FusedArray, TrialInit, TrialTensors, rebuild_trial
 from plait.sweeping.engines.unfused import UnfusedArray
@@ -66,6 +67,8 @@ class ArrayEngine:
         # Losses since they were last given to the trials they belong to.
         self._losses: Tensor | None = None
         self._losses_of = 0
+        # Steps of this worker with any trials.
+        self._steps = 0
 
     @property
     def is_fused(self) -> bool:
@@ -87,12 +90,19 @@ class ArrayEngine:
         for _ in range(steps):
             batches = next_batches([trial.stream for trial in self.trials])
             factors = [trial.lr_factor(trial.step) for trial in self.trials]
+            place = self._steps % len(self.trials)
+            audited = self._begin_audit(place, batches[place], factors[place])
             try:
                 with self._one_trials_failure(), self._builder.fused_work(self.group):
                     losses = self._array.step(batches, factors)
             except NotFusedError as failure:
                 self._blame(failure, batches, factors)
                 raise
+            if audited is not None:
+                trial = self.trials[place]
+                largest, found = audited.compare(losses[place])
+                self._builder.note_audit(trial.trial, trial.step + 1, audited.seconds, largest, found)
+            self._steps += 1
             # Added up on the device: nobody waits for its values here.
             self._losses = losses if self._losses is None else self._losses + losses
             self._losses_of += 1
@@ -100,6 +110,22 @@ class ArrayEngine:
                 trial.step += 1
                 trial.moved = True
                 trial.position = batch.after
+
+    def _begin_audit(self, place: int, batch: Batch, factor: float) -> AuditedTrial | None:
+        """Where the next step is audited, the trial at `place` by itself, which is to take it, too."""
+        array = self._array
+        if not self.is_fused or not self._builder.is_audited(self._steps):
+            return None
+        if not isinstance(array, FusedArray):
+            self._builder.say_once("audit: the steps of trials that several workers train are not audited")
+            return None
+        if array.has_python_state:
+            self._builder.say_once(
+                "audit: the steps of fused trials whose forward keeps numbers in Python are not audited; "
+                "keep such state in buffers"
+            )
+            return None
+        return AuditedTrial(array, place, batch, factor)
 
     @contextmanager
     def _one_trials_failure(self) -> Iterator[None]:

@@ -64,6 +64,8 @@ class Coordinator:
         past = _read(folder) if resume or takes_over else []
         events = [recorded.event for recorded in past]
         self._log = EventLog(folder.events(), rank=worker.id)
+        # Audited steps, and the largest difference found in them.
+        self._audited, self._largest = 0, 0.0
         groups = max(1, worker.world_size // settings.workers_per_array)
         self.scheduler = TrialScheduler(
             settings, groups, choose_metric(settings), self._steps_of, self._keep, self._copy, sets.seed_of
@@ -239,6 +241,14 @@ class Coordinator:
         self._log.record(run_events.ArrayVerified(worker, trials, seconds, unfused, refused))
         return {}
 
+    def _on_audited(
+        self, trial: int, step: int, seconds: float, largest: float, differences: list[str]
+    ) -> Answer:
+        self._audited, self._largest = self._audited + 1, max(self._largest, largest)
+        event = run_events.Audited(step, seconds, self._largest, tuple(differences), trial)
+        self._log.record(event)
+        return {}
+
     def _on_note(self, losses: list[Any], metrics: list[Any], signals: list[Any]) -> Answer:
         """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals)."""
         for trial, step, loss in losses:
@@ -354,6 +364,8 @@ class Coordinator:
             trial_steps_per_s=rate,
             workers=self._worker.world_size,
             replicas=self._settings.replicas,
+            audited_steps=self._audited or None,
+            largest_difference=self._largest if self._audited else None,
         )
 
     def _publish(self, best: Trial) -> None:

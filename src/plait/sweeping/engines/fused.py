@@ -172,6 +172,11 @@ class FusedArray:
         return self.fused.unfused
 
     @property
+    def has_python_state(self) -> bool:
+        """Whether modules were seen to keep numbers in Python."""
+        return self._verdict.has_python_state
+
+    @property
     def trials(self) -> int:
         return self.fused.trials
 

@@ -1,0 +1,101 @@
+"""The audit of fused trials: one of them in turn takes a step alone, too, and both are compared."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plait.data.loader import Batch
+from plait.fusion.verify import TF32_EPS
+from plait.fusion.verify.lone_run import LoneRun
+from plait.sweeping.engines.fused import FusedArray, TrialTensors, rebuild_trial
+from plait.sweeping.engines.unfused import UnfusedArray
+from plait.training.components import AUTOCAST
+from plait.verification.audit import largest_difference
+from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
+from plait.verification.observe import Observation, unchanged_random_numbers
+from plait.verification.python_state import unchanged_state
+
+ADVICE = (
+    "train its kind one by one with --width 1, or name the modules that fusion gets wrong in an issue; "
+    "verify: {on_difference: warn} goes on regardless"
+)
+
+
+class AuditedTrial:
+    """The trial at `place` of an array, as it is before a step, which it then takes alone, too."""
+
+    def __init__(self, array: FusedArray, place: int, batch: Batch, factor: float) -> None:
+        started = time.perf_counter()
+        self._array, self._place, self._factor = array, place, factor
+        # A forward may write into what it is given.
+        content = pytree.tree_map_only(Tensor, torch.clone, batch.content)
+        self._batch = replace(batch, content=content)
+        with unchanged_random_numbers():
+            self._entry = rebuild_trial(array, place)
+        parts = self._entry.parts
+        self._before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
+        self._optimizer = copy.deepcopy(parts.optimizer.state_dict())
+        self._scaler = copy.deepcopy(parts.scaler.state_dict())
+        fused = array.fused
+        self._stream = int(fused.seeds[place]), int(fused.ages[place]), dict(fused.unfused)
+        self.seconds = time.perf_counter() - started
+
+    def _tensors(self) -> Mapping[str, Tensor]:
+        model = self._entry.parts.model
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def compare(self, loss: Tensor) -> tuple[float, list[Difference]]:
+        """The largest difference of the step that the array took, and those beyond rounding."""
+        started = time.perf_counter()
+        found = self._observed(loss, self._array.tensors(self._place))
+        model = self._entry.parts.model
+        with unchanged_random_numbers(), unchanged_state({"": model}):
+            expected = self._take()
+            differences = list(find_differences(expected, found, Noise({})))
+            if differences:
+                differences = list(find_differences(expected, found, measure_noise(expected, self._take)))
+        self.seconds += time.perf_counter() - started
+        return largest_difference(expected, found), differences
+
+    def _take(self, seed: int | None = None) -> Observation:
+        """Take the step alone; with a `seed` from weights that are rounded otherwise."""
+        entry, parts = self._entry, self._entry.parts
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(self._before[name])
+            if seed is not None:
+                weights = list(parts.model.parameters())
+                for weight, moved in zip(
+                    weights, perturb([w.data for w in weights], seed, self._step_size())
+                ):
+                    weight.copy_(moved)
+        parts.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
+        parts.scaler.load_state_dict(self._scaler)
+        alone, lone = UnfusedArray([entry]), LoneRun(parts.model, *self._stream)
+        try:
+            with lone.forwards():
+                loss = alone.step([self._batch], [self._factor])[0]
+        finally:
+            lone.close()
+        return self._observed(loss, alone.tensors(0))
+
+    def _step_size(self) -> float:
+        """The rounding of the coarsest numbers that are computed with."""
+        precision = self._entry.settings.precision
+        if precision in AUTOCAST:
+            return torch.finfo(AUTOCAST[precision]).eps
+        return TF32_EPS if self._entry.parts.device.type == "cuda" and precision == "float32" else 0.0
+
+    def _observed(self, loss: Tensor, state: TrialTensors) -> Observation:
+        # Of the type that it is computed in: the array adds losses up in another.
+        own = loss.detach().to("cpu", self._entry.parts.dtype or torch.float32)
+        found: dict[str, Tensor | None] = {"the loss": own}
+        found |= {f"the parameter or buffer {name}": t.detach().clone() for name, t in state.model.items()}
+        return found | {f"the optimizer's {name}": t.detach().clone() for name, t in state.optimizer.items()}
