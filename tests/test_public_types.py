@@ -40,6 +40,7 @@ TRIALS = [
         "values": {"optimizer.lr": 0.1, "model_args.sizes": [1, 2]},
         "metrics": {"loss": 0.25, "accuracy": None},
         "train_loss": None,
+        "why": "",
     }
     for number in range(12)
 ]

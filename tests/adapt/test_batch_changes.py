@@ -24,6 +24,7 @@ from plait.data.sampler import Position, batches, epoch_order
 from plait.launch.run_dir import RunDir
 from plait.schema.job import make_job
 from plait.schema.settings import (
+    UNVERIFIED,
     DataSettings,
     LrScheduleSettings,
     ModelSettings,
@@ -94,7 +95,7 @@ def job(**changes: Any) -> TrainSettings:
             "steps": None,
             "epochs": 3,
             # Nothing is read but for steps.
-            "verify": "off",
+            "verify": UNVERIFIED,
             **changes,
         }
     )

@@ -81,7 +81,8 @@ def die_or_train(
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
     sync = partial_reduce(rank, size, port, weights, lease_s=0.5, on_send=leave)
-    for _ in range(25):
+    # Longer than a lease, also where others hold the cores.
+    for _ in range(75):
         time.sleep(0.02)
         sync.after_update()
         groups.append(sync.last.members)
@@ -102,10 +103,10 @@ def test_a_worker_that_ends_or_stops_in_the_middle_of_an_average_leaves_the_rest
     for rank in (0, 2):
         groups = found[rank]["groups"]
         assert found[rank]["members"] == (0, 2)
-        assert len(groups) == 25
+        assert len(groups) == 75
         # Once the lost one was in a group for the last time, the others go on with each other.
         last = max((place for place, group in enumerate(groups) if 1 in group), default=-1)
-        assert last < 24
+        assert last < 74
         assert [0, 2] in map(sorted, groups[last + 1 :])
     assert found[0]["value"] == found[2]["value"]
 

@@ -133,7 +133,7 @@ class SweepResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `plait sweep --json` prints them."""
-        return _without(encode(self), run="")
+        return _without(encode(self), run="", audited_steps=None, largest_difference=None)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -82,7 +82,7 @@ class AuditedStages:
     def _why_blind(self) -> str:
         """Why no worker can take the step of the whole model, the same on all workers; "" where one can."""
         parts = self._run.parts
-        if parts.pieces is not None or not broadcast_value(has_room_for_whole(parts), FIRST):
+        if not broadcast_value(has_room_for_whole(parts), FIRST):
             return "no worker has memory for the whole model"
         tied = any(
             len(self._stages[name]) > 1
@@ -188,11 +188,14 @@ class AuditedStages:
             found, contents, after = self._observe(loss), self._gather_contents(), self._gather_after()
             if self._rank == FIRST:
                 largest, differences = self._replay(record, found, contents, after)
-        differences += [*self._twin.differences(), *unlike_replicas(self._replicated())]
+        differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
         self._seconds += time.perf_counter() - started
         findings = Findings(largest, differences, unseen)
         record.add(self._run.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
+
+    def _tied(self) -> set[str]:
+        return {name for name in self._pipeline.parameters if len(self._stages[name]) > 1}
 
     def _replicated(self) -> Named:
         holders = {name: self._layout.holders(*self._stages[name]) for name in self._pipeline.parameters}

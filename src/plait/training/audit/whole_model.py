@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,7 +117,7 @@ class AuditedStep:
         record.add(self._step + 1, self._seconds, self._gather(findings.plain()), ADVICE)
 
     def _checksum(self) -> str:
-        sums = [float(p.detach().double().sum()).hex() for p in self._live.parameters().values()]
+        sums = [_sum(parameter).hex() for parameter in self._live.parameters().values()]
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
     def _observe(self, loss: Tensor) -> ObservedStep:
@@ -149,13 +149,35 @@ class AuditedStep:
         return all_gather_values(value) if self._together else [value]
 
 
-def unlike_replicas(tensors: Mapping[str, Tensor]) -> list[Difference]:
-    """The tensors that workers hold under one name with unlike values, told by a checksum; all call it."""
-    sums = {name: float(tensor.detach().double().sum()).hex() for name, tensor in tensors.items()}
+def unlike_replicas(tensors: Mapping[str, Tensor], rounded: Container[str] = ()) -> list[Difference]:
+    """The tensors that workers hold under one name with unlike values, told by their sum; all call it.
+
+    Those that are `rounded` are updated with others beside them, which may round them otherwise.
+    """
+    sums = {name: _sum(tensor) for name, tensor in tensors.items()}
+    allowed = {name: _rounding(tensor) if name in rounded else 0.0 for name, tensor in tensors.items()}
     workers, rank, found = all_gather_values(sums), dist.get_rank(), []
     for name in sums:
-        others = [i for i, theirs in enumerate(workers) if theirs.get(name, sums[name]) != sums[name]]
+        others = [
+            i
+            for i, held in enumerate(workers)
+            if name in held and not _alike(held[name], sums[name], allowed[name])
+        ]
         if others and rank < others[0]:
             why = f"not the same on workers {rank} and {others[0]}, which train together"
             found.append(Difference(f"the parameter {name}", math.inf, 0.0, why))
     return found
+
+
+def _sum(tensor: Tensor) -> float:
+    """The sum of all values, in their order, whatever their places in memory."""
+    return float(tensor.detach().contiguous().double().sum())
+
+
+def _rounding(tensor: Tensor) -> float:
+    """How far rounding at each of many steps may take a sum."""
+    return 64 * torch.finfo(tensor.dtype).eps * float(tensor.detach().double().abs().sum())
+
+
+def _alike(one: float, other: float, allowed: float) -> bool:
+    return one == other or (one != one and other != other) or abs(one - other) <= allowed

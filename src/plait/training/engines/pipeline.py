@@ -303,6 +303,9 @@ class PipelineEngine:
         run = self._run
         if not is_audited(run.settings, run.step, self._audit_cost()):
             return None
+        if run.parts.pieces is not None:
+            run.audits.say("audit: no worker has memory for the whole model, so that no step is taken twice")
+            return None
         return AuditedStages(run, self._pipe, self._layout, self._stages)
 
     def _end_audit(self, audited: AuditedStages) -> None:
