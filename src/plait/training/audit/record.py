@@ -62,7 +62,6 @@ class AuditRecord:
         words = _by_worker([differences for _, differences, _ in workers])
         unseen = sorted({name for _, _, names in workers for name in names})
         self.metrics.note(Audited(step, round(seconds, 6), self.largest, tuple(words[:_NAMED])))
-        self.metrics.leave_out(seconds)
         if words and unseen:
             self.say(
                 f"audit: {_differs(step, words)}; but forward keeps {', '.join(unseen)}, which no audit can "

@@ -78,6 +78,7 @@ class AuditedStages:
         )
         self._ready = time.perf_counter()
         self._seconds = self._ready - started
+        run.metrics.leave_out(self._seconds)
 
     def _why_blind(self) -> str:
         """Why no worker can take the step of the whole model, the same on all workers; "" where one can."""
@@ -190,7 +191,9 @@ class AuditedStages:
                 largest, differences = self._replay(record, found, contents, after)
         differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
-        self._seconds += time.perf_counter() - started
+        after = time.perf_counter() - started
+        self._run.metrics.leave_out(after)
+        self._seconds += after
         findings = Findings(largest, differences, unseen)
         record.add(self._run.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
 

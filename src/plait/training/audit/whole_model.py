@@ -66,6 +66,7 @@ class AuditedStep:
         self._noted: dict[str, Tensor | None] | None = None
         self._twin = self._make_twin()
         self._seconds = time.perf_counter() - started
+        run.metrics.leave_out(self._seconds)
 
     def _make_twin(self) -> OptimizerTwin:
         run, parts = self._run, self._run.parts
@@ -112,7 +113,9 @@ class AuditedStep:
             differences += [*replay.attribute_differences(found, record.harmless), *update]
         if len({checksum for _, checksum in others}) > 1:
             differences += unlike_replicas(self._live.parameters())
-        self._seconds += time.perf_counter() - started
+        after = time.perf_counter() - started
+        self._run.metrics.leave_out(after)
+        self._seconds += after
         findings = Findings(largest, differences, self._before.attributes.unseen)
         record.add(self._step + 1, self._seconds, self._gather(findings.plain()), ADVICE)
 

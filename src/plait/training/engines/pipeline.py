@@ -36,7 +36,7 @@ from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import check_topology, read_topology_spec
 from plait.training import checkpoint as checkpoints
-from plait.training.audit.schedule import is_audited, next_audited
+from plait.training.audit.schedule import next_audited
 from plait.training.audit.stages import AuditedStages
 from plait.training.change.layers import (
     HeldLayers,
@@ -266,8 +266,9 @@ class PipelineEngine:
         A step that is audited is an interval of its own.
         """
         run, commit = self._run, self._commit
-        audited = self._begin_audit()
-        steps = 1 if audited is not None else min(steps, self._steps_to_audit())
+        following = next_audited(run.settings, run.step, self._audit_cost())
+        audited = self._begin_audit() if following == run.step else None
+        steps = min(steps, UNKNOWN_STEPS if following is None else max(1, following - run.step))
         batches = list(itertools.islice(run.order(), steps))
         self._is_whole = False
         if commit is not None:
@@ -294,15 +295,8 @@ class PipelineEngine:
         """What an audit takes, in steps: on a CPU the first worker has the cores of those that wait."""
         return 1.0 if self._run.parts.device.type == "cpu" else float(self._run.worker.world_size)
 
-    def _steps_to_audit(self) -> int:
-        run = self._run
-        following = next_audited(run.settings, run.step, self._audit_cost())
-        return UNKNOWN_STEPS if following is None else following - run.step
-
     def _begin_audit(self) -> AuditedStages | None:
         run = self._run
-        if not is_audited(run.settings, run.step, self._audit_cost()):
-            return None
         if run.parts.pieces is not None:
             run.audits.say("audit: no worker has memory for the whole model, so that no step is taken twice")
             return None
