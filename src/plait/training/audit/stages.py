@@ -191,9 +191,9 @@ class AuditedStages:
                 largest, differences = self._replay(record, found, contents, after)
         differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
-        after = time.perf_counter() - started
-        self._run.metrics.leave_out(after)
-        self._seconds += after
+        seconds = time.perf_counter() - started
+        self._run.metrics.leave_out(seconds)
+        self._seconds += seconds
         findings = Findings(largest, differences, unseen)
         record.add(self._run.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
 
