@@ -33,6 +33,7 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
     TrainSettings,
+    VerifySettings,
 )
 from plait.training import components
 from plait.training.engines.data_parallel import DataParallelEngine
@@ -87,6 +88,8 @@ def settings_of(name: str, steps: int) -> TrainSettings:
         steps=steps,
         device="cpu",
         checkpoint=CheckpointSettings(every_steps=1_000_000),
+        # A round is a few steps; what audits cost a long run is measured by benchmarks/audit_cost.py.
+        verify=VerifySettings(audit="off"),
     )
 
 
