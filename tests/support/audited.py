@@ -75,6 +75,36 @@ class Counting(nn.Module):
         return y * 2 if self.calls % 10 == 0 else y
 
 
+class Shared(nn.Module):
+    """Two blocks that count together, in one dict, and go by the count; `train` counts, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 16), nn.Linear(16, 10)
+        self.counts = {"calls": 0}
+        self.block = SharedBlock(self.counts)
+        self.modes = 0
+
+    def train(self, mode: bool = True) -> nn.Module:
+        self.modes += 1
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        y = self.block(self.one(x.flatten(1)))
+        return self.other(y) * (1 + 0.05 * self.counts["calls"]) * (1 + 0.01 * self.modes)
+
+
+class SharedBlock(nn.Module):
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        return x.tanh() * (1 + 0.05 * self.counts["calls"])
+
+
 class Remembering(nn.Module):
     """A block that keeps what nobody reads: its last output, and how often it was called."""
 

@@ -760,6 +760,21 @@ class ByEpoch(Rows):
         return self.x[i] * (1 + self.epoch), self.y[i]
 
 
+class Drawn(IterableDataset[Any]):
+    """A stream that draws its samples from a generator that it was made with."""
+
+    def __init__(self, split: str) -> None:
+        self.generator = torch.Generator().manual_seed(3 if split == "train" else 4)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[Any]:
+        example, target = Rows("train")[0]
+        for _ in range(SAMPLES):
+            yield torch.randn(example.shape, generator=self.generator), target
+
+
 class ByRank(IterableDataset[Any]):
     """A stream that divides itself by rank, as is done for DistributedDataParallel, after `after` samples."""
 
@@ -843,6 +858,7 @@ CASES = {
         SilentCase("optimizer with modes", ("one", "resume", "two", "flush", "stash"), optimizer="HasModes"),
         SilentCase("steps in groups", ("resume", "flush"), optimizer="StepsInGroup"),
         SilentCase("steps in the optimizer", ("resume", "flush"), optimizer="CountsItself"),
+        SilentCase("stream that draws", ("two", "flush"), data="Drawn", against="one"),
         SilentCase("stream by rank", ("two", "flush", "replicas"), data="ByRank"),
         SilentCase(
             "stream by rank, later", ("two", "flush", "replicas"), data="ByRank", options={"after": BATCH}

@@ -57,6 +57,9 @@ RIGHT = {
         optimizer=OptimizerSettings("adamw", {"lr": 0.003}), accumulate=3, clip_norm=0.5, steps=5
     ),
     "shares of unlike sizes, and none": digits_job(data=DataSettings("digits", 131), steps=12),
+    "a count that modules share": digits_job(
+        model=ModelSettings(f"{HERE}:Shared"), evaluate=EvaluateSettings(every_steps=2), steps=5
+    ),
     "an unused parameter": digits_job(model=ModelSettings("support.training:HalfUsed"), steps=3),
     "batch norm and dropout": digits_job(
         model=ModelSettings("support.training:norm_net"), precision="float32", steps=9

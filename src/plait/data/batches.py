@@ -17,6 +17,8 @@ from plait.workloads.data import is_stream
 
 Collate = Callable[[list[Any]], Any]
 
+# What another process may take for one sample.
+_ASIDE_S = 30.0
 COLLATE_HINT = (
     "write a function that makes a batch of a list of samples, padding where it must, and name it: "
     "data.collate_fn: package.module:function (or make it the data set's collate_fn)"
@@ -101,12 +103,19 @@ class DataSource:
     def first_batch(self, samples: int, seed: int) -> Any:
         """(inputs, target) of the first samples; a set that has fewer begins again."""
         if self.is_stream:
-            return self.collated(_first(self.dataset, samples, seed))
+            return self.collated(self.first_samples(samples, seed))
         return self.batch(0, [i % len(self.dataset) for i in range(samples)], seed)
 
     def first_samples(self, count: int, seed: int) -> list[Any]:
-        """The first samples of a stream; one that has fewer begins again."""
-        return _first(self.dataset, count, seed)
+        """The first samples of a stream; one that has fewer begins again.
+
+        The stream is left as it is: it may count, or draw, as it is read.
+        """
+        from plait.data.loader_processes import load_aside  # which loads batches of these sources
+
+        found = load_aside(_first(self.dataset, count, seed), _ASIDE_S)
+        # Read here where that cannot be done elsewhere.
+        return list(_first(self.dataset, count, seed)) if found is None else found
 
     def example_batches(self, sizes: Sequence[int], seed: int) -> list[Any]:
         """Batches of these sizes, of further samples each; a set that has fewer begins again.
@@ -116,7 +125,7 @@ class DataSource:
         if hasattr(self.dataset, "example_indices"):
             return [self.batch(0, numbers, seed) for numbers in self.dataset.example_indices(sizes)]
         count, begin, found = sum(sizes), 0, []
-        samples = _first(self.dataset, count, seed) if self.is_stream else []
+        samples = self.first_samples(count, seed) if self.is_stream else []
         for size in sizes:
             numbers = range(begin, begin + size)
             if self.is_stream:
@@ -270,15 +279,15 @@ def read_epoch(dataset: Any, seed: int, epoch: int, begin: int = 0, state: Any =
         number += 1
 
 
-def _first(dataset: Any, count: int, seed: int) -> list[Any]:
-    found: list[Any] = []
-    while len(found) < count:
-        before = len(found)
+def _first(dataset: Any, count: int, seed: int) -> Iterator[Any]:
+    found = 0
+    while found < count:
+        before = found
         for _, sample in zip(range(count - before), read_epoch(dataset, seed, 0)):
-            found.append(sample)
-        if len(found) == before:
+            found += 1
+            yield sample
+        if found == before:
             raise DataError("data.kind: the stream ended before its first sample, expected one at least")
-    return found
 
 
 class StreamReader:

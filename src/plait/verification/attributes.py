@@ -142,6 +142,10 @@ def from_plain(plain: Any, now: Any = None) -> Any:
             return _mapping(content, now)
         case "set":
             items = {from_plain(each) for each in content}
+            if isinstance(now, set):
+                now.clear()
+                now.update(items)
+                return now
             return frozenset(items) if isinstance(now, frozenset) else items
         case "list" | "tuple" | "deque":
             return _sequence(kind, content, now)
@@ -171,7 +175,7 @@ def _mapping(content: list[Any], now: Any) -> Any:
     before = now if isinstance(now, Mapping) else {}
     pairs = [(from_plain(key), value) for key, value in content]
     values = {key: from_plain(value, before.get(key)) for key, value in pairs}
-    if isinstance(now, dict) and type(now) is not dict:  # a defaultdict, a Counter
+    if isinstance(now, dict):  # it may be a defaultdict, and others may hold it, too
         now.clear()
         now.update(values)
         return now
@@ -183,6 +187,9 @@ def _sequence(kind: str, content: list[Any], now: Any) -> Any:
     items = [from_plain(each, before[i] if i < len(before) else None) for i, each in enumerate(content)]
     if kind == "deque":
         return collections.deque(items, now.maxlen if isinstance(now, collections.deque) else None)
+    if kind == "list" and isinstance(now, list):
+        now[:] = items
+        return now
     if hasattr(now, "_fields"):
         return type(now)(*items)
     return items if kind == "list" else tuple(items)

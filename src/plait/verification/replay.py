@@ -123,6 +123,9 @@ class PlainModel:
         self.model.train()
         for module in self._evaluated:
             module.training = False
+        if all(torch.equal(own[name], value) for name, value in state.tensors.items() if name in own):
+            # The other model was in this mode already: what it counted there counts once.
+            load_attributes(self.objects(), state.attributes.values)
 
     def _replace(self, name: str, value: Tensor) -> None:
         """Hold a buffer that forward has made, or made anew with another shape."""
