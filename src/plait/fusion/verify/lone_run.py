@@ -60,7 +60,8 @@ class LoneRun:
             while contexts:
                 contexts.pop().__exit__(None, None, None)
 
-        handle = self._model.register_forward_pre_hook(begin)
+        # Before those of modules that draw by themselves, of which the model may be one.
+        handle = self._model.register_forward_pre_hook(begin, prepend=True)
         try:
             yield
         finally:

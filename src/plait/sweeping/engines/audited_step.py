@@ -94,8 +94,7 @@ class AuditedTrial:
         return TF32_EPS if self._entry.parts.device.type == "cuda" and precision == "float32" else 0.0
 
     def _observed(self, loss: Tensor, state: TrialTensors) -> Observation:
-        # Of the type that it is computed in: the array adds losses up in another.
-        own = loss.detach().to("cpu", self._entry.parts.dtype or torch.float32)
-        found: dict[str, Tensor | None] = {"the loss": own}
+        # A model may compute its loss in a coarser type than its weights have.
+        found: dict[str, Tensor | None] = {"the loss": loss.detach().to("cpu", torch.float32)}
         found |= {f"the parameter or buffer {name}": t.detach().clone() for name, t in state.model.items()}
         return found | {f"the optimizer's {name}": t.detach().clone() for name, t in state.optimizer.items()}
