@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from plait.core.errors import DataError
+from plait.data.loader_processes import load_aside
 from plait.data.sampler import mix
 from plait.workloads.data import is_stream
 
@@ -111,8 +112,6 @@ class DataSource:
 
         The stream is left as it is: it may count, or draw, as it is read.
         """
-        from plait.data.loader_processes import load_aside  # which loads batches of these sources
-
         found = load_aside(_first(self.dataset, count, seed), _ASIDE_S)
         # Read here where that cannot be done elsewhere.
         return list(_first(self.dataset, count, seed)) if found is None else found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from plait.core.errors import DataError
 from plait.core.splits import split
 from plait.data.batches import DataSource, seed_all
-from plait.data.loader_processes import Key, load_batches
+from plait.data.loader_processes import LoaderPool
 from plait.data.sampler import GlobalBatch, Position, share
 
 __all__ = ["Batch", "DataSource", "cut", "load", "seed_all", "to_device"]
+
+# The epoch and the numbers of the samples of one batch, and the seed of their random choices.
+Key = tuple[int, tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def load(
             yield batch.epoch, mine, seed
 
     # Closed by name: Python 3.12 keeps the locals of a generator that was closed until it is freed.
-    with contextlib.closing(load_batches(source, keys(), loaders, pin)) as contents:
+    with contextlib.closing(_load_batches(source, keys(), loaders, pin)) as contents:
         for content in contents:
             batch, count = ahead.pop(0)
             yield _made(batch, content, count)
@@ -131,3 +135,30 @@ def to_device(content: Any, device: torch.device, dtype: torch.dtype | None) -> 
         return x.to(device, wanted, non_blocking=True)
 
     return tree_map(lambda x: move(x) if isinstance(x, torch.Tensor) else x, content)
+
+
+def _load_batches(
+    source: DataSource, keys: Iterable[Key], loaders: int, pin: bool
+) -> Generator[Any, None, None]:
+    """The batches that `keys` name, in order, made by `loaders` processes; `pin` is for copies to a GPU."""
+    idle = source.idle_loaders.setdefault(loaders, [])
+    pool = idle.pop() if idle else LoaderPool(loaders, _Batches(source))
+    try:
+        yield from pool.run(keys, pin)
+    except GeneratorExit:
+        idle.append(pool)
+        raise
+    idle.append(pool)
+
+
+class _Batches:
+    """Makes batches by their keys."""
+
+    def __init__(self, source: DataSource) -> None:
+        # A copy without the idle loaders: a reference cycle would keep the processes alive.
+        self._source = copy.copy(source)
+        self._source.idle_loaders = {}
+
+    def __call__(self, key: Key) -> Any:
+        epoch, numbers, seed = key
+        return self._source.batch(epoch, numbers, seed)

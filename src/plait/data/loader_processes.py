@@ -8,7 +8,6 @@ the worker itself, loaders start in milliseconds, share its data set, and end wi
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import importlib
 import itertools
@@ -22,7 +21,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,30 +31,12 @@ import torch
 
 from plait.core.errors import PlaitError
 from plait.data import transport, trees
-from plait.data.batches import DataSource
 
 # How many batches each loader prepares in advance.
 AHEAD = 2
 # How long a loader may take to exit after its socket was closed.
 END_S = 2.0
 _PR_SET_PDEATHSIG = 1
-
-# The epoch and the numbers of the samples of one batch, and the seed of their random choices.
-Key = tuple[int, tuple[int, ...], int]
-
-
-def load_batches(
-    source: DataSource, keys: Iterable[Key], loaders: int, pin: bool
-) -> Generator[Any, None, None]:
-    """The batches that `keys` name, in order, made by `loaders` processes; `pin` is for copies to a GPU."""
-    idle = source.idle_loaders.setdefault(loaders, [])
-    pool = idle.pop() if idle else LoaderPool(loaders, _Batches(source))
-    try:
-        yield from pool.run(keys, pin)
-    except GeneratorExit:
-        idle.append(pool)
-        raise
-    idle.append(pool)
 
 
 def load_stream(items: Iterable[Any], pin: bool, timeout_s: float | None = None) -> Iterator[Any]:
@@ -216,19 +197,6 @@ def _answer(conn: socket.socket, make: Callable[[Any], Any], task: Any) -> None:
     except Exception as failure:
         # Nothing was sent yet: either the batch could not be made or it cannot be sent.
         transport.send(conn, _Raised.of(failure))
-
-
-class _Batches:
-    """Makes batches by their keys."""
-
-    def __init__(self, source: DataSource) -> None:
-        # A copy without the idle loaders: a reference cycle would keep the processes alive.
-        self._source = copy.copy(source)
-        self._source.idle_loaders = {}
-
-    def __call__(self, key: Key) -> Any:
-        epoch, numbers, seed = key
-        return self._source.batch(epoch, numbers, seed)
 
 
 @dataclass(frozen=True)
