@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plait.data.sampler import Position
-from plait.fusion.verify.lone_run import draws_of_trial
+from plait.fusion.verify.lone_run import drawing_as
 from plait.schema.settings import GroupSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.batch_streams import BatchStream
@@ -39,7 +39,8 @@ def test_a_rebuilt_trial_takes_the_arrays_next_step(name: str):
     rebuilt = rebuild_trial(array, 1)
     before = {key: value.clone() for key, value in array.fused.state_dict().items()}
     lone = UnfusedArray([rebuilt])
-    with draws_of_trial(array.fused, 1, rebuilt.parts.model):
+    fused = array.fused
+    with drawing_as(rebuilt.parts.model, int(fused.seeds[1]), int(fused.ages[1]), fused.unfused):
         loss = lone.step([batches[1]], [0.7])
     assert all(torch.equal(value, before[key]) for key, value in array.fused.state_dict().items())
     losses = array.step(batches, [0.9, 0.7, 0.8])

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.verification.attributes import is_full
+
 
 @contextmanager
 def copied_closures(module: nn.Module) -> Iterator[None]:
@@ -44,7 +46,7 @@ def _copy(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionT
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__
     made.__dict__.update(copy.deepcopy(function.__dict__, memo))
     for cell, own in zip(function.__closure__ or (), cells):
-        if _is_full(cell) and not _is_full(own):
+        if is_full(cell) and not is_full(own):
             own.cell_contents = copy.deepcopy(cell.cell_contents, memo)
     return made
 
@@ -65,7 +67,7 @@ def _leads_to(value: Any, parts: set[int]) -> bool:
 
 def _referred(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_full(cell)]
         return [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
@@ -78,11 +80,3 @@ def _referred(value: Any) -> list[Any]:
     if isinstance(value, (type, types.ModuleType, Tensor, torch.Generator)):
         return []
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

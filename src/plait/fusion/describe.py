@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from plait.verification.attributes import is_full
+
 _PLAIN = (
     bool,
     int,
@@ -165,7 +167,7 @@ def _callable(value: Any, kind: Hashable, inner: Callable[[Any], Hashable]) -> H
     if isinstance(value, property):
         return (kind, inner(value.fget), inner(value.fset), inner(value.fdel))
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_full(cell)]
         return (
             kind, value.__module__, value.__qualname__, *_code(value.__code__), inner(tuple(cells)),
             inner(value.__defaults__), inner(value.__kwdefaults__),
@@ -240,11 +242,3 @@ def _tensor(value: Tensor, with_values: bool) -> tuple[Hashable, ...]:
 def _parts_of_sparse(value: Tensor) -> list[Tensor]:
     whole = value.coalesce() if value.layout == torch.sparse_coo else value.to_sparse_coo().coalesce()
     return [whole.indices().contiguous(), whole.values().contiguous()]
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

@@ -49,6 +49,10 @@ class Trial:
     # By the same, among how many results it is judged there: those before it, and those that came with it.
     judged: dict[int, int] = field(default_factory=dict)
 
+    def take(self, found: Report | run_events.TrialReached) -> None:
+        """How far it has come, and with what."""
+        self.step, self.metrics, self.train_loss = found.step, dict(found.metrics), found.train_loss
+
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED
@@ -320,11 +324,7 @@ class TrialScheduler:
         new: dict[tuple[int, int], list[Report]] = {}
         for report in reports:
             trial = self.trials[report.trial]
-            trial.step, trial.metrics, trial.train_loss = (
-                report.step,
-                dict(report.metrics),
-                report.train_loss,
-            )
+            trial.take(report)
             place = _place(trial, report.step)
             if place not in trial.reached:
                 new.setdefault((place, trial.judged.get(place - 1, 0)), []).append(report)
@@ -418,11 +418,7 @@ class TrialScheduler:
                 self._add(event.values)
             case run_events.TrialReached():
                 trial = self.trials[event.trial]
-                trial.step, trial.metrics, trial.train_loss = (
-                    event.step,
-                    dict(event.metrics),
-                    event.train_loss,
-                )
+                trial.take(event)
                 place = _place(trial, event.step)
                 if place not in trial.reached:
                     result = math.nan if event.result is None else event.result

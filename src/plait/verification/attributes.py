@@ -7,7 +7,6 @@ read as plain values is named, so that nobody takes it for equal.
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
 import random
 import types
@@ -197,14 +196,17 @@ def _sequence(kind: str, content: list[Any], now: Any) -> Any:
 
 def _closes_over_code(function: types.FunctionType) -> bool:
     """Whether a function holds no data of its own beside code, modules and tensors."""
-    held = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
+    held = [cell.cell_contents for cell in function.__closure__ or () if is_full(cell)]
     return all(callable(each) or isinstance(each, (*_CODE, nn.Module, Tensor)) for each in held)
 
 
-def _is_full(cell: types.CellType) -> bool:
-    with contextlib.suppress(ValueError):
-        return cell.cell_contents is not cell
-    return False
+def is_full(cell: types.CellType) -> bool:
+    """Whether the variable of a closure has a value yet."""
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
 
 
 def _is_plain_object(value: Any) -> bool:

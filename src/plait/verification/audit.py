@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from plait.verification.attributes import same_plain
-from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
+from plait.verification.compare import Difference, Noise, dense, find_differences, measure_noise, perturb
 from plait.verification.observe import Observation, unchanged_random_numbers
 from plait.verification.replay import Named, Part, PlainModel, State
 
@@ -138,7 +138,7 @@ class Replay:
             loss = self._plain.step(self._parts)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         loss = self._finish(loss, list(trained.values()))
-        gradients = {name: None if p.grad is None else dense(p.grad) for name, p in trained.items()}
+        gradients = {name: None if p.grad is None else dense(p.grad).clone() for name, p in trained.items()}
         state = self._plain.state()
         return ObservedStep(
             loss,
@@ -163,11 +163,6 @@ class Replay:
                 return repr(float(self._plain.step(self._parts[:1])))
         except Exception as failure:  # a user's code may fail in any way
             return repr(failure)
-
-
-def dense(grad: Tensor) -> Tensor:
-    """A copy of a gradient, of a sparse one with all its zeros."""
-    return grad.to_dense() if grad.is_sparse else grad.clone()
 
 
 def changed_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Named:
@@ -224,8 +219,8 @@ def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        elif parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
+        else:
+            parameter.grad = dense(parameter.grad)
     for piece in _pieces([p.grad for p in used if p.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in piece])
         dist.all_reduce(flat)

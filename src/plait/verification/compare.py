@@ -103,7 +103,7 @@ def find_differences(expected: Observation, found: Observation, noise: Noise) ->
 
 def _apart(one: Tensor, other: Tensor) -> float:
     """The largest difference; values that are both NaN, or the same infinity, are equal."""
-    one, other = _dense(one), _dense(other)
+    one, other = dense(one), dense(other)
     if one.numel() == 0:
         return 0.0
     if one.device == other.device:
@@ -120,7 +120,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return amount if amount == amount else torch.inf
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """With its zeros written out: a gradient may be sparse on one side only."""
     return tensor if tensor.layout == torch.strided else tensor.detach().to_dense()
 
@@ -131,7 +131,7 @@ def _comparable(tensor: Tensor) -> Tensor:
 
 
 def _floor(value: Tensor) -> float:
-    value = _dense(value)
+    value = dense(value)
     if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
         return 0.0
     finite = value.detach().abs().max().item()

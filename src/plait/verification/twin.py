@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from plait.verification.attributes import load_attributes, read_attributes
-from plait.verification.compare import Difference, Noise, find_differences
+from plait.verification.compare import Difference, Noise, dense, find_differences
 from plait.verification.observe import Observation, unchanged_random_numbers
 
 MakeOptimizer = Callable[[Sequence[Parameter]], torch.optim.Optimizer]
@@ -68,8 +68,7 @@ class OptimizerTwin:
                 self.written[self._names[parameter]] = twin.detach().clone()
             twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
             if parameter in self._names:
-                grad = twin.grad if twin.grad is None or not twin.grad.is_sparse else twin.grad.to_dense()
-                self._add_gradient(self._names[parameter], grad)
+                self._add_gradient(self._names[parameter], None if twin.grad is None else dense(twin.grad))
         self._set_lr(self.twin)
         self.twin.step()
         self.updates += 1

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.module import FusedModule
 from plait.fusion.trials.alone import LoneMode, seeded_for
 
 
 @contextmanager
-def draws_of_trial(fused: FusedModule, number: int, model: nn.Module) -> Iterator[None]:
-    """Within, `model`, which is trial `number` alone, draws what that trial draws in its next forwards."""
-    lone = LoneRun(model, int(fused.seeds[number]), int(fused.ages[number]), fused.unfused)
+def drawing_as(model: nn.Module, seed: int, age: int, unfused: Mapping[str, str]) -> Iterator[None]:
+    """Within, `model` draws what a fused trial of this seed and age draws in its next forwards."""
+    lone = LoneRun(model, seed, age, unfused)
     try:
         with lone.forwards():
             yield

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.data.loader import Batch
-from plait.fusion.verify import TF32_EPS
-from plait.fusion.verify.lone_run import LoneRun
+from plait.fusion.verify.lone_run import drawing_as
 from plait.sweeping.engines.fused import FusedArray, TrialTensors, rebuild_trial
 from plait.sweeping.engines.unfused import UnfusedArray
-from plait.training.components import AUTOCAST
+from plait.sweeping.engines.verified_arrays import coarsest_rounding
 from plait.verification.audit import largest_difference
 from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
 from plait.verification.observe import Observation, unchanged_random_numbers
@@ -44,6 +43,7 @@ class AuditedTrial:
         self._optimizer = copy.deepcopy(parts.optimizer.state_dict())
         self._scaler = copy.deepcopy(parts.scaler.state_dict())
         fused = array.fused
+        # What its random numbers follow, before the step.
         self._stream = int(fused.seeds[place]), int(fused.ages[place]), dict(fused.unfused)
         self.seconds = time.perf_counter() - started
 
@@ -73,25 +73,15 @@ class AuditedTrial:
             if seed is not None:
                 weights = list(parts.model.parameters())
                 for weight, moved in zip(
-                    weights, perturb([w.data for w in weights], seed, self._step_size())
+                    weights, perturb([w.data for w in weights], seed, coarsest_rounding(entry))
                 ):
                     weight.copy_(moved)
         parts.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
         parts.scaler.load_state_dict(self._scaler)
-        alone, lone = UnfusedArray([entry]), LoneRun(parts.model, *self._stream)
-        try:
-            with lone.forwards():
-                loss = alone.step([self._batch], [self._factor])[0]
-        finally:
-            lone.close()
+        alone = UnfusedArray([entry])
+        with drawing_as(parts.model, *self._stream):
+            loss = alone.step([self._batch], [self._factor])[0]
         return self._observed(loss, alone.tensors(0))
-
-    def _step_size(self) -> float:
-        """The rounding of the coarsest numbers that are computed with."""
-        precision = self._entry.settings.precision
-        if precision in AUTOCAST:
-            return torch.finfo(AUTOCAST[precision]).eps
-        return TF32_EPS if self._entry.parts.device.type == "cuda" and precision == "float32" else 0.0
 
     def _observed(self, loss: Tensor, state: TrialTensors) -> Observation:
         # A model may compute its loss in a coarser type than its weights have.

@@ -438,7 +438,8 @@ def rebuild_trial(array: FusedArray, place: int) -> TrialInit:
     Its model is made by its factory and has the trial's weights and buffers; its optimizer is torch's own,
     with the trial's state. `UnfusedArray([...]).step` takes a plain step with it. What models keep in Python
     is as in a new one (`Verdict.has_python_state` says whether they keep any). Random numbers are torch's;
-    within `draws_of_trial(array.fused, place, model)` they are those that the trial draws next.
+    within `drawing_as(model, seed, age, unfused)`, of the fused module's, they are those that the trial draws
+    next.
     """
     settings, known = array.settings_of(place), array.parts_of(place)
     parts = components.build(settings, known.device, (known.train_set, known.test_set))

@@ -94,10 +94,7 @@ class ArrayRehearsal:
     @property
     def step(self) -> float:
         """The rounding of the coarsest numbers that are computed with."""
-        settings, parts = self._entries[0].settings, self._entries[0].parts
-        if settings.precision in AUTOCAST:
-            return torch.finfo(AUTOCAST[settings.precision]).eps
-        return TF32_EPS if parts.device.type == "cuda" and settings.precision == "float32" else 0.0
+        return coarsest_rounding(self._entries[0])
 
     def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
         """The trials in one module."""
@@ -135,6 +132,14 @@ class ArrayRehearsal:
     def _comparable(self, outputs: Any, batch: int) -> Any:
         """Outputs with padding have no counterpart alone: there, only losses and gradients are compared."""
         return outputs if len({count for _, count in self._pieces[batch]}) == 1 else None
+
+
+def coarsest_rounding(entry: TrialInit) -> float:
+    """The rounding of the coarsest numbers that a trial computes with; 0 where that is its weights' own."""
+    precision = entry.settings.precision
+    if precision in AUTOCAST:
+        return torch.finfo(AUTOCAST[precision]).eps
+    return TF32_EPS if entry.parts.device.type == "cuda" and precision == "float32" else 0.0
 
 
 def padded_rows(fused: FusedModule, counts: Sequence[int]) -> AbstractContextManager[None]:
