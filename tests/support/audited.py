@@ -19,6 +19,7 @@ from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.buckets import AllReduce
 from plait.training import components
 from plait.training.audit.record import DifferenceError
+from plait.training.run import Run
 from plait.training.worker import make_loop
 from support.training import PlainWorker
 
@@ -75,6 +76,30 @@ class Counting(nn.Module):
         return y * 2 if self.calls % 10 == 0 else y
 
 
+class CountingInClass(Counting):
+    """The same, for all such blocks together."""
+
+    counted = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountingInClass.counted += 1
+        y = self.other(self.one(x).relu())
+        return y * 2 if CountingInClass.counted % 10 == 0 else y
+
+
+class CountingInDict(Counting):
+    """The same, in a dict, by a name that torch's optimizers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["calls"] += 1
+        y = self.other(self.one(x).relu())
+        return y * 2 if self.state["calls"] > 9 else y
+
+
 class Shared(nn.Module):
     """Two blocks that count together, in one dict, and go by the count; `train` counts, too."""
 
@@ -121,7 +146,12 @@ class Remembering(nn.Module):
 
 def with_block(block: str) -> nn.Module:
     """A model in which cuts pass through a block of that name."""
-    kinds = {"counting": Counting, "remembering": Remembering}
+    kinds = {
+        "counting": Counting,
+        "counting in its class": CountingInClass,
+        "counting in a dict": CountingInDict,
+        "remembering": Remembering,
+    }
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), kinds[block](), nn.Linear(16, 10))
 
 
@@ -179,6 +209,11 @@ def clip_each(self: GradientReducer, most: float, device: torch.device) -> None:
     self.clip_own(most)
 
 
+def use_model(run: Run) -> None:
+    """A look at the model before the first step, which leaves what forward counts."""
+    run.parts.model(torch.zeros(4, 64, dtype=torch.float64))
+
+
 # What is put in the place of a part of an engine, which is then wrong.
 BROKEN: dict[str, tuple[str, Any]] = {
     "flags alone": ("plait.training.evaluate.evaluation_mode", flags_alone),
@@ -186,6 +221,7 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "a seed for each worker": ("plait.training.engines.train_step.seed_all", lambda seed: None),
     "later parts are lost": ("plait.sync.allreduce.buckets.AllReduce._take", take_first),
     "state in Python is not seen": ("plait.profiler.trace.changed_state", lambda before, state: []),
+    "a model that was used": ("plait.training.start.check_loss", use_model),
     "stages clip for themselves": ("plait.pipeline.gradient_sync.GradientReducer.clip", clip_each),
 }
 

@@ -145,6 +145,21 @@ WRONG = {
         "state in Python is not seen",
         "step 1 .* the attribute 2.calls, which forward changes: 0, but 4 in",
     ),
+    "counting in its class": (
+        staged("counting in its class"),
+        "state in Python is not seen",
+        "step 1 .* CountingInClass.counted in 2, which forward changes: 0, but 4 in",
+    ),
+    "counting in a dict": (
+        staged("counting in a dict"),
+        "state in Python is not seen",
+        r"step 1 .* the attribute 2.state, which forward changes: \[\['calls', 0\]\], but \[\['calls', 4\]\]",
+    ),
+    "used before": (
+        digits_job(model=ModelSettings(f"{HERE}:Shared"), steps=2),
+        "a model that was used",
+        r"step 1 .*\[\['calls', 2\]\], but \[\['calls', 0\]\] in a model made anew",
+    ),
     "clipped": (
         staged("remembering", clip_norm=0.05),
         "stages clip for themselves",
@@ -162,7 +177,7 @@ def test_steps_that_are_not_plain_pytorchs_end_the_run(tmp_path: Path) -> None:
     jobs = {name: job for name, (job, _, _) in WRONG.items()}
     results = run_ranks(2, audits, jobs, tmp_path, {name: broken for name, (_, broken, _) in WRONG.items()})
     for name, (_, _, words) in results[0].items():
-        assert re.search(WRONG[name][2], words), (name, words)
+        assert re.search(WRONG[name][2], words), f"{name}: {words}"
         assert "a checkpoint of step" in words
 
 

@@ -1,12 +1,14 @@
-"""What objects keep in Python attributes: read as plain values, compared, and given to a twin of the object.
+"""What objects keep in Python: read as plain values, compared, and given to a twin of the object.
 
-Parameters, buffers and submodules are state that torch knows of, and are not looked at here. What cannot be
-read as plain values is named, so that nobody takes it for equal.
+That is their attributes, and the globals and class attributes that their code names. Parameters, buffers and
+submodules are state that torch knows of, and are not looked at here. An attribute that has no plain form is
+named, so that nobody takes it for equal.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import random
 import types
@@ -18,6 +20,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from plait.verification.python_state import Root, roots_of_code
+
 # Larger containers and tensors are not read: masks, tables, caches.
 MOST_ITEMS = 4096
 _DEEPEST = 8
@@ -26,9 +30,9 @@ _SCALARS = (bool, int, float, str, type(None))
 # They refer to code, which twins have in common.
 _CODE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, torch.dtype, torch.device)
 # Attributes that torch's own code gives to modules, recurrent ones among them, and to optimizers.
-_TORCHS = frozenset(
+_OF_MODULES = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names"])
+_OF_OPTIMIZERS = frozenset(
     [
-        *nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names",
         "defaults", "state", "param_groups", "_zero_grad_profile_name", "_step_count", "_opt_called",
         "_warned_capturable_if_run_uncaptured",
     ]
@@ -52,32 +56,56 @@ def read_attributes(objects: Mapping[str, Any]) -> Attributes:
     values, unseen = dict[str, Any](), list[str]()
     for path, each in objects.items():
         for name, value in sorted(getattr(each, "__dict__", {}).items()):
-            if _is_own(name, value):
+            if _is_own(each, name, value):
                 try:
                     values[_joined(path, name)] = to_plain(value)
                 except UnseenError:
                     unseen.append(_joined(path, name))
+    for key, root in _named_by_code(objects).items():
+        with contextlib.suppress(UnseenError):
+            values[key] = to_plain(root.get())
     return Attributes(values, tuple(unseen))
 
 
 def load_attributes(objects: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Give `objects`, twins of those that were read, what the others kept."""
+    shared = _named_by_code(objects)
+    for key in shared.keys() & values.keys():
+        _load_shared(shared[key], values[key])
     for key, plain in values.items():
+        if key in shared:
+            continue
         owner, _, name = key.rpartition(".")
         held = getattr(objects.get(owner), "__dict__", {})
         # Code and objects of a class stay the twin's own, where it has them.
         is_held = name in held or not isinstance(plain, list) or plain[0] not in ("code", "object")
-        if owner in objects and is_held and _is_own(name, held.get(name)):
+        if owner in objects and is_held and _is_own(objects[owner], name, held.get(name)):
             held[name] = from_plain(plain, held.get(name))
+
+
+def _named_by_code(objects: Mapping[str, Any]) -> dict[str, Root]:
+    """Globals, closures and class attributes, under names that no attribute of an object has."""
+    return {f"{root.shown} in {root.path or 'the model'}": root for root in roots_of_code(objects)}
+
+
+def _load_shared(root: Root, plain: Any) -> None:
+    """Set what twins have in common, if it has changed."""
+    with contextlib.suppress(UnseenError):
+        if to_plain(now := root.get()) != plain:
+            root.set(from_plain(plain, now))
 
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _is_own(name: str, value: Any) -> bool:
-    hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
-    return name not in _TORCHS and not hooks and not isinstance(value, (nn.Module, nn.Parameter))
+def _is_own(owner: Any, name: str, value: Any) -> bool:
+    if isinstance(value, (nn.Module, nn.Parameter)):
+        return False
+    if isinstance(owner, torch.optim.Optimizer):
+        hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+        return name not in _OF_OPTIMIZERS and not hooks
+    return name not in _OF_MODULES
 
 
 def to_plain(value: Any, depth: int = 0) -> Any:
@@ -168,6 +196,22 @@ def same_plain(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=_ROUNDING) or (one != one and other != other)
     return type(one) is type(other) and bool(one == other)
+
+
+def shifted(plain: Any, offset: int) -> Any:
+    """A plain form with all numbers in it larger by `offset`."""
+    match plain:
+        case bool():
+            return plain
+        case int() | float():
+            return type(plain)(plain + offset)
+        case ["list" | "tuple" | "deque" as kind, content]:
+            return [kind, [shifted(each, offset) for each in content]]
+        case ["mapping", content]:
+            return ["mapping", [[key, shifted(value, offset)] for key, value in content]]
+        case ["object", [kind, content]]:
+            return ["object", [kind, shifted(content, offset)]]
+    return plain
 
 
 def _mapping(content: list[Any], now: Any) -> Any:

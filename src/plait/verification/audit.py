@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.verification.attributes import same_plain
+from plait.verification.attributes import same_plain, shifted
 from plait.verification.compare import Difference, Noise, dense, find_differences, measure_noise, perturb
 from plait.verification.observe import Observation, unchanged_random_numbers
 from plait.verification.replay import Named, Part, PlainModel, State
@@ -25,8 +25,10 @@ from plait.verification.replay import Named, Part, PlainModel, State
 # Gradients are summed in pieces of this many elements.
 _SUMMED = 1 << 22
 _LEARNT = 1e-3
-# A number that forward keeps matters if one of these, added to it, changes the loss.
+# What forward keeps matters if one of these, added to its numbers, changes the loss, or if the losses of so
+# many forwards, one after the other, go by it.
 _PROBES = (*range(-12, 13), 1000)
+_FORWARDS = 8
 
 # Makes of a worker's loss and gradients those of the step, which the optimizer takes: sums them over workers,
 # takes a loss scale out, clips.
@@ -110,20 +112,30 @@ class Replay:
         return list(find_differences(expected, found.tensors(), noise))
 
     def attribute_differences(self, found: ObservedStep, harmless: set[str]) -> list[Difference]:
-        """Attributes that the run leaves other than plain PyTorch, and by which forward goes.
+        """What the run leaves in Python other than plain PyTorch does, and by which forward goes.
 
-        The names of those by which it does not go are added to `harmless`.
+        The names of what it does not go by are added to `harmless`.
         """
+        return self._unlike(found.attributes, self.expected.attributes, harmless, "in plain PyTorch")
+
+    def initial_differences(self, made: State, harmless: set[str]) -> list[Difference]:
+        """The same before the first step, beside a model that was just `made`."""
+        here = self._before.attributes.values
+        return self._unlike(here, made.attributes.values, harmless, "in a model made anew")
+
+    def _unlike(
+        self, here: Mapping[str, Any], expected: Mapping[str, Any], harmless: set[str], where: str
+    ) -> list[Difference]:
         differences = []
-        for name, plainly in self.expected.attributes.items():
-            here = found.attributes.get(name)
-            if name in harmless or name not in found.attributes or same_plain(plainly, here):
+        for name, plainly in expected.items():
+            if name in harmless or name not in here or same_plain(plainly, here[name]):
                 continue
-            if not self._matters(name, here, plainly):
+            if not self._matters(name, here[name], plainly):
                 harmless.add(name)
                 continue
-            why = f"{_shown(here)}, but {_shown(plainly)} in plain PyTorch"
-            differences.append(Difference(f"the attribute {name}, which forward changes", math.inf, 0.0, why))
+            shown = name if " in " in name else f"the attribute {name}"
+            why = f"{_shown(here[name])}, but {_shown(plainly)} {where}"
+            differences.append(Difference(f"{shown}, which forward changes", math.inf, 0.0, why))
         return differences
 
     def _take(self, seed: int | None = None) -> ObservedStep:
@@ -150,17 +162,17 @@ class Replay:
 
     def _matters(self, name: str, here: Any, plainly: Any) -> bool:
         """Whether the loss goes by an attribute: by what it is here or in plain PyTorch, or will become."""
-        values = [here, plainly]
-        if isinstance(plainly, (int, float)) and not isinstance(plainly, bool):
-            values += [type(plainly)(plainly + offset) for offset in _PROBES]
-        return len({self._loss_with(name, value) for value in values}) > 1
+        if self._losses_with(name, here, _FORWARDS) != self._losses_with(name, plainly, _FORWARDS):
+            return True
+        values = [shifted(plainly, offset) for offset in _PROBES]
+        return len({self._losses_with(name, value) for value in values}) > 1
 
-    def _loss_with(self, name: str, value: Any) -> str:
+    def _losses_with(self, name: str, value: Any, forwards: int = 1) -> str:
         attributes = replace(self._before.attributes, values={**self._before.attributes.values, name: value})
         self._plain.load(replace(self._before, attributes=attributes))
         try:
             with unchanged_random_numbers():
-                return repr(float(self._plain.step(self._parts[:1])))
+                return repr([float(self._plain.step(self._parts[:1])) for _ in range(forwards)])
         except Exception as failure:  # a user's code may fail in any way
             return repr(failure)
 

@@ -15,7 +15,7 @@ import math
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,11 @@ _TORCHS = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Packages whose objects keep nothing that a model goes by, and would be followed for ever.
 _FOREIGN = frozenset([*sys.stdlib_module_names, "torch", "numpy", "plait", "sympy", "safetensors"])
+# Packages whose globals and classes keep nothing of that kind, though their objects may.
+_LIBRARIES = _FOREIGN | {
+    "accelerate", "diffusers", "huggingface_hub", "peft", "timm", "tokenizers", "torchaudio", "torchvision",
+    "transformers",
+}  # fmt: skip
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
 # Of larger containers only the length is compared: a vocabulary or a table is no state.
 _MOST_ITEMS = 10_000
@@ -93,15 +98,9 @@ class PythonState:
         for path, module in self._modules.items():
             for name in _attributes(module):
                 yield Root(path, f"self.{name}", module, name)
-            hooks = []
-            for held in (getattr(module, "__dict__", {}).get(name, {}) for name in _HOOKS):
-                hooks += list(held.values())
+            for held in _hooks(module):
                 yield from (Root(path, "what a hook keeps", held, key) for key in held)
-            kind = type(module) if isinstance(module, nn.Module) else module
-            key = (id(kind), *map(id, hooks))
-            if key not in self._of_code:
-                self._of_code[key] = list(_roots_of_code(module, hooks))
-            yield from (replace(root, path=path) for root in self._of_code[key])
+        yield from roots_of_code(self._modules, self._of_code)
 
     def restore(self) -> None:
         """Put back what has changed since."""
@@ -118,6 +117,25 @@ class PythonState:
         """
         tokens = _Tokens(same_tensors)
         return {(root.path, root.shown): tokens.of(root.get()) for root in self.roots()}
+
+
+def roots_of_code(modules: Mapping[str, Any], known: dict[Any, list[Root]] | None = None) -> Iterator[Root]:
+    """The names that the code of modules and of their hooks has in common: globals, closures, classes.
+
+    `known` are those of each class, which is looked at once.
+    """
+    known = {} if known is None else known
+    for path, module in modules.items():
+        hooks = [hook for held in _hooks(module) for hook in held.values()]
+        kind = type(module) if isinstance(module, nn.Module) else module
+        key = (id(kind), *map(id, hooks))
+        if key not in known:
+            known[key] = list(_roots_of_code(module, hooks))
+        yield from (replace(root, path=path) for root in known[key])
+
+
+def _hooks(module: Any) -> list[dict[int, Any]]:
+    return [getattr(module, "__dict__", {}).get(name, {}) for name in _HOOKS]
 
 
 def state_of(model: nn.Module) -> PythonState:
@@ -246,8 +264,8 @@ def is_followed(value: Any) -> bool:
     return not _is_foreign(type(value)) and bool(hasattr(value, "__dict__") or hasattr(value, "__slots__"))
 
 
-def _is_foreign(item: Any) -> bool:
-    return str(getattr(item, "__module__", "builtins")).partition(".")[0] in _FOREIGN
+def _is_foreign(item: Any, packages: Collection[str] = _FOREIGN) -> bool:
+    return str(getattr(item, "__module__", "builtins")).partition(".")[0] in packages
 
 
 def _attributes(module: Any) -> list[str]:
@@ -350,7 +368,7 @@ def _roots_of_code(item: Any, hooks: Sequence[Any]) -> Iterator[Root]:
     seen: set[int] = set()
     functions = [_function(item), *map(_function, hooks)]
     for kind in type(item).__mro__:
-        if not _is_foreign(kind):
+        if not _is_foreign(kind, _LIBRARIES):
             yield from _roots_of_class(kind, seen)
             functions += _functions_of(kind)
     for function in functions:
@@ -380,7 +398,11 @@ def _function(value: Any) -> Any:
 
 
 def _roots_of_function(function: Any, seen: set[int]) -> Iterator[Root]:
-    if not isinstance(function, types.FunctionType) or id(function) in seen or _is_foreign(function):
+    if (
+        not isinstance(function, types.FunctionType)
+        or id(function) in seen
+        or _is_foreign(function, _LIBRARIES)
+    ):
         return
     seen.add(id(function))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
@@ -405,12 +427,12 @@ def _roots_of_names(namespace: dict[str, Any], names: Iterable[str], seen: set[i
         if isinstance(value, types.FunctionType):
             yield from _roots_of_function(value, seen)
         elif isinstance(value, type):
-            if not _is_foreign(value) and not issubclass(value, nn.Module):
+            if not _is_foreign(value, _LIBRARIES) and not issubclass(value, nn.Module):
                 yield from _roots_of_class(value, seen)
                 for function in _functions_of(value):
                     yield from _roots_of_function(function, seen)
         elif isinstance(value, types.ModuleType):
-            if value.__name__.partition(".")[0] not in _FOREIGN and id(value) not in seen:
+            if value.__name__.partition(".")[0] not in _LIBRARIES and id(value) not in seen:
                 seen.add(id(value))
                 yield from _roots_of_names(value.__dict__, names, seen)
         elif _may_be_state(value):

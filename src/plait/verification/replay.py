@@ -69,8 +69,9 @@ class PlainModel:
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
 
     def __post_init__(self) -> None:
-        # What the factory leaves in evaluation mode stays there.
-        self._evaluated = [module for module in self.model.modules() if not module.training]
+        # Parts that the factory leaves in evaluation mode stay there; of a whole model no loop would have it.
+        modules = self.model.modules() if self.model.training else ()
+        self._evaluated = [module for module in modules if not module.training]
         # To look for parameters and buffers takes torch a while.
         self._modules = [
             (f"{prefix}{path}.".lstrip("."), module)
