@@ -115,6 +115,20 @@ def norm_net(classes: int = 10) -> nn.Module:
     )
 
 
+class TwiceNamed(nn.Module):
+    """Its last layers, and what they hold, have two names each; the first is not that by which they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(10))
+        self.kept = nn.ModuleList([nn.BatchNorm1d(32)])
+        self.first, self.norm, self.last = nn.Linear(64, 32), self.kept[0], nn.Linear(32, 10)
+        self.last.bias = self.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x.flatten(1)).relu()))
+
+
 class HalfUsed(nn.Module):
     """A model with a parameter that no forward pass uses."""
 

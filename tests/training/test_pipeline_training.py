@@ -76,6 +76,15 @@ def test_a_pipelined_run_gives_the_weights_and_metrics_of_a_plain_one(
     assert result.train_loss == pytest.approx(plain.train_loss, rel=1e-9)
 
 
+def test_a_checkpoint_has_whole_what_a_stage_knows_by_another_name(tmp_path: Path) -> None:
+    """Batches of one microbatch, as batch normalisation goes by them."""
+    model = ModelSettings("support.training:TwiceNamed")
+    settings = planned((1, 1), Schedule.FLUSH, model=model, microbatches=1, steps=3)
+    run_ranks(2, train_rank, settings, tmp_path / "pipeline")
+    _, weights = train_here(digits_job(model=model, steps=3), tmp_path / "plain")
+    assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
+
+
 def test_a_run_goes_on_under_another_plan_and_without_one(tmp_path: Path) -> None:
     early = {"checkpoint": CheckpointSettings(every_steps=7)}
     folder = tmp_path / "run"

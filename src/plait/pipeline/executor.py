@@ -30,7 +30,7 @@ from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state
+from plait.pipeline.named_state import further_names, is_known, load_rest, model_state, optimizer_state
 from plait.pipeline.op_timings import OpTiming
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
@@ -159,6 +159,7 @@ class Pipeline:
         }
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
+        self._further = further_names(traced.model)
         stages_of, rendezvous = find_stages(traced, pipeline_layout), parts.rendezvous
         self._quickened: list[nn.Module] = []
         # Stages that someone else made, of many trials, have layers of their own kind.
@@ -314,7 +315,9 @@ class Pipeline:
         model: dict[str, Tensor] = {}
         for stage, module in self.modules.items():
             if self.pipeline_layout.holders(stage)[0] == self.rank:
-                model |= {name: value.cpu() for name, value in model_state(module).items()}
+                # A stage may know a tied one by a further name alone.
+                held = model_state(module)
+                model |= {self._further.get(name, name): value.cpu() for name, value in held.items()}
         found = optimizer_state(self.optimizer, self._names)
         return model, {p: v.cpu() for p, v in found.items() if p.rpartition("/")[0] in self._first_held}
 

@@ -30,6 +30,15 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def further_names(model: torch.nn.Module) -> dict[str, str]:
+    """The further names that its state has of tied parameters and buffers, with the first."""
+    first: dict[int, str] = {}
+    named = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    for name, tensor in named.items():
+        first.setdefault(id(tensor), name)
+    return {name: first[id(tensor)] for name, tensor in named.items() if first[id(tensor)] != name}
+
+
 def is_known(optimizer: object) -> bool:
     """Whether an optimizer is torch's or Plait's: these keep no gradients, and nothing in their groups."""
     return type(optimizer).__module__.startswith(("torch.optim.", "plait."))

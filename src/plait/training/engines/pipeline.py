@@ -27,7 +27,7 @@ from plait.data.sampler import GlobalBatch, Position, mix
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, with_choices
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step, loaded_by
-from plait.pipeline.named_state import is_known, model_state, tensors_of, unsaved_state
+from plait.pipeline.named_state import further_names, is_known, model_state, tensors_of, unsaved_state
 from plait.pipeline.op_timings import operations_event
 from plait.planner.errors import PlanError
 from plait.planner.plan import Plan
@@ -55,7 +55,6 @@ from plait.training.engine import EngineState, Trained, ask_rank_0, cannot_apply
 from plait.training.engines.data_parallel import load_whole
 from plait.training.engines.own_tensors import fill_pieces, names_by_stage, stages_by_name, unused_names
 from plait.training.engines.pipeline_setup import (
-    further_names,
     open_pipeline,
     prepare_together,
     report_verification,

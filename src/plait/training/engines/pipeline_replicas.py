@@ -12,13 +12,14 @@ from plait.core import run_events
 from plait.data import loader
 from plait.data.sampler import share
 from plait.pipeline.layout import PipelineLayout
+from plait.pipeline.named_state import further_names
 from plait.pipeline.op_timings import operations_event
 from plait.sync.averaging.base import Averaging
 from plait.training.engine import EngineState, whole_state
 from plait.training.engines.data_parallel import WholeModelStart
 from plait.training.engines.decentralized import leave_world
 from plait.training.engines.pipeline_replica import PipelineReplica
-from plait.training.engines.pipeline_setup import further_names, report_verification, with_gathered
+from plait.training.engines.pipeline_setup import report_verification, with_gathered
 from plait.training.engines.replica_layout import replica_layouts
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.evaluate import in_order

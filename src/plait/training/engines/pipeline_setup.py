@@ -326,17 +326,6 @@ def with_gathered(state: EngineState, gathered: State, tied: Mapping[str, str]) 
     return replace(state, model=whole, optimizer=optimizer)
 
 
-def further_names(model: torch.nn.Module) -> dict[str, str]:
-    """The further names of tied parameters, with the first."""
-    first: dict[int, str] = {}
-    further: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            further[name] = first[id(parameter)]
-        first.setdefault(id(parameter), name)
-    return further
-
-
 def report_verification(recorder: MetricsLogger, found: Checked) -> None:
     """Write down what the verification of a pipeline came to."""
     for note in found.notes:
