@@ -45,6 +45,8 @@ WORLDS = (
     ("gpt2", *TRANSFORMERS),
 )
 Trained = Callable[[str], "InStages"]
+# The first test of a world waits for all of it, and on a busy machine tracing takes long.
+pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     def world(names: tuple[str, ...]) -> dict[str, InStages]:
         folder = tmp_path_factory.mktemp("world")
         jobs = {name: job_of(name) for name in names}
-        ranks = run_ranks(2, train_in_stages, jobs, (FLUSH, STASH), folder, deadline_s=100)
+        ranks = run_ranks(2, train_in_stages, jobs, (FLUSH, STASH), folder, deadline_s=220)
         for (name, kind), trained_run in ranks[0].items():
             # What a launcher leaves in a run's folder, for its evaluation.
             run = RunDir(folder / f"{name} {kind.value}")
