@@ -315,9 +315,10 @@ class Pipeline:
         model: dict[str, Tensor] = {}
         for stage, module in self.modules.items():
             if self.pipeline_layout.holders(stage)[0] == self.rank:
-                # A stage may know a tied one by a further name alone.
-                held = model_state(module)
-                model |= {self._further.get(name, name): value.cpu() for name, value in held.items()}
+                # A stage may know a tied one by a further name alone, and others may hold it before.
+                held = {self._further.get(name, name): v for name, v in model_state(module).items()}
+                others = self._stages_of.keys() - self._first_held
+                model |= {name: value.cpu() for name, value in held.items() if name not in others}
         found = optimizer_state(self.optimizer, self._names)
         return model, {p: v.cpu() for p, v in found.items() if p.rpartition("/")[0] in self._first_held}
 
