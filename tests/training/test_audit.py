@@ -19,33 +19,34 @@ from plait.schema.settings import (
     TrainSettings,
     VerifySettings,
 )
-from plait.training.audit.schedule import is_audited, next_audited
+from plait.training.audit.schedule import PIPELINE_COST, is_audited, next_audited
 from support.audited import audits
 from support.plans import planned
 from support.training import digits_job
 from support.world import run_ranks
 
 
-def audited_steps(settings: TrainSettings, steps: int) -> list[int]:
-    return [step + 1 for step in range(steps) if is_audited(settings, step)]
+def audited_steps(settings: TrainSettings, steps: int, cost: float = 1.0) -> list[int]:
+    return [step + 1 for step in range(steps) if is_audited(settings, step, cost)]
 
 
 def test_steps_are_audited_ever_more_rarely_and_after_evaluations() -> None:
-    assert audited_steps(digits_job(), 1000) == [1, 2, 4, 8, 32, 128, 512]
+    assert audited_steps(digits_job(), 1000) == [1, 2, 4, 8, 128]
     often = digits_job(evaluate=EvaluateSettings(every_steps=10))
     assert audited_steps(often, 100) == [1, 2, 4, 8, 11, 21, 41, 81]
     rarely = digits_job(evaluate=EvaluateSettings(every_steps=100))
-    assert audited_steps(rarely, 1000) == [1, 2, 4, 8, 32, 101, 201, 401, 801]
+    assert audited_steps(rarely, 1000) == [1, 2, 4, 8, 101, 201, 401, 801]
     only = replace(rarely, verify=VerifySettings(audit="evaluations"))
     assert audited_steps(only, 1000) == [101, 201, 401, 801]
     assert audited_steps(digits_job(verify=VerifySettings(audit="off")), 100) == []
-    assert [n + 1 for n in range(1000) if is_audited(digits_job(), n, cost=3.5)] == [1, 16, 256]
+    assert audited_steps(digits_job(), 1000, PIPELINE_COST) == [1, 2, 8, 128]
+    assert audited_steps(digits_job(), 1000, cost=3.5) == [1, 16, 256]
 
 
 @pytest.mark.parametrize("every", [None, 7, 100])
 def test_the_next_audited_step_is_the_first_that_is_audited(every: int | None) -> None:
     settings = digits_job(evaluate=EvaluateSettings(every_steps=every))
-    steps = [number - 1 for number in audited_steps(settings, 1000)]
+    steps = [number - 1 for number in audited_steps(settings, 3000)]
     for step in range(500):
         assert next_audited(settings, step) == next(at for at in steps if at >= step)
 
@@ -98,7 +99,8 @@ def test_what_workers_do_together_is_what_plain_pytorch_does(
 ) -> None:
     for name, (steps, largest, words) in run_ranks(workers, audits, jobs, tmp_path)[0].items():
         assert words == ""
-        assert steps == len(audited_steps(jobs[name], jobs[name].steps or 0)), name
+        cost = 1.0 if jobs[name].pipeline is None else PIPELINE_COST
+        assert steps == len(audited_steps(jobs[name], jobs[name].steps or 0, cost)), name
         assert largest < largest_allowed(jobs[name]), name
 
 
@@ -197,5 +199,5 @@ def test_a_run_may_go_on_with_a_warning_and_what_nobody_goes_by_may_differ(
     broken = {"warned": "rates anew", "remembering": "state in Python is not seen"}
     results = run_ranks(2, audits, jobs, tmp_path, broken)[0]
     assert results["warned"][::2] == (2, "")
-    assert results["remembering"][0] == 3
+    assert results["remembering"][0] == 2
     assert results["remembering"][2] == ""

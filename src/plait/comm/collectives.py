@@ -15,8 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 Named = dict[str, Tensor]
+# The type and the shape of each named tensor.
+Specs = Mapping[str, tuple[str, list[int]]]
 # The first message of a value that is broadcast.
 _HEAD_BYTES = 1024
+# Tensors that follow each other are sent together up to this many bytes.
+_PARCEL = 1 << 20
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -59,14 +63,13 @@ def broadcast_named(
     tensors: Mapping[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None
 ) -> Named:
     """The named tensors that rank `source` gave, on the CPU."""
-    own = {} if tensors is None else {name: _flat(tensor) for name, tensor in tensors.items()}
-    specs = broadcast_value(_specs(tensors or {}), source, group)
-    if dist.get_rank() != source:
-        own = {name: _empty(*spec) for name, spec in specs.items()}
-    for flat in own.values():
-        if flat.numel():
-            dist.broadcast(flat, source, group=group)
-    return {name: _shaped(own[name], *spec) for name, spec in specs.items()}
+    specs, found = broadcast_value(_specs(tensors or {}), source, group), Named()
+    for names in _parcels(specs):
+        parcel = _empty(specs, names) if dist.get_rank() != source else _packed(tensors or {}, names)
+        if parcel.numel():
+            dist.broadcast(parcel, source, group=group)
+        found |= _unpacked(parcel, specs, names)
+    return found
 
 
 def gather_named(tensors: Mapping[str, Tensor], target: int, group: dist.ProcessGroup | None = None) -> Named:
@@ -80,16 +83,14 @@ def gather_named(tensors: Mapping[str, Tensor], target: int, group: dist.Process
 
 def gather_in_turn(
     tensors: Mapping[str, Tensor], target: int, group: dist.ProcessGroup | None = None
-) -> tuple[dict[str, tuple[str, list[int]]], Iterator[tuple[str, Tensor]]]:
+) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
     """On rank `target` the types and shapes of all ranks' named tensors, and the tensors one after the other.
 
     The caller must take all of them. Elsewhere nothing, once all are sent. Names are given by one rank each.
     """
     specs = all_gather_values(_specs(tensors), group)
     if dist.get_rank() != target:
-        for tensor in tensors.values():
-            if tensor.numel():
-                dist.send(_flat(tensor), target, group=group)
+        _send_parcels(tensors, target, group)
         return {}, iter(())
     members = dist.get_process_group_ranks(group)
     return {name: spec for theirs in specs for name, spec in theirs.items()}, _received(
@@ -115,9 +116,7 @@ def _send(tensors: Mapping[str, Tensor], target: int) -> None:
     head = _bytes(_specs(tensors))
     dist.send(torch.tensor([head.numel()]), target)
     dist.send(head, target)
-    for tensor in tensors.values():
-        if tensor.numel():
-            dist.send(_flat(tensor), target)
+    _send_parcels(tensors, target)
 
 
 def _receive(source: int) -> Named:
@@ -125,27 +124,59 @@ def _receive(source: int) -> Named:
     dist.recv(length, source)
     head = torch.zeros(int(length.item()), dtype=torch.uint8)
     dist.recv(head, source)
-    found = Named()
-    for name, spec in _value(head).items():
-        flat = _empty(*spec)
-        if flat.numel():
-            dist.recv(flat, source)
-        found[name] = _shaped(flat, *spec)
-    return found
+    return Named(_receive_parcels(_value(head), source))
 
 
 def _received(
     tensors: Mapping[str, Tensor], members: list[int], specs: list[Any], group: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
     for member, theirs in zip(members, specs):
-        for name, spec in theirs.items():
-            if member == dist.get_rank():
-                yield name, tensors[name].detach()
-                continue
-            flat = _empty(*spec)
-            if flat.numel():
-                dist.recv(flat, member, group=group)
-            yield name, _shaped(flat, *spec)
+        if member == dist.get_rank():
+            yield from ((name, tensors[name].detach()) for name in theirs)
+        else:
+            yield from _receive_parcels(theirs, member, group)
+
+
+def _send_parcels(tensors: Mapping[str, Tensor], target: int, group: dist.ProcessGroup | None = None) -> None:
+    for names in _parcels(_specs(tensors)):
+        if (parcel := _packed(tensors, names)).numel():
+            dist.send(parcel, target, group=group)
+
+
+def _receive_parcels(
+    specs: Specs, source: int, group: dist.ProcessGroup | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    for names in _parcels(specs):
+        if (parcel := _empty(specs, names)).numel():
+            dist.recv(parcel, source, group=group)
+        yield from _unpacked(parcel, specs, names).items()
+
+
+def _parcels(specs: Specs) -> Iterator[list[str]]:
+    """Names in their order, so many in a row that their tensors are sent together."""
+    names: list[str] = []
+    size = 0
+    for name, spec in specs.items():
+        if names and size + _size(*spec) > _PARCEL:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _size(*spec)
+    if names:
+        yield names
+
+
+def _packed(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    flat = [_flat(tensors[name]) for name in names]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _unpacked(parcel: Tensor, specs: Specs, names: Sequence[str]) -> Named:
+    if len(names) == 1:
+        return {names[0]: _shaped(parcel, *specs[names[0]])}
+    parts = parcel.split([_size(*specs[name]) for name in names])
+    # Each in memory of its own, where its first byte may lie.
+    return {name: _shaped(part.clone(), *specs[name]) for name, part in zip(names, parts)}
 
 
 def _bytes(value: Any) -> Tensor:
@@ -156,7 +187,7 @@ def _value(content: Tensor) -> Any:
     return json.loads(content.numpy().tobytes())
 
 
-def _specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+def _specs(tensors: Mapping[str, Tensor]) -> Specs:
     return {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()}
 
 
@@ -171,8 +202,12 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _empty(dtype: str, shape: list[int]) -> Tensor:
-    return torch.zeros(torch.Size(shape).numel() * _dtype(dtype).itemsize, dtype=torch.uint8)
+def _empty(specs: Specs, names: Sequence[str]) -> Tensor:
+    return torch.zeros(sum(_size(*specs[name]) for name in names), dtype=torch.uint8)
+
+
+def _size(dtype: str, shape: list[int]) -> int:
+    return torch.Size(shape).numel() * _dtype(dtype).itemsize
 
 
 def _shaped(flat: Tensor, dtype: str, shape: list[int]) -> Tensor:

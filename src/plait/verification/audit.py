@@ -63,7 +63,7 @@ class Rounding:
 
     def of(self, expected: Observation) -> Noise:
         """What rounding explains in a step that is like those measured."""
-        scales = _scales(expected)
+        scales = _scales(expected) if self.known else {}
         return Noise(
             {name: self.known[name] * scales[_kind(name)] for name in expected if name in self.known}
         )
@@ -190,14 +190,15 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def largest_difference(expected: Observation, found: Observation) -> float:
     """The largest difference of losses, of gradients, ..., relative to the largest value of its kind."""
-    scales, largest = _scales(expected), 0.0
+    apart: dict[str, float] = {}
     for name, value in expected.items():
         other = found.get(name)
         if value is None or other is None or value.shape != other.shape or not value.is_floating_point():
             continue
         if not torch.equal(value, other := other.to(value.device)):
-            largest = max(largest, _largest(value - other) / (scales[_kind(name)] or 1.0))
-    return largest
+            apart[_kind(name)] = max(apart.get(_kind(name), 0.0), _largest(value - other))
+    scales = _scales(expected) if apart else {}
+    return max((amount / (scales[kind] or 1.0) for kind, amount in apart.items()), default=0.0)
 
 
 def _scales(observed: Observation) -> dict[str, float]:

@@ -87,10 +87,10 @@ class PythonState:
         self._of_code: dict[Any, list[Root]] = {}
         self._restores: list[Callable[[], object]] = []
         self._names = {path: set(_attributes(module)) for path, module in self._modules.items()}
-        for root in self.roots():
-            self._restores.append(functools.partial(root.set, root.get()))
+        held = [(root, root.get()) for root in self.roots()]
+        self._restores += [functools.partial(root.set, value) for root, value in held]
         # Kept, so that an object which is there has its id for itself.
-        self._kept = list(_reached(root.get() for root in self.roots()))
+        self._kept = list(_reached(value for _, value in held))
         self._restores += [restore for value in self._kept if (restore := _restoring(value)) is not None]
 
     def roots(self) -> Iterator[Root]:

@@ -72,7 +72,9 @@ class PlainModel:
         # Parts that the factory leaves in evaluation mode stay there; of a whole model no loop would have it.
         modules = self.model.modules() if self.model.training else ()
         self._evaluated = [module for module in modules if not module.training]
-        # To look for parameters and buffers takes torch a while.
+        self._does_more = any(type(module).train is not nn.Module.train for module in self.model.modules())
+        # To look for parts takes torch a while.
+        self._objects = self._find_objects()
         self._modules = [
             (f"{prefix}{path}.".lstrip("."), module)
             for prefix, root in self._roots()
@@ -124,9 +126,13 @@ class PlainModel:
         self.model.train()
         for module in self._evaluated:
             module.training = False
-        if all(torch.equal(own[name], value) for name, value in state.tensors.items() if name in own):
+        if self._does_more and self._holds(state.tensors):
             # The other model was in this mode already: what it counted there counts once.
             load_attributes(self.objects(), state.attributes.values)
+
+    def _holds(self, tensors: Mapping[str, Tensor]) -> bool:
+        own = {**self.parameters(), **self.buffers()}
+        return all(torch.equal(own[name], value) for name, value in tensors.items() if name in own)
 
     def _replace(self, name: str, value: Tensor) -> None:
         """Hold a buffer that forward has made, or made anew with another shape."""
@@ -157,6 +163,9 @@ class PlainModel:
 
     def objects(self) -> dict[str, Any]:
         """The modules that keep attributes, by their paths, and a loss that is an object."""
+        return self._objects
+
+    def _find_objects(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for prefix, root in self._roots():
             found |= {f"{prefix}{path}".rstrip("."): each for path, each in keeping_attributes(root).items()}

@@ -113,8 +113,15 @@ def _copy_state(
         own |= {name: copy.deepcopy(value, known) for name, value in group.items() if name != "params"}
     for parameter, state in source.state.items():
         if parameter in twins:
-            target.state[twins[parameter]] = copy.deepcopy(dict(state), known)
+            target.state[twins[parameter]] = {key: _copied(value, known) for key, value in state.items()}
     load_attributes({"": target}, read_attributes({"": source}).values)
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    # Most of it is tensors, which a deep copy takes long over.
+    if type(value) is Tensor and id(value) not in known and value._base is None:
+        known[id(value)] = value.detach().clone()
+    return copy.deepcopy(value, known)
 
 
 def _written(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Observation:

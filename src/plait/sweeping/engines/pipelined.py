@@ -25,6 +25,7 @@ from plait.pipeline import executor as pipelines
 from plait.pipeline import named_state
 from plait.pipeline.cutting.cut import StageModule, cut
 from plait.pipeline.layout import one_batch
+from plait.pipeline.named_state import further_names
 from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
 from plait.sweeping.engines.batch_streams import with_replacements
@@ -34,7 +35,6 @@ from plait.sweeping.engines.stages import GroupPipeline
 from plait.sweeping.engines.traced_constants import check_values, plain_values
 from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stage, prepare_trials
 from plait.sweeping.worker_group import WorkerGroup
-from plait.training.engines.pipeline_setup import further_names
 from plait.training.evaluate import in_order, means, sums_of
 from plait.training.optimizers.build import build_optimizer
 

@@ -8,15 +8,18 @@ from collections.abc import Iterator
 
 from plait.schema.settings import TrainSettings
 
-# After steps 1, 2, 4 and 8, each audited step is this many times as late as the one before.
-_APART = 4
+# After step 8, each audited step is this many times as late as the one before.
+_APART = 16
+
+# What the audit of a pipeline on CPUs takes, in steps: its weights come to one worker, which then computes.
+PIPELINE_COST = 2.0
 
 
 def is_audited(settings: TrainSettings, step: int, cost: float = 1.0) -> bool:
     """Whether the step after `step` steps is audited; `cost` is what an audit takes, in steps.
 
-    Steps 1, 2, 4, 8, 32, 128, 512, ... are, or fewer where an audit takes longer than two steps, and the
-    first step after evaluations 1, 2, 4, 8, ..., which stands for one of the others that would follow soon.
+    Steps 1, 2, 4, 8, 128, 2048, ... are, or fewer where an audit takes longer than a step, and the first
+    step after evaluations 1, 2, 4, 8, ..., which stands for one of the others that would follow soon.
     """
     return next_audited(settings, step, cost) == step
 
@@ -34,8 +37,11 @@ def next_audited(settings: TrainSettings, step: int, cost: float = 1.0) -> int |
 
 def _numbers(cost: float, every: int | None) -> Iterator[int]:
     """The steps that are audited beside those after evaluations."""
-    first, apart = ((1, 2, 4), _APART) if cost <= 2.0 else ((), 2 ** math.ceil(cost))
-    start = 8 if first else 1
+    first: tuple[int, ...]
+    if cost <= 2.0:
+        first, start, apart = (1, 2, 4) if cost <= 1.0 else (1, 2), 8, _APART
+    else:
+        first, start, apart = (), 1, 2 ** math.ceil(cost)
     numbers = itertools.chain(first, (start * apart**power for power in itertools.count()))
     # Later, a step after an evaluation is always audited shortly before.
     return numbers if not every else itertools.takewhile(lambda n: n <= max(8, every), numbers)
