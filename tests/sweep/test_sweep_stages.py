@@ -127,6 +127,7 @@ def sweeps() -> dict[str, SweepSettings]:
             "data.batch_size=2,64", "optimizer.lr=0.01,0.1", schedule=Schedule.GPIPE, model=NORM
         ),
         "tied": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("support.sweeping:Tied")),
+        "twice named": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("support.training:TwiceNamed")),
         "pbt": in_stages("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
         "dropout": in_stages("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
     }
@@ -139,7 +140,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, run_ranks(2, sweeps_rank, sweeps(), folder)[0]
 
 
-@pytest.mark.parametrize("name", ["flush", "gpipe", "tied", "pbt"])
+@pytest.mark.parametrize("name", ["flush", "gpipe", "tied", "twice named", "pbt"])
 def test_a_trial_in_two_stages_equals_that_on_one_worker(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):

@@ -197,7 +197,8 @@ class PipelinedArray:
 
     def _gather(self, place: int) -> tuple[named_state.Tensors, named_state.Tensors]:
         own = self._own.tensors(place)
-        return self._workers.gather(own.model), self._workers.gather(self._by_first_names(own.optimizer))
+        model = {self._further.get(name, name): value for name, value in own.model.items()}
+        return self._workers.gather(model), self._workers.gather(self._by_first_names(own.optimizer))
 
     def _by_first_names(self, state: named_state.Tensors) -> named_state.Tensors:
         found = {}
