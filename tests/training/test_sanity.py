@@ -195,6 +195,22 @@ def test_what_is_broken_in_an_evaluation_shows_before_the_first_step(
     assert not RunDir(tmp_path).events().exists()
 
 
+def largest(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
+    return float(output.max()), 1
+
+
+def summed(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
+    return float(output.sum()), len(target)
+
+
+@pytest.mark.parametrize(("metric", "warned"), [("largest", True), ("summed", False)])
+def test_a_metric_that_goes_by_how_samples_are_cut_is_said(
+    metric: str, warned: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    trained(job(evaluate=EvaluateSettings(metric=f"{HERE}:{metric}")), tmp_path)
+    assert (f"evaluate.metric: {metric} of " in capfd.readouterr().err) == warned
+
+
 def test_a_sweep_tries_an_evaluation_before_its_first_step(tmp_path: Path):
     settings = sweep_of("optimizer.lr=0.01,0.1", job=job("Broken", evaluate=EvaluateSettings()))
     with pytest.raises(OSError, match="image 6 is truncated"):

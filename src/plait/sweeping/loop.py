@@ -192,7 +192,8 @@ class SweepTraining:
                 raise
             return
         self._has_tried = True
-        try_evaluation(parts, settings, *share_of(self._workers))
+        if words := try_evaluation(parts, settings, *share_of(self._workers)):
+            self._builder.say_once(words)
 
     def _refill(self) -> None:
         """Let trials that have ended leave, and ask for others in their places."""

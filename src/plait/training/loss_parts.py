@@ -79,7 +79,7 @@ def _whole_and_in_parts(
         model = copy.deepcopy(parts.model)
 
         def loss(begin: int, end: int) -> float:
-            own_inputs, own_target = _rows((inputs, target), count, begin, end)
+            own_inputs, own_target = rows_of((inputs, target), count, begin, end)
             own = copy.deepcopy(parts.loss)  # which may count its calls
             with parts.autocast():
                 return float(own(forward(model, own_inputs), own_target))
@@ -89,7 +89,7 @@ def _whole_and_in_parts(
             return loss(0, count), sum(loss(a, b) * (b - a) for a, b in places) / count
 
 
-def _rows(batch: Any, count: int, begin: int, end: int) -> Any:
+def rows_of(batch: Any, count: int, begin: int, end: int) -> Any:
     """Some samples of a batch; raises ValueError where a part of it does not hold one row a sample."""
 
     def cut(leaf: Any) -> Any:

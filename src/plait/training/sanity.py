@@ -11,12 +11,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from plait.data.calling import evaluation_mode
+from plait.data.calling import evaluation_mode, forward
+from plait.data.loader import to_device
 from plait.data.loader_processes import load_aside
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
-from plait.training.evaluate import evaluation_batches, measure
+from plait.training.evaluate import evaluation_batches, sums_of
+from plait.training.loss_parts import rows_of
 from plait.verification import unchanged_random_numbers
 
 # How long a test batch may take to be read in another process.
@@ -25,15 +28,16 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_size: int) -> None:
+def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_size: int) -> str:
     """Evaluate this worker's share of the first `evaluate.sanity_batches` test batches; its error is raised.
 
-    Nothing is left of it: batches are read by another process, metrics are copies, and random numbers and
-    the buffers and attributes of the model, and of a loss or metric that is a module, are put back.
+    What to say of a metric that is no sum over samples is returned, else nothing. Nothing is left of it:
+    batches are read by another process, metrics are copies, and random numbers and the buffers and attributes
+    of the model, and of a loss or metric that is a module, are put back.
     """
     wanted = settings.evaluate.sanity_batches
     if wanted == 0 or parts.test_set is None:
-        return
+        return ""
     try:
         batches = _read(parts, settings, wanted, rank, world_size)
         # A model without memory is evaluated in its stages only.
@@ -43,7 +47,8 @@ def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_
                 for each in (parts.model, parts.loss, parts.metric and parts.metric[1]):
                     if isinstance(each, torch.nn.Module):
                         kept.enter_context(_unchanged(each))
-                _evaluate(parts, batches)
+                return _evaluate(parts, batches)
+        return ""
     except Exception as failure:
         failure.add_note(
             f"This was the evaluation of {wanted} test batches before the first step; "
@@ -76,12 +81,45 @@ def _read(
     return found
 
 
-def _evaluate(parts: Components, batches: list[tuple[Any, int]]) -> None:
-    metric = None if parts.metric is None else (parts.metric[0], _copied(parts.metric[1]))
-    own = replace(parts, loss=_copied(parts.loss), metric=metric)
+def _evaluate(parts: Components, batches: list[tuple[Any, int]]) -> str:
+    words = ""
     with torch.no_grad(), evaluation_mode(parts.model):
         for content, count in batches:
-            measure(own, content, count)
+            own = _own(parts)
+            inputs, target = to_device(content, parts.device, parts.dtype)
+            with parts.autocast():
+                output = forward(own.model, inputs)
+            found = sums_of(own, output, target, count)
+            words = words or _describe_metric(parts, output, target, count, found[2:])
+    return words
+
+
+def _own(parts: Components) -> Components:
+    """With a loss and a metric that leave nothing behind."""
+    metric = None if parts.metric is None else (parts.metric[0], _copied(parts.metric[1]))
+    return replace(parts, loss=_copied(parts.loss), metric=metric)
+
+
+def _describe_metric(parts: Components, output: Any, target: Any, count: int, found: Tensor) -> str:
+    """What to say where the sum and count of a batch are not those of its halves together; else nothing."""
+    if parts.metric is None or count < 2:
+        return ""
+    try:
+        halves = [
+            sums_of(_own(parts), *rows_of((output, target), count, begin, end), end - begin)[2:]
+            for begin, end in ((0, count // 2), (count // 2, count))
+        ]
+    except Exception:  # not in rows; or it takes whole batches only, which an evaluation gives it
+        return ""
+    together = halves[0] + halves[1]
+    if torch.allclose(together, found, rtol=1e-3, equal_nan=True):
+        return ""
+    name, (whole, mean) = parts.metric[0], (float(pair[0] / pair[1]) for pair in (found, together))
+    return (
+        f"evaluate.metric: {name} of {count} test samples is {whole:.6g}, but {mean:.6g} by the sums and "
+        f"counts of their halves, so that it goes by how samples are cut into batches and over workers; "
+        f"return (sum, count) over samples"
+    )
 
 
 def _copied(function: T) -> T:

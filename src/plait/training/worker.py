@@ -61,9 +61,12 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     pieces = components.find_pieces(settings, device) if worker.memberships is None else None
     parts = components.build(settings, device, pieces=pieces)
     look_at_data(worker, (parts.train_set, parts.test_set), settings.seed)
+    words = ""
     if worker.rank >= 0:  # those that join later go on with what works already
-        try_evaluation(parts, settings, worker.rank, worker.world_size)
+        words = try_evaluation(parts, settings, worker.rank, worker.world_size)
     loop = make_loop(worker, settings, parts, folder)
+    if words:
+        loop.run.metrics.warn(words)
     try:
         result = loop.train(resume=order["resume"])
     except BaseException:
