@@ -19,6 +19,9 @@ from plait.cli.show import describe
 from plait.core import events as core_events
 from plait.core import run_events as events
 from plait.core.errors import DataError, JobError
+from plait.data.batches import DataSource
+from plait.data.sampler import Position
+from plait.data.streams import StreamOrder, stream_batches
 from plait.launch.run_dir import RunDir
 from plait.measure.job import profile_job
 from plait.planner.schedules.kinds import Schedule
@@ -212,6 +215,21 @@ def test_the_samples_of_a_step_do_not_depend_on_workers_or_loaders(tmp_path: Pat
             assert largest_difference(weights, found) < 1e-12
             assert result.test["loss"] == pytest.approx(one.test["loss"], abs=1e-12)
             assert result.step == 10
+
+
+class Refilled(IterableDataset[Any]):
+    """Fills one tensor again and again, as readers of large files do."""
+
+    def __iter__(self) -> Any:
+        sample = torch.zeros(1)
+        for number in range(4):
+            yield sample.fill_(number), 0
+
+
+def test_batches_of_one_sample_may_come_in_one_tensor() -> None:
+    order = StreamOrder(Position(), 1, keep_last=True, epochs=1, seed=0)
+    found = [batch.content[0].item() for batch in stream_batches(DataSource(Refilled()), order, 0, 1, 0)]
+    assert found == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_steps_end_a_run_over_a_stream_and_epochs_follow_one_another(tmp_path: Path) -> None:

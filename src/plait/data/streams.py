@@ -82,10 +82,11 @@ def _shares(source: DataSource, order: StreamOrder, rank: int, world_size: int) 
     found = 0
     while read is not None:
         found = checksum(read.samples, found)
+        own = list(share(read.samples, rank, world_size))
+        # Before the next ones are read: a stream may fill the same tensor again and again.
+        content = source.collated(own)
         # Read one batch ahead: the caller must know whether the epoch or the run ends with this one.
         following = next(batches, None)
-        own = list(share(read.samples, rank, world_size))
-        content = source.collated(own)
         last, after = following is None, read.after
         if (following is None or following.epoch > read.epoch) and after.stream is None:
             # Resume at the next epoch. With a state, a resumed run finds the end of this one by itself.
