@@ -39,8 +39,15 @@ class LayerNorms(torch.optim.Optimizer):
                     p.sub_(p.grad * (p.norm() / (p.grad.norm() + 1e-3)), alpha=group["lr"])
 
 
+class NeedsLoss(LayerNorms):
+    """Fails where nobody has told it a loss."""
+
+    def step(self, closure: Any = None) -> None:
+        raise ZeroDivisionError("1 / self.loss")
+
+
 def own(name: str) -> OptimizerSettings:
-    place = "test_own_optimizers:" if name == "LayerNorms" else HERE
+    place = "test_own_optimizers:" if name in ("LayerNorms", "NeedsLoss") else HERE
     return OptimizerSettings(f"{place}{name}", {"lr": 0.1})
 
 
@@ -49,6 +56,7 @@ def own(name: str) -> OptimizerSettings:
     [
         (OptimizerSettings("adam", {"lr": 0.1}), Traits()),
         (own("LayerNorms"), Traits()),
+        (own("NeedsLoss"), Traits()),
         (own("KeepsGradients"), Traits()),
         (own("GlobalNorm"), Traits(couples=True)),
         (own("Noisy"), Traits(draws=True)),

@@ -39,8 +39,8 @@ from plait.verification.twin import OptimizerTwin, is_torchs
 FIRST = 0
 _ADVICE = (
     "what forward, a hook or the optimizer goes by besides weights, buffers and the batch belongs into "
-    "one of these; cut elsewhere, or train without a plan (data parallel), which keeps the model in one piece; "
-    "verify: {on_difference: warn} goes on regardless"
+    "one of these; cut elsewhere, or train without a plan (data parallel), which keeps the model in one "
+    "piece; verify: {on_difference: warn} goes on regardless"
 )
 # Microbatches by their numbers, each with its samples.
 Contents = dict[int, tuple[Part, int]]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.core.errors import JobError
 from plait.pipeline.named_state import changes_itself, is_known
 from plait.schema.settings import OptimizerSettings
 from plait.training.optimizers.build import build_optimizer
@@ -44,18 +43,28 @@ def find_traits(settings: OptimizerSettings, named: Mapping[str, Parameter]) -> 
         try:
             optimizer = build_optimizer(settings, together, dict(zip(together, names)))
             single = [build_optimizer(settings, [p], {p: name}) for p, name in zip(alone, names)]
-        except JobError:  # one that takes all parameters or none; the run says what it is
+            draws = _take_steps(optimizer, single, [together, alone])
+        except Exception:  # it takes all parameters or none, or other gradients; the run says what it is
             return Traits()
-        draws = False
-        for number, scale in enumerate(_SCALES):
-            _give_gradients([together, alone], number, scale)
-            before = RandomState.now()
-            optimizer.step()
-            draws = draws or not before.equals(RandomState.now())
-            for each in single:
-                each.step()
     couples = not all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(together, alone))
     return Traits(couples and not draws, draws, changes_itself(optimizer))
+
+
+def _take_steps(
+    optimizer: torch.optim.Optimizer,
+    single: Sequence[torch.optim.Optimizer],
+    sides: Sequence[Sequence[Parameter]],
+) -> bool:
+    """Let one optimizer of all parameters, and one of each, take the same steps; whether it drew numbers."""
+    draws = False
+    for number, scale in enumerate(_SCALES):
+        _give_gradients(sides, number, scale)
+        before = RandomState.now()
+        optimizer.step()
+        draws = draws or not before.equals(RandomState.now())
+        for each in single:
+            each.step()
+    return draws
 
 
 def _few(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
