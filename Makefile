@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where it is set, every process would compile torch's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-unprivileged test-container lint types unit quick format bench clean
+.PHONY: setup demo test test-all test-unprivileged test-container lint types unit quick format bench clean
 
 setup: .venv/ready
 
@@ -52,9 +52,13 @@ test-container: .venv/compiled
 	$(CONFINED) container $(BIN)/pytest -n 3 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
 	  tests/comm/test_channels.py tests/data/test_loaders.py tests/launch/test_control.py
 
+# Further workloads, beside those of every kind that `make test` trains.
+test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m extended
+
 # What starts no workers and no commands and takes no second: for a look between two edits.
 quick: .venv/compiled
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not processes and not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not processes and not slow and not extended'
 
 format: setup
 	$(BIN)/ruff check --fix .

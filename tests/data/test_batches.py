@@ -510,3 +510,27 @@ def test_samples_that_are_not_the_same_twice_are_warned_of(
         train_here(digits_job(data=DataSettings(kind, 8, loaders=loaders), steps=1), tmp_path / kind)
         warned = "samples are not the same when they are read again" in caplog.text
         assert warned == (kind != "digits")
+
+
+def written_over(split: str) -> Dataset[Any]:
+    return WrittenOver()
+
+
+class WrittenOver(OwnNumbers):
+    """Samples that are others once many were read."""
+
+    reads = 0
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        self.reads += 1
+        return torch.full((1, 8, 8), 1.0 + (self.reads > 40)), i % 10
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("written_over", 10), ("written_over", 4), ("digits", 10)])
+def test_samples_that_change_while_they_are_trained_on_are_warned_of(
+    kind: str, steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = DataSettings(kind if kind == "digits" else f"test_batches:{kind}", 8)
+    train_here(digits_job(data=data, steps=steps), tmp_path)
+    warned = "were others when read again after step" in caplog.text
+    assert warned == (kind == "written_over" and steps > 8)

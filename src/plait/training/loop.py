@@ -33,6 +33,7 @@ from plait.training import checkpoint as checkpoints
 from plait.training.audit.record import DifferenceError
 from plait.training.change.member_switch import MemberSwitch
 from plait.training.change.members import NO_STATE, ElasticMembers, Mark, WorkerLeft
+from plait.training.checks.same_data import look_again
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
 from plait.training.engine import Engine, EngineState, Following, elastic_engine
@@ -442,6 +443,7 @@ class Loop(RunStart):
 
     def evaluate_and_save(self) -> None:
         """Evaluate and save where that is due after this step; the end of the run has both of its own."""
+        look_again(self.run)
         if self._steps_left() == 0:
             return
         settings, step = self.run.settings, self.run.step

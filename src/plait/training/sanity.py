@@ -105,10 +105,10 @@ def _describe_metric(parts: Components, output: Any, target: Any, count: int, fo
     if parts.metric is None or count < 2:
         return ""
     try:
-        halves = [
-            sums_of(_own(parts), *rows_of((output, target), count, begin, end), end - begin)[2:]
-            for begin, end in ((0, count // 2), (count // 2, count))
-        ]
+        halves = []
+        for begin, end in ((0, count // 2), (count // 2, count)):
+            own_output, own_target = rows_of((output, target), count, begin, end)
+            halves.append(sums_of(_own(parts), own_output, own_target, end - begin)[2:])
     except Exception:  # not in rows; or it takes whole batches only, which an evaluation gives it
         return ""
     together = halves[0] + halves[1]

@@ -53,6 +53,8 @@ class AuditRecord:
     rounding: Rounding = field(default_factory=Rounding)
     # The model of the audits, while one follows the other.
     reference: Components | None = None
+    # What stands for the first samples as they were before the first step, until they are read again.
+    samples: int | None = None
     _said: set[str] = field(default_factory=set)
 
     def add(self, step: int, seconds: float, workers: Sequence[Sequence[Any]], advice: str) -> None:

@@ -1,4 +1,4 @@
-"""What is looked at of a run's data before the first step: the same for all workers, and the same twice."""
+"""What is looked at of a run's data: whether workers see the same, and it stays the same when read again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from plait.verification import same_random_numbers
 
 # Samples of a map-style set, and batches of a stream, that are looked at.
 _SAMPLES, _BATCHES = 4, 4
+# The steps after which samples are read once more.
+_LATER = 8
 
 
 def check_data(run: Run) -> None:
@@ -35,7 +37,9 @@ def check_data(run: Run) -> None:
 def _check_map_style(run: Run) -> None:
     found = list(_read_in_turn(run))
     is_same_twice = found[0] == found[-1]
-    if not is_same_twice:
+    if is_same_twice:
+        run.audits.samples = found[0]
+    else:
         run.metrics.warn(
             "data.kind: samples are not the same when they are read again: their random choices come from a "
             "generator of the data set's own, so other numbers of workers or loaders, and a resumed run, see "
@@ -49,10 +53,31 @@ def _check_map_style(run: Run) -> None:
         refuse_unlike([[length, number if are_same else 0] for length, number, _ in answers])
 
 
+def look_again(run: Run) -> None:
+    """Read the first samples once more, some steps later, and warn where they have changed meanwhile."""
+    known, source = run.audits.samples, run.parts.train_set
+    if known is None or run.step < _LATER:
+        return
+    run.audits.samples = None
+    with same_random_numbers(run.settings.seed):
+        now = checksum(source.batch(0, _first_samples(run), run.settings.seed))
+    if now != known:
+        run.metrics.warn(
+            f"data.kind: samples that were read before the first step were others when read again after step "
+            f"{run.step}: the data set changes while it is trained on (a count or a generator of its own, "
+            f"files that are written), so other numbers of workers or loaders, and a resumed run, see other "
+            f"samples"
+        )
+
+
+def _first_samples(run: Run) -> tuple[int, ...]:
+    return tuple(range(min(_SAMPLES, len(run.parts.train_set))))
+
+
 def _read_in_turn(run: Run) -> Iterator[int]:
     """Checksums of the same first samples, read twice by the process that reads the run's data."""
     source, loaders = run.parts.train_set, run.settings.data.loaders
-    samples = tuple(range(min(_SAMPLES, len(source))))
+    samples = _first_samples(run)
     # Loader processes take turns: the first is asked first and last.
     order = itertools.repeat(GlobalBatch(0, samples, Position()), max(loaders, 1) + 1)
     with same_random_numbers(run.settings.seed):
