@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import hashlib
 import itertools
 import math
 import random
@@ -231,7 +232,8 @@ class _Tokens:
             return type(value).__name__
         self._kept.append(value)
         self._known[id(value)] = "around"
-        found = self._known[id(value)] = self._describe(value, depth + 1)
+        # Short: a value may be reached in very many ways, and each would be compared.
+        found = self._known[id(value)] = _digest(self._describe(value, depth + 1))
         return found
 
     def _describe(self, value: Any, depth: int) -> Any:
@@ -253,6 +255,10 @@ class _Tokens:
         if is_followed(value):
             return kind, tuple((name, self.of(part, depth)) for name, part in _slots(value))
         return kind, id(value)
+
+
+def _digest(description: Any) -> bytes:
+    return hashlib.blake2b(repr(description).encode(), digest_size=16).digest()
 
 
 def is_followed(value: Any) -> bool:
