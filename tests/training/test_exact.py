@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.errors import DataError
-from plait.data.loader import to_device
+from plait.data.loader import load, to_device
 from plait.data.sampler import Position, batches
 from plait.schema.settings import (
     CheckpointSettings,
@@ -19,6 +21,7 @@ from plait.schema.settings import (
     EvaluateSettings,
     ModelSettings,
     OptimizerSettings,
+    TrainSettings,
 )
 from plait.training import components
 from plait.training.evaluate import evaluate_parts
@@ -52,6 +55,40 @@ def test_n_workers_give_the_parameters_of_one_process(name: str, workers: int, t
         assert result.train_loss == (pytest.approx(one.train_loss) if rank == 0 else None)
         for metric, value in one.test.items():
             assert result.test[metric] == pytest.approx(value, abs=1e-9)
+
+
+def clamping_net(classes: int = 10) -> torch.nn.Module:
+    """A model with hooks that are not linear in the gradient."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Linear(16, classes))
+    model[1].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    model[1].bias.register_post_accumulate_grad_hook(_add_decay)
+    model[2].register_full_backward_hook(lambda _, into, out: (into[0].clamp(-1e-3, 1e-3),))
+    return model
+
+
+def _add_decay(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+
+def as_under_ddp(rank: int, job: TrainSettings, folder: Path) -> float:
+    """How far a run's weights are from those of torch's own data parallelism."""
+    _, weights = train_rank(rank, job, folder)
+    parts = components.build(job, torch.device("cpu"))
+    model = DistributedDataParallel(parts.model)
+    order = batches(Position(), len(parts.train_set), 64, seed=job.seed, shuffle=True, keep_last=True)
+    steps = itertools.islice(order, job.steps)
+    for batch in load(parts.train_set, steps, seed=job.seed, rank=rank, world_size=2, loaders=0):
+        inputs, target = to_device(batch.content, parts.device, parts.dtype)
+        parts.optimizer.zero_grad()
+        parts.loss(model(inputs), target).backward()
+        parts.optimizer.step()
+    return largest_difference(weights, parts.model.state_dict())
+
+
+def test_hooks_see_the_gradients_that_they_see_under_ddp(tmp_path: Path):
+    job = digits_job(model=ModelSettings("test_exact:clamping_net"), steps=5)
+    assert max(run_ranks(2, as_under_ddp, job, tmp_path)) < 1e-12
 
 
 def test_one_worker_takes_the_steps_of_a_plain_loop(tmp_path: Path):

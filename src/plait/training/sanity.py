@@ -21,6 +21,7 @@ from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, sums_of
 from plait.training.loss_parts import rows_of
 from plait.verification import unchanged_random_numbers
+from plait.verification.python_state import unchanged_state
 
 # How long a test batch may take to be read in another process.
 LONGEST_S = 60.0
@@ -44,7 +45,10 @@ def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_
         if batches and parts.pieces is None:
             with contextlib.ExitStack() as kept:
                 kept.enter_context(unchanged_random_numbers())
-                for each in (parts.model, parts.loss, parts.metric and parts.metric[1]):
+                metric = None if parts.metric is None else parts.metric[1]
+                held = {"model": parts.model, "loss": parts.loss, "metric": metric}
+                kept.enter_context(unchanged_state(held))
+                for each in (parts.model, parts.loss, metric):
                     if isinstance(each, torch.nn.Module):
                         kept.enter_context(_unchanged(each))
                 return _evaluate(parts, batches)

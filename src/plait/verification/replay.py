@@ -27,7 +27,7 @@ class Part:
     """One forward and backward of a step: a batch or a microbatch, and the weight of its loss in the step's.
 
     Random numbers start from `seed`, from `random_state`, or go on from the part before. `number` is that of
-    a microbatch.
+    a microbatch. Once all are done, gradients and loss are multiplied by `share`, that of their worker.
     """
 
     inputs: Any
@@ -36,6 +36,7 @@ class Part:
     seed: int | None = None
     number: int = 0
     random_state: RandomState | None = None
+    share: float = 1.0
 
     def own(self) -> Part:
         """The part in memory of its own: a forward may write into what it is given."""
@@ -147,7 +148,11 @@ class PlainModel:
         total = torch.zeros((), dtype=torch.float64)
         for part in parts:
             total += self.backward(part)
-        return total
+        share = parts[0].share if parts else 1.0
+        for parameter in self.parameters().values() if share != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(share)
+        return total * share
 
     def backward(self, part: Part) -> Tensor:
         """Add the gradients of one part to those there are; its weighted loss."""

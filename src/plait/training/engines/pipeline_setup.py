@@ -38,7 +38,7 @@ from plait.training.engine import EngineState
 from plait.training.engines.stragglers import StragglerInjector
 from plait.training.metrics import MetricsLogger
 from plait.training.optimizers.build import build_optimizer
-from plait.training.optimizers.traits import find_traits
+from plait.training.optimizers.traits import check_gradients_left, find_traits
 from plait.verification import same_random_numbers
 
 # Batches that are looked at for values which change.
@@ -244,8 +244,9 @@ def check_optimizer(
     settings: TrainSettings, parts: Components, traced: TracedModel, pipeline_layout: PipelineLayout
 ) -> None:
     """Refuse an optimizer of the user's own that would do something else in stages than on one worker."""
-    kind = settings.optimizer.kind
-    traits = find_traits(settings.optimizer, dict(parts.model.named_parameters()))
+    kind, named = settings.optimizer.kind, dict(parts.model.named_parameters())
+    check_gradients_left(settings.optimizer, named)
+    traits = find_traits(settings.optimizer, named)
     if traits.couples and len(pipeline_layout.stages) > 1:
         raise JobError(
             f"optimizer.kind: {kind} computes an update from all parameters together (a norm over all, say), "

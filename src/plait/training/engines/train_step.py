@@ -35,6 +35,7 @@ from plait.training.engines.stragglers import StragglerInjector
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor, notes_of
 from plait.training.optimizers.lr_schedule import set_lr
+from plait.training.optimizers.traits import check_gradients_left
 from plait.verification.replay import Part
 
 
@@ -86,6 +87,7 @@ class TrainStep:
         self.update_seed: int | None = None
 
     def _make_sync(self) -> AllReduce:
+        check_gradients_left(self._settings.optimizer, dict(self._parts.model.named_parameters()))
         parameters, notes = list(self._parts.model.parameters()), 3 + notes_of(self._worker.world_size)
         may_fail = self._worker.memberships is not None
         # Some optimizers keep the gradients.
@@ -163,14 +165,13 @@ class TrainStep:
 
     def _agree(self, sync: AllReduce, loss: Tensor, batch: Batch) -> tuple[Tensor, StepRequests]:
         """Sum gradients, the loss, the workers' requests, and the monitor's measurements."""
-        own = self._own_requests()
+        own, share = self._own_requests(), self._share(batch)
         notes = torch.stack([loss, *(torch.full_like(loss, float(flag)) for flag in (own.stop, own.change))])
         if self._monitor is None:
-            notes = sync.agree(notes)
+            notes = sync.agree(notes, share)
         else:
-            share = batch.count / batch.total
             measured = self._monitor.begin_sum(share)
-            notes = sync.agree(torch.cat([notes, measured]), weigh_norm=1 / share if share else 0.0)
+            notes = sync.agree(torch.cat([notes, measured]), share, weigh_norm=1 / share if share else 0.0)
             self._monitor.end_sum(sync, notes[0], notes[3:], batch.total)
         requests = self._flags.before()
         self._flags.note(notes[1:3])
@@ -183,6 +184,10 @@ class TrainStep:
     def _backward_at_full_speed(self, batch: Batch) -> Tensor:
         parts = self._parts
         total = torch.zeros((), dtype=torch.float64, device=parts.device)
+        # What hooks see is the gradient of this worker's mean, as under DistributedDataParallel; its share of
+        # the batch comes in when gradients are summed.
+        share = self._share(batch)
+        whole = batch.total if self._sync is None else batch.count
         if batch.count == 0:
             # The scaler makes its scale on first use; the other workers have one by now.
             parts.scaler.scale(total)
@@ -192,18 +197,21 @@ class TrainStep:
         for i, (content, count) in enumerate(pieces):
             inputs, target = to_device(content, parts.device, parts.dtype)
             if self.recorded is not None:
-                self.recorded.append(Part(inputs, target, count / batch.total).own())
+                self.recorded.append(Part(inputs, target, count / whole, share=share).own())
             self._last_inputs = inputs if self._is_first else None
             with parts.autocast():
                 loss = parts.loss(forward(parts.model, inputs), target)
-            weighted = loss * (count / batch.total)
+            weighted = loss * (count / whole)
             if self._sync is not None:
-                self._sync.before_backward(last=i == len(pieces) - 1)
+                self._sync.before_backward(last=i == len(pieces) - 1, factor=share)
             parts.scaler.scale(weighted).backward()
-            total += weighted.detach()
+            total += weighted.detach() * share
             if self._alone is not None and i < len(pieces) - 1:
                 self._alone.after_microbatch(parts.model.parameters(), count / batch.total)
         return total
+
+    def _share(self, batch: Batch) -> float:
+        return 1.0 if self._sync is None else batch.count / batch.total
 
     def time_backward(self, batch: Batch) -> float:
         """Seconds that forward and backward of `batch` take on this worker; the gradients are dropped."""

@@ -9,25 +9,28 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from plait.core.errors import JobError
 from plait.pipeline.named_state import changes_itself, is_known
 from plait.schema.settings import OptimizerSettings
 from plait.training.optimizers.build import build_optimizer
 from plait.verification import RandomState, same_random_numbers
 
-# Gradients of unlike sizes, one step each: a limit on their norm may be anywhere.
-_SCALES = (1.0, 1e-3, 1e3)
+# Gradients of unlike sizes, one step each, in turn: a limit on their norm may be anywhere, and act later.
+_SCALES, _STEPS = (1.0, 1e-3, 1e3), 33
 
 
 @dataclass(frozen=True)
 class Traits:
     """Whether an update goes by all parameters together, by random numbers, or by a count of updates.
 
-    Counts are whatever the optimizer changes of its groups and attributes at a step.
+    Counts are whatever the optimizer changes of its groups and attributes at a step. One that `keeps` has a
+    `zero_grad` of its own, which leaves gradients for the next step.
     """
 
     couples: bool = False
     draws: bool = False
     counts: bool = False
+    keeps: bool = False
 
 
 def find_traits(settings: OptimizerSettings, named: Mapping[str, Parameter]) -> Traits:
@@ -43,28 +46,44 @@ def find_traits(settings: OptimizerSettings, named: Mapping[str, Parameter]) -> 
         try:
             optimizer = build_optimizer(settings, together, dict(zip(together, names)))
             single = [build_optimizer(settings, [p], {p: name}) for p, name in zip(alone, names)]
-            draws = _take_steps(optimizer, single, [together, alone])
+            draws, keeps = _take_steps(optimizer, single, [together, alone])
         except Exception:  # it takes all parameters or none, or other gradients; the run says what it is
             return Traits()
     couples = not all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(together, alone))
-    return Traits(couples and not draws, draws, changes_itself(optimizer))
+    return Traits(couples and not draws, draws, changes_itself(optimizer), keeps)
+
+
+def check_gradients_left(settings: OptimizerSettings, named: Mapping[str, Parameter]) -> None:
+    """Refuse an optimizer whose `zero_grad` leaves gradients, where those of several workers are summed."""
+    if find_traits(settings, named).keeps:
+        raise JobError(
+            f"optimizer.kind: zero_grad of {settings.kind} leaves gradients for the next step, but where "
+            f"workers sum gradients each step begins with none; use one worker, accumulate, or keep what it "
+            f"needs in its state"
+        )
 
 
 def _take_steps(
     optimizer: torch.optim.Optimizer,
     single: Sequence[torch.optim.Optimizer],
     sides: Sequence[Sequence[Parameter]],
-) -> bool:
-    """Let one optimizer of all parameters, and one of each, take the same steps; whether it drew numbers."""
-    draws = False
-    for number, scale in enumerate(_SCALES):
-        _give_gradients(sides, number, scale)
+) -> tuple[bool, bool]:
+    """Let one optimizer of all parameters, and one of each, take the same steps.
+
+    Whether the first has drawn random numbers, and whether its zero_grad has left gradients.
+    """
+    draws = keeps = False
+    for number in range(_STEPS):
+        _give_gradients(sides, number, _SCALES[number % len(_SCALES)])
         before = RandomState.now()
         optimizer.step()
         draws = draws or not before.equals(RandomState.now())
+        optimizer.zero_grad()
+        keeps = keeps or any(p.grad is not None and bool(p.grad.any()) for p in sides[0])
         for each in single:
             each.step()
-    return draws
+            each.zero_grad()
+    return draws, keeps
 
 
 def _few(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
