@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,6 +121,37 @@ class Shared(nn.Module):
         self.counts["calls"] += 1
         y = self.block(self.one(x.flatten(1)))
         return self.other(y) * (1 + 0.05 * self.counts["calls"]) * (1 + 0.01 * self.modes)
+
+
+PHASE = contextvars.ContextVar("phase", default=0)
+HERE = threading.local()
+HERE.calls = 0
+
+
+def scale(y: Tensor) -> Tensor:
+    scale.calls += 1  # type: ignore[attr-defined]
+    return y * (1 + 0.05 * scale.calls)  # type: ignore[attr-defined]
+
+
+scale.calls = 0  # type: ignore[attr-defined]
+
+
+class CountsOutside(nn.Module):
+    """Counts where no module is: in a context, the environment, a thread's own place, a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        PHASE.set(0)
+        HERE.calls = scale.calls = 0  # type: ignore[attr-defined]
+        os.environ["PLAIT_TEST_CALLS"] = "0"
+
+    def forward(self, x: Tensor) -> Tensor:
+        PHASE.set(PHASE.get() + 1)
+        HERE.calls += 1
+        os.environ["PLAIT_TEST_CALLS"] = str(int(os.environ["PLAIT_TEST_CALLS"]) + 1)
+        calls = PHASE.get() + HERE.calls + int(os.environ["PLAIT_TEST_CALLS"])
+        return scale(self.layer(x.flatten(1))) * (1 + 0.05 * calls)
 
 
 class SharedBlock(nn.Module):

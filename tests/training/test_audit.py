@@ -22,7 +22,7 @@ from plait.schema.settings import (
 from plait.training.audit.schedule import PIPELINE_COST, is_audited, next_audited
 from support.audited import audits
 from support.plans import planned
-from support.training import digits_job
+from support.training import digits_job, largest_difference, train_rank
 from support.world import run_ranks
 
 
@@ -110,6 +110,17 @@ def test_so_is_what_each_does_alone_before_it_averages(tmp_path: Path, name: str
     # Each step has a share for each worker, whoever takes it.
     assert sum(steps for steps, _, _ in found) == 2 * len(audited_steps(AT_THEIR_OWN_PACE[name], 5))
     assert all(largest < 1e-12 and words == "" for _, largest, words in found)
+
+
+def apart_with_and_without(rank: int, folder: Path) -> float:
+    job = digits_job(model=ModelSettings(f"{HERE}:CountsOutside"), steps=9)
+    unaudited = replace(job, verify=VerifySettings(audit="off"))
+    found = [train_rank(rank, each, folder / str(i))[1] for i, each in enumerate((job, unaudited))]
+    return largest_difference(*found)
+
+
+def test_an_audit_changes_nothing_that_forward_counts_outside_of_the_model(tmp_path: Path) -> None:
+    assert run_ranks(2, apart_with_and_without, tmp_path) == [0.0, 0.0]
 
 
 def staged(block: str, **changes: Any) -> TrainSettings:

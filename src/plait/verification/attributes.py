@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import math
 import random
+import threading
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +149,9 @@ def to_plain(value: Any, depth: int = 0) -> Any:
             return ["code", value.__qualname__]
         case _ if isinstance(value, _CODE):
             return ["code", getattr(value, "__qualname__", str(value))]
-        case _ if _is_plain_object(value):
+        case contextvars.ContextVar():
+            return ["variable", to_plain(value.get(None), depth + 1)]
+        case _ if _is_plain_object(value) or isinstance(value, threading.local):
             own = {name: each for name, each in vars(value).items() if not isinstance(each, nn.Module)}
             return ["object", [type(value).__qualname__, to_plain(own, depth + 1)]]
     raise UnseenError
@@ -183,6 +187,9 @@ def from_plain(plain: Any, now: Any = None) -> Any:
             source = now if isinstance(now, random.Random) else random.Random()
             source.setstate(from_plain(content))
             return source
+        case "variable":
+            assert isinstance(now, contextvars.ContextVar)
+            now.set(from_plain(content, now.get(None)))
         case "object":
             if type(now).__qualname__ == content[0]:
                 vars(now).update(from_plain(content[1], vars(now)))
@@ -209,6 +216,8 @@ def shifted(plain: Any, offset: int) -> Any:
             return [kind, [shifted(each, offset) for each in content]]
         case ["mapping", content]:
             return ["mapping", [[key, shifted(value, offset)] for key, value in content]]
+        case ["variable", content]:
+            return ["variable", shifted(content, offset)]
         case ["object", [kind, content]]:
             return ["object", [kind, shifted(content, offset)]]
     return plain
@@ -218,7 +227,7 @@ def _mapping(content: list[Any], now: Any) -> Any:
     before = now if isinstance(now, Mapping) else {}
     pairs = [(from_plain(key), value) for key, value in content]
     values = {key: from_plain(value, before.get(key)) for key, value in pairs}
-    if isinstance(now, dict):  # it may be a defaultdict, and others may hold it, too
+    if isinstance(now, MutableMapping):  # it may be a defaultdict, and others may hold it, too
         now.clear()
         now.update(values)
         return now

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import hashlib
 import itertools
 import math
+import os
 import random
 import sys
+import threading
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,6 +245,8 @@ class _Tokens:
             return kind, value.shape, hash(value.tobytes()) if value.size <= _MOST_ELEMENTS else 0
         if (generator := _generator_state(value)) is not None:
             return kind, hash(str(generator))
+        if isinstance(value, contextvars.ContextVar):
+            return kind, self.of(value.get(None), depth)
         if isinstance(value, Mapping):
             items = value.items() if len(value) <= _MOST_ITEMS else ()
             return kind, len(value), tuple((self.of(k, depth), self.of(v, depth)) for k, v in items)
@@ -265,7 +270,7 @@ def is_followed(value: Any) -> bool:
     """Whether `value` is an object of somebody's own class, whose attributes may be state."""
     if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
         return False
-    if isinstance(value, types.SimpleNamespace):
+    if isinstance(value, (types.SimpleNamespace, threading.local)):
         return True
     return not _is_foreign(type(value)) and bool(hasattr(value, "__dict__") or hasattr(value, "__slots__"))
 
@@ -331,6 +336,11 @@ def _restoring(value: Any) -> Callable[[], object] | None:
         return lambda: numpy.copyto(value, numbers)
     if type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
         return _refilling(value, dict(value), lambda held: dict.update(value, held))
+    if isinstance(value, os._Environ):
+        variables = dict(value)
+        return lambda: _put_back(value, variables)
+    if isinstance(value, contextvars.ContextVar):
+        return functools.partial(_set_again, value, value.get(_MISSING))
     if isinstance(value, list):
         return _refilling(value, list(value), value.extend)
     if isinstance(value, set):
@@ -352,6 +362,18 @@ def _refilling(value: Any, held: Any, fill: Callable[[Any], Any]) -> Callable[[]
         fill(held)
 
     return refill
+
+
+def _put_back(environ: MutableMapping[str, str], variables: Mapping[str, str]) -> None:
+    if dict(environ) != variables:
+        environ.clear()
+        environ.update(variables)
+
+
+def _set_again(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    # One without a value cannot be left so again.
+    if value is not _MISSING and variable.get(_MISSING) is not value:
+        variable.set(value)
 
 
 def _restore_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
@@ -411,6 +433,9 @@ def _roots_of_function(function: Any, seen: set[int]) -> Iterator[Root]:
     ):
         return
     seen.add(id(function))
+    for name, value in list(function.__dict__.items()):
+        if not name.startswith("__") and _may_be_state(value):
+            yield Root("", f"{function.__qualname__}.{name}", function.__dict__, name)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         root = Root("", f"the variable {name}", cell, name)
         value = root.get()
@@ -437,6 +462,9 @@ def _roots_of_names(namespace: dict[str, Any], names: Iterable[str], seen: set[i
                 yield from _roots_of_class(value, seen)
                 for function in _functions_of(value):
                     yield from _roots_of_function(function, seen)
+        elif value is os:
+            if "environ" in names:
+                yield Root("", "os.environ", vars(os), "environ")
         elif isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] not in _LIBRARIES and id(value) not in seen:
                 seen.add(id(value))
@@ -449,5 +477,7 @@ def _may_be_state(value: Any) -> bool:
     """Whether a value is something that code may count or collect in."""
     if value is _MISSING or isinstance(value, (types.FunctionType, type, types.ModuleType, nn.Module)):
         return False
-    kinds = (*_PLAIN, Mapping, list, tuple, set, collections.deque, numpy.ndarray, itertools.count)
+    if isinstance(value, (*_PLAIN, numpy.ndarray, itertools.count, contextvars.ContextVar)):
+        return True
+    kinds = (Mapping, list, tuple, set, collections.deque)
     return isinstance(value, kinds) or _generator_state(value) is not None or is_followed(value)
