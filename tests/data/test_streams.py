@@ -96,6 +96,15 @@ class Endless(Images):
             yield self.sample(index % SAMPLES)
 
 
+class DividedLater(Images):
+    """Is divided by rank from its eleventh batch of 16 on."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for index in range(200):
+            yield self.sample((index + (rank if index >= 160 else 0)) % SAMPLES)
+
+
 class Stateful(Images):
     """Says where it is, and goes on from there; each epoch begins one image further."""
 
@@ -298,6 +307,12 @@ def test_workers_that_read_unlike_streams_are_refused(tmp_path: Path) -> None:
     train_here(job("divided"), tmp_path / "one")
     with pytest.raises(WorldError, match="worker 1 read other samples than worker 0"):
         run_ranks(2, train_rank, job("divided"), tmp_path / "two")
+
+
+def test_they_are_refused_at_the_end_where_that_is_the_next_look(tmp_path: Path) -> None:
+    later = job("DividedLater", steps=12, epochs=None)
+    with pytest.raises(WorldError, match="worker 1 read other samples than worker 0"):
+        run_ranks(2, train_rank, later, tmp_path / "two")
 
 
 def test_a_stream_that_cannot_begin_anew_is_refused(tmp_path: Path) -> None:

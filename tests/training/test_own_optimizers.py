@@ -13,7 +13,7 @@ from plait.core.errors import JobError
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, unsaved_state
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, straight_layout
-from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings
+from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.pipeline import check_pipeline
 from plait.training.engines.pipeline_setup import check_optimizer, trace_parts
@@ -22,7 +22,8 @@ from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.optimizers.traits import Traits, find_traits
 from support.plans import in_stages
 from support.silent_cases import HERE
-from support.training import digits_job, largest_difference, train_here
+from support.training import digits_job, largest_difference, train_here, train_rank
+from support.world import run_ranks
 
 
 class LayerNorms(torch.optim.Optimizer):
@@ -46,8 +47,41 @@ class NeedsLoss(LayerNorms):
         raise ZeroDivisionError("1 / self.loss")
 
 
+class NormsLater(LayerNorms):
+    """From its ninth update on it goes by the norm over all parameters."""
+
+    updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.updates += 1
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in trained]).norm() if self.updates > 8 else 1.0
+        for p in trained:
+            p.sub_(p.grad / norm, alpha=0.1)
+
+
+class EveryThird(LayerNorms):
+    """Gathers the gradients of three steps, and then takes one."""
+
+    calls, acted = 0, True
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        self.acted = self.calls % 3 == 0
+        if self.acted:
+            super().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.acted:
+            super().zero_grad(set_to_none)
+
+
+OWN = ("LayerNorms", "NeedsLoss", "NormsLater", "EveryThird")
+
+
 def own(name: str) -> OptimizerSettings:
-    place = "test_own_optimizers:" if name in ("LayerNorms", "NeedsLoss") else HERE
+    place = "test_own_optimizers:" if name in OWN else HERE
     return OptimizerSettings(f"{place}{name}", {"lr": 0.1})
 
 
@@ -57,6 +91,8 @@ def own(name: str) -> OptimizerSettings:
         (OptimizerSettings("adam", {"lr": 0.1}), Traits()),
         (own("LayerNorms"), Traits()),
         (own("NeedsLoss"), Traits()),
+        (own("NormsLater"), Traits(couples=True, counts=True)),
+        (own("EveryThird"), Traits(counts=True, keeps=True)),
         (own("KeepsGradients"), Traits()),
         (own("GlobalNorm"), Traits(couples=True)),
         (own("Noisy"), Traits(draws=True)),
@@ -72,6 +108,21 @@ def test_what_an_optimizer_goes_by_is_found_by_trying_it_out(
     state = torch.get_rng_state()
     assert find_traits(settings, dict(model.named_parameters())) == traits
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_optimizer_that_keeps_gradients_is_refused_where_workers_sum_them(tmp_path: Path) -> None:
+    job = digits_job(optimizer=own("EveryThird"), steps=2)
+    for words in run_ranks(2, refusal, job, tmp_path / "two"):
+        assert "zero_grad of test_own_optimizers:EveryThird leaves gradients for the next step" in words
+    train_here(job, tmp_path / "one")
+
+
+def refusal(rank: int, job: TrainSettings, folder: Path) -> str:
+    try:
+        train_rank(rank, job, folder)
+    except JobError as failure:
+        return str(failure)
+    return ""
 
 
 class Tied(nn.Module):

@@ -195,6 +195,22 @@ def test_what_is_broken_in_an_evaluation_shows_before_the_first_step(
     assert not RunDir(tmp_path).events().exists()
 
 
+BEST = [0.0]
+
+
+def remembered(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
+    BEST[0] = 1.0
+    return float(output.sum()), len(target)
+
+
+def test_what_a_metric_keeps_outside_of_itself_is_put_back(tmp_path: Path):
+    evaluate = EvaluateSettings(metric=f"{HERE}:remembered", mode="max")
+    settings = job(evaluate=evaluate)
+    parts = components.build(settings, torch.device("cpu"))
+    try_evaluation(parts, settings, 0, 1)
+    assert BEST == [0.0]
+
+
 def largest(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
     return float(output.max()), 1
 

@@ -153,9 +153,11 @@ class Run:
         )
         pin = parts.device.type == "cuda"
         found = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
+        begin = self.step
         for number, batch in enumerate(found):
-            # After 1, 2, 4, 8, ... batches.
-            if number & (number + 1) == 0 and worker.world_size > 1:
+            # After 1, 2, 4, 8, ... batches, and after the last.
+            is_last = batch.last or begin + number + 1 == settings.steps
+            if (number & (number + 1) == 0 or is_last) and worker.world_size > 1:
                 check_same_stream(batch)
             if number == 0 and has_state(source.dataset) and batch.after.stream is None:
                 self.metrics.warn(
