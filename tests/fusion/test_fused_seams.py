@@ -167,6 +167,34 @@ def test_hooks_that_parameters_had_before_act_on_each_trials_gradient():
         assert fused.module.weight.grad.flatten(1).norm(dim=1).tolist() == pytest.approx([1.0, 2.0, 3.0])
 
 
+class CountingHook(Base):
+    """Every third gradient of a weight is another."""
+
+    def __init__(self):
+        super().__init__()
+        calls = [0]
+
+        def hook(grad):
+            calls[0] += 1
+            return grad * 5 if calls[0] % 3 == 0 else grad
+
+        self.layer.weight.register_hook(hook)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_a_hook_that_counts_is_refused_and_keeps_its_count():
+    models = make_models(CountingHook)
+    with pytest.raises(
+        FusionError, match="'layer.weight' of model 0 has a hook that changes the variable calls"
+    ):
+        fuse(models)
+    x = batches(1)[0]
+    first, _, third = (torch.autograd.grad(models[0](x).sum(), models[0].layer.weight)[0] for _ in range(3))
+    torch.testing.assert_close(third, first * 5)
+
+
 class Number(Base):
     def __init__(self, value, use):
         super().__init__()

@@ -14,6 +14,9 @@ from plait.fusion.describe import describe
 from plait.fusion.dispatch.install import shared_names
 from plait.fusion.errors import FusionError
 from plait.fusion.patches import Patch
+from plait.fusion.trials.unfused import gradient_hooks
+from plait.verification import unchanged_random_numbers
+from plait.verification.python_state import changed, unchanged_state
 
 # What the structure is compared by, and what torch keeps in addition.
 _SKIPPED = frozenset(
@@ -90,6 +93,23 @@ def _refuse_hooks(model: nn.Module, number: int) -> None:
                 f"(register_post_accumulate_grad_hook), which would get the parameter of all trials; use "
                 f"register_hook, which gets each trial's gradient, or train each model alone"
             )
+        for hook in gradient_hooks(parameter):
+            if kept := _kept_by(hook, model, parameter):
+                raise FusionError(
+                    f"fuse: {name!r} of model {number} has a hook that changes {kept}, by which its next "
+                    f"call may go and which all trials would share; train each model alone"
+                )
+
+
+def _kept_by(hook: Any, model: nn.Module, parameter: Tensor) -> str:
+    """What a call of a gradient's hook changes in Python, as people know it; else nothing."""
+    with unchanged_random_numbers(), unchanged_state({"hook": hook, "model": model}) as state:
+        before = state.tokens()
+        try:
+            hook(torch.ones_like(parameter))
+        except Exception:  # it wants another gradient; the first step's error says so
+            return ""
+        return next((words for _, words in changed(before, state.tokens())), "")
 
 
 def _short(value: Any) -> str:
