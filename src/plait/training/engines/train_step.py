@@ -205,7 +205,7 @@ class TrainStep:
             if self._sync is not None:
                 self._sync.before_backward(last=i == len(pieces) - 1, factor=share)
             parts.scaler.scale(weighted).backward()
-            total += weighted.detach() * share
+            total += weighted.detach().double() * share
             if self._alone is not None and i < len(pieces) - 1:
                 self._alone.after_microbatch(parts.model.parameters(), count / batch.total)
         return total
