@@ -267,7 +267,8 @@ class Moment:
     def has_come(self) -> bool:
         if self._appeared is None:
             found = checkpoints.list_checkpoints(self._folder)
-            if found and int(found[0].name[5:]) >= self._step:
+            # One that is just being replaced has another name for a moment.
+            if found and int(found[0].name.partition("step-")[2].partition(".")[0]) >= self._step:
                 self._appeared = time.monotonic()
         return self._appeared is not None and time.monotonic() - self._appeared >= self._delay_s
 
