@@ -114,16 +114,17 @@ def test_a_store_that_is_paused_may_answer_as_late_as_the_job_allows(monkeypatch
     monkeypatch.setattr(store, "ANSWER_S", 0.05)
     listener = Listener(SECRET, PURPOSE)
 
-    def answer_late() -> None:
+    def answer_late() -> bytes:
         _, connection = listener.accept(time.monotonic() + 20)
-        connection.recv(100)
+        asked = connection.recv(100)
         time.sleep(0.3)
         connection.sendall(struct.pack("<IB", 1, 0))
+        return bytes(asked)
 
     with ThreadPoolExecutor() as pool:
         late = pool.submit(answer_late)
         StoreClient(listener.address, SECRET, 0, timeout_s=20.0).set("key", "value")
-        late.result(20)
+        assert b"value" in late.result(20)
     listener.close()
 
 

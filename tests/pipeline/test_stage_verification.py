@@ -13,7 +13,7 @@ import torch
 from checked import make_hard, plain_step, prepare, square_loss, staged
 
 import plait
-from plait.core.errors import InputError, JobError
+from plait.core.errors import InputError
 from plait.core.events import read
 from plait.core.run_events import Verified
 from plait.launch.run_dir import RunDir
@@ -31,7 +31,7 @@ from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
 from support.plans import cut_in_two, planned
 from support.traced_models import tensors_of
-from support.training import digits_job, train_rank
+from support.training import digits_job, refused_rank, train_rank
 from support.world import run_ranks
 
 tracer = sys.modules["plait.profiler.trace"]
@@ -340,14 +340,6 @@ def test_a_verification_changes_nothing_of_the_model_nor_of_the_random_numbers()
 
 
 # Runs.
-
-
-def refused_rank(rank: int, settings: TrainSettings, folder: Path) -> str:
-    try:
-        train_rank(rank, settings, folder)
-    except JobError as failure:
-        return str(failure)
-    return ""
 
 
 def job(steps: int, verify: str = "first") -> TrainSettings:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
+from plait.core.errors import JobError
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.results import RunResult
@@ -275,6 +276,15 @@ def train_each(rank: int, jobs: dict[str, TrainSettings], folder: Path) -> dict[
         found[name], _ = train_rank(rank, settings, folder / name)
         dist.barrier()
     return found
+
+
+def refused_rank(rank: int, settings: TrainSettings, folder: Path) -> str:
+    """The words in which a run is refused on this rank of the world; none where it is not."""
+    try:
+        train_rank(rank, settings, folder)
+    except JobError as failure:
+        return str(failure)
+    return ""
 
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from plait.core.errors import JobError
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, unsaved_state
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, straight_layout
-from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.training import components
 from plait.training.engines.pipeline import check_pipeline
 from plait.training.engines.pipeline_setup import check_optimizer, trace_parts
@@ -22,7 +22,7 @@ from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.optimizers.traits import Traits, find_traits
 from support.plans import in_stages
 from support.silent_cases import HERE
-from support.training import digits_job, largest_difference, train_here, train_rank
+from support.training import digits_job, largest_difference, refused_rank, train_here
 from support.world import run_ranks
 
 
@@ -112,17 +112,9 @@ def test_what_an_optimizer_goes_by_is_found_by_trying_it_out(
 
 def test_an_optimizer_that_keeps_gradients_is_refused_where_workers_sum_them(tmp_path: Path) -> None:
     job = digits_job(optimizer=own("EveryThird"), steps=2)
-    for words in run_ranks(2, refusal, job, tmp_path / "two"):
+    for words in run_ranks(2, refused_rank, job, tmp_path / "two"):
         assert "zero_grad of test_own_optimizers:EveryThird leaves gradients for the next step" in words
     train_here(job, tmp_path / "one")
-
-
-def refusal(rank: int, job: TrainSettings, folder: Path) -> str:
-    try:
-        train_rank(rank, job, folder)
-    except JobError as failure:
-        return str(failure)
-    return ""
 
 
 class Tied(nn.Module):

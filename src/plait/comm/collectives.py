@@ -16,7 +16,7 @@ from torch import Tensor
 
 Named = dict[str, Tensor]
 # The type and the shape of each named tensor.
-Specs = Mapping[str, tuple[str, list[int]]]
+Specs = Mapping[str, tuple[str, Sequence[int]]]
 # The first message of a value that is broadcast.
 _HEAD_BYTES = 1024
 # Tensors that follow each other are sent together up to this many bytes.
@@ -206,9 +206,9 @@ def _empty(specs: Specs, names: Sequence[str]) -> Tensor:
     return torch.zeros(sum(_size(*specs[name]) for name in names), dtype=torch.uint8)
 
 
-def _size(dtype: str, shape: list[int]) -> int:
+def _size(dtype: str, shape: Sequence[int]) -> int:
     return torch.Size(shape).numel() * _dtype(dtype).itemsize
 
 
-def _shaped(flat: Tensor, dtype: str, shape: list[int]) -> Tensor:
+def _shaped(flat: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
     return flat.view(_dtype(dtype)).reshape(shape)

@@ -18,7 +18,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.comm.collectives import broadcast_named, broadcast_value
+from plait.comm.collectives import Specs, broadcast_named, broadcast_value
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError
 from plait.core.files import sync_folder, write_atomic, writing
@@ -47,8 +47,6 @@ _OLD = ".old-"
 _NAME = re.compile(r"step-\d+")
 log = logging.getLogger(__name__)
 
-# The type, as `float32`, and the shape of named tensors.
-Specs = Mapping[str, tuple[str, Sequence[int]]]
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",

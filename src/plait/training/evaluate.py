@@ -91,10 +91,14 @@ def means(parts: Components, sums: Tensor) -> dict[str, float]:
 
 def measure(parts: Components, content: Any, count: int) -> Tensor:
     """The sums (see `sums_of`) over a batch of `count` samples."""
+    return sums_of(parts, *output_of(parts, content), count)
+
+
+def output_of(parts: Components, content: Any) -> tuple[Any, Any]:
+    """What the model makes of a batch, and the batch's target."""
     inputs, target = to_device(content, parts.device, parts.dtype)
     with parts.autocast():
-        output = forward(parts.model, inputs)
-    return sums_of(parts, output, target, count)
+        return forward(parts.model, inputs), target
 
 
 def sums_of(parts: Components, output: Any, target: Any, count: int) -> Tensor:

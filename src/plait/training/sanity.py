@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from plait.data.calling import evaluation_mode, forward
-from plait.data.loader import to_device
+from plait.data.calling import evaluation_mode
 from plait.data.loader_processes import load_aside
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
-from plait.training.evaluate import evaluation_batches, sums_of
+from plait.training.evaluate import evaluation_batches, output_of, sums_of
 from plait.training.loss_parts import rows_of
 from plait.verification import unchanged_random_numbers
 from plait.verification.python_state import unchanged_state
@@ -89,11 +88,8 @@ def _evaluate(parts: Components, batches: list[tuple[Any, int]]) -> str:
     words = ""
     with torch.no_grad(), evaluation_mode(parts.model):
         for content, count in batches:
-            own = _own(parts)
-            inputs, target = to_device(content, parts.device, parts.dtype)
-            with parts.autocast():
-                output = forward(own.model, inputs)
-            found = sums_of(own, output, target, count)
+            output, target = output_of(parts, content)
+            found = sums_of(_own(parts), output, target, count)
             words = words or _describe_metric(parts, output, target, count, found[2:])
     return words
 

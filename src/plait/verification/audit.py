@@ -80,11 +80,20 @@ class Rounding:
 class Replay:
     """The step of plain PyTorch, taken from the state `before` as often as needed.
 
-    Where several workers sum in `finish`, all of them call each method together.
+    Before the first step of a run (`is_first`), that state must be the one that `plain` was made with. Where
+    several workers sum in `finish`, all of them call each method together.
     """
 
-    def __init__(self, plain: PlainModel, before: State, parts: Sequence[Part], finish: Finish) -> None:
+    def __init__(
+        self,
+        plain: PlainModel,
+        before: State,
+        parts: Sequence[Part],
+        finish: Finish,
+        is_first: bool = False,
+    ) -> None:
         self._plain = plain
+        self._made = plain.state().attributes.values if is_first else {}
         self._before = before
         self._parts = parts
         self._finish = finish
@@ -116,12 +125,9 @@ class Replay:
 
         The names of what it does not go by are added to `harmless`.
         """
-        return self._unlike(found.attributes, self.expected.attributes, harmless, "in plain PyTorch")
-
-    def initial_differences(self, made: State, harmless: set[str]) -> list[Difference]:
-        """The same before the first step, beside a model that was just `made`."""
+        differences = self._unlike(found.attributes, self.expected.attributes, harmless, "in plain PyTorch")
         here = self._before.attributes.values
-        return self._unlike(here, made.attributes.values, harmless, "in a model made anew")
+        return differences + self._unlike(here, self._made, harmless, "in a model made anew")
 
     def _unlike(
         self, here: Mapping[str, Any], expected: Mapping[str, Any], harmless: set[str], where: str

@@ -97,7 +97,7 @@ def audit(
         {**changed_tensors(before.tensors, frozen), **twin.written},
         state.attributes.values,
     )
-    with unchanged_random_numbers(), unchanged_state(live.objects()):
+    with unchanged_random_numbers(), unchanged_state(live.objects):
         own = (make_model or (lambda: copy.deepcopy(live.model)))()
         replay = Replay(PlainModel(own, loss), before, [part], _mean_over_ranks)
         found = replay.complete(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -74,8 +75,7 @@ class PlainModel:
         modules = self.model.modules() if self.model.training else ()
         self._evaluated = [module for module in modules if not module.training]
         self._does_more = any(type(module).train is not nn.Module.train for module in self.model.modules())
-        # To look for parts takes torch a while.
-        self._objects = self._find_objects()
+        # To look for parameters and buffers takes torch a while.
         self._modules = [
             (f"{prefix}{path}.".lstrip("."), module)
             for prefix, root in self._roots()
@@ -108,7 +108,7 @@ class PlainModel:
     def state(self) -> State:
         """What they hold now; the tensors are theirs."""
         tensors = {name: t.detach() for name, t in {**self.parameters(), **self.buffers()}.items()}
-        return State(tensors, read_attributes(self.objects()))
+        return State(tensors, read_attributes(self.objects))
 
     def load(self, state: State) -> None:
         """Hold what another model held."""
@@ -122,14 +122,14 @@ class PlainModel:
                     target.copy_(value)
                 else:
                     self._replace(name, value)
-        load_attributes(self.objects(), state.attributes.values)
+        load_attributes(self.objects, state.attributes.values)
         # As every loop calls it after an evaluation: some models merge, swap or freeze weights in it.
         self.model.train()
         for module in self._evaluated:
             module.training = False
         if self._does_more and self._holds(state.tensors):
             # The other model was in this mode already: what it counted there counts once.
-            load_attributes(self.objects(), state.attributes.values)
+            load_attributes(self.objects, state.attributes.values)
 
     def _holds(self, tensors: Mapping[str, Tensor]) -> bool:
         own = {**self.parameters(), **self.buffers()}
@@ -166,11 +166,9 @@ class PlainModel:
         self.scale(loss).backward()
         return loss.detach().double().cpu()
 
+    @functools.cached_property
     def objects(self) -> dict[str, Any]:
         """The modules that keep attributes, by their paths, and a loss that is an object."""
-        return self._objects
-
-    def _find_objects(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for prefix, root in self._roots():
             found |= {f"{prefix}{path}".rstrip("."): each for path, each in keeping_attributes(root).items()}

@@ -83,7 +83,7 @@ class Bucket:
 
 
 class AllReduce:
-    """Sums the gradients of all workers; each worker has weighted its loss by its share of the batch.
+    """Sums the gradients of all workers, each times a factor: the share that the worker has of the batch.
 
     Backward fills buckets from the last layer to the first, and each goes out as soon as it is full. All
     ranks send them in the same order, whatever order their backward had. Between `begin` and `agree` every

@@ -284,15 +284,12 @@ class AuditedStages:
                 samples = [count for _, (_, count) in sorted(contents.items())]
                 how |= {"make_optimizer": self._make_optimizer, "samples": samples}
                 plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=run.settings.clip_norm)
-            made = plain.state() if run.step == 0 else None
-            replay = Replay(plain, self._before, parts, self._finish)
+            replay = Replay(plain, self._before, parts, self._finish, is_first=run.step == 0)
             found = replay.complete(found)
             differences = replay.differences(found, record.rounding)
             if differences:
                 differences = replay.measured_differences(found, record.rounding)
             differences += replay.attribute_differences(found, record.harmless)
-            if made is not None:
-                differences += replay.initial_differences(made, record.harmless)
             differences += self._update_differences(plain, found, after)
         return largest_difference(replay.expected.tensors(), found.tensors()), differences
 

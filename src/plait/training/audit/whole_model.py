@@ -99,12 +99,11 @@ class AuditedStep:
         found = self._observe(loss)
         update = list(self._twin.differences())
         del self._twin
-        with unchanged_random_numbers(), unchanged_state(self._live.objects()):
+        with unchanged_random_numbers(), unchanged_state(self._live.objects):
             fresh = take_reference(self._run, self._step)
             plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
-            made = plain.state() if self._step == 0 else None
-            replay = Replay(plain, self._before, parts, self._finish)
+            replay = Replay(plain, self._before, parts, self._finish, is_first=self._step == 0)
             found = replay.complete(found)
             differences = replay.differences(found, record.rounding)
             largest = largest_difference(replay.expected.tensors(), found.tensors())
@@ -112,8 +111,6 @@ class AuditedStep:
             if any(differs for differs, _ in others):
                 differences = replay.measured_differences(found, record.rounding)
             differences += [*replay.attribute_differences(found, record.harmless), *update]
-            if made is not None:
-                differences += replay.initial_differences(made, record.harmless)
         if len({checksum for _, checksum in others}) > 1:
             differences += unlike_replicas(self._live.parameters())
         after = time.perf_counter() - started

@@ -244,9 +244,9 @@ def check_optimizer(
     settings: TrainSettings, parts: Components, traced: TracedModel, pipeline_layout: PipelineLayout
 ) -> None:
     """Refuse an optimizer of the user's own that would do something else in stages than on one worker."""
-    kind, named = settings.optimizer.kind, dict(parts.model.named_parameters())
-    check_gradients_left(settings.optimizer, named)
-    traits = find_traits(settings.optimizer, named)
+    kind = settings.optimizer.kind
+    traits = find_traits(settings.optimizer, dict(parts.model.named_parameters()))
+    check_gradients_left(kind, traits)
     if traits.couples and len(pipeline_layout.stages) > 1:
         raise JobError(
             f"optimizer.kind: {kind} computes an update from all parameters together (a norm over all, say), "

@@ -35,7 +35,7 @@ from plait.training.engines.stragglers import StragglerInjector
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor, notes_of
 from plait.training.optimizers.lr_schedule import set_lr
-from plait.training.optimizers.traits import check_gradients_left
+from plait.training.optimizers.traits import check_gradients_left, find_traits
 from plait.verification.replay import Part
 
 
@@ -87,7 +87,8 @@ class TrainStep:
         self.update_seed: int | None = None
 
     def _make_sync(self) -> AllReduce:
-        check_gradients_left(self._settings.optimizer, dict(self._parts.model.named_parameters()))
+        settings, named = self._settings.optimizer, dict(self._parts.model.named_parameters())
+        check_gradients_left(settings.kind, find_traits(settings, named))
         parameters, notes = list(self._parts.model.parameters()), 3 + notes_of(self._worker.world_size)
         may_fail = self._worker.memberships is not None
         # Some optimizers keep the gradients.

@@ -53,11 +53,11 @@ def find_traits(settings: OptimizerSettings, named: Mapping[str, Parameter]) -> 
     return Traits(couples and not draws, draws, changes_itself(optimizer), keeps)
 
 
-def check_gradients_left(settings: OptimizerSettings, named: Mapping[str, Parameter]) -> None:
+def check_gradients_left(kind: str, traits: Traits) -> None:
     """Refuse an optimizer whose `zero_grad` leaves gradients, where those of several workers are summed."""
-    if find_traits(settings, named).keeps:
+    if traits.keeps:
         raise JobError(
-            f"optimizer.kind: zero_grad of {settings.kind} leaves gradients for the next step, but where "
+            f"optimizer.kind: zero_grad of {kind} leaves gradients for the next step, but where "
             f"workers sum gradients each step begins with none; use one worker, accumulate, or keep what it "
             f"needs in its state"
         )
