@@ -68,7 +68,10 @@ def _version(args: Arguments) -> int | None:
 
 
 def _differs_by_trial(args: Arguments, kwargs: Options) -> bool:
-    return any(type(arg) is PerTrial for arg in args) or any(type(arg) is PerTrial for arg in kwargs.values())
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if type(arg) is PerTrial:
+            return True
+    return False
 
 
 TrialTensor.compute = staticmethod(compute)

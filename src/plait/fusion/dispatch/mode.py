@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class TrialMode(TorchFunctionMode):
             return self._new(_NEW[func], args, kwargs)
         if func in REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
             return refuse_random(func, args, kwargs)
-        if PerTrial.made_any and (has_per_trial(args) or has_per_trial(tuple(kwargs.values()))):
+        if PerTrial.made_any and (has_per_trial(args) or (kwargs and has_per_trial(kwargs.values()))):
             return self._each(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -84,11 +85,12 @@ class TrialMode(TorchFunctionMode):
         return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
 
 
-def has_per_trial(values: Arguments) -> bool:
+def has_per_trial(values: Iterable[Any]) -> bool:
     """Whether a hyperparameter of the trials is among the arguments of a call, or in a list among them."""
     for value in values:
-        if type(value) is PerTrial:
+        kind = type(value)
+        if kind is PerTrial:
             return True
-        if isinstance(value, (list, tuple)) and any(type(part) is PerTrial for part in value):
+        if issubclass(kind, (list, tuple)) and any(type(part) is PerTrial for part in value):
             return True
     return False

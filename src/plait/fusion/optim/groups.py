@@ -70,6 +70,11 @@ class FusedGroup(dict[str, Any]):
         return {name: bool(self[name]) for name in self.kind.common}
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """What is kept for a parameter, with the numbers of now."""
+        return tuple(self.kind.states(self.numbers, self.switches))
+
+    @property
     def clocks(self) -> list[StepClock]:
         self._add_clocks()
         return distinct(self.clock_of.values())

@@ -127,8 +127,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         A parameter may have been frozen so far, and a momentum that was zero throughout had no buffer.
         """
+        return self._with_state(group, parameter, group.state_names)
+
+    def _with_state(self, group: FusedGroup, parameter: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
-        for name in group.kind.states(group.numbers, group.switches):
+        for name in names:
             if name not in state:
                 if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise FusionError(
@@ -231,7 +234,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         absent = {p: trials_without_gradient(p, count) for p in group["params"] if p.grad is not None}
         if not absent:
             return
-        updated: Updated = [(parameter, self.state_of(group, parameter)) for parameter in absent]
+        names = group.state_names
+        updated: Updated = [(parameter, self._with_state(group, parameter, names)) for parameter in absent]
         gradients: list[Tensor] = [p.grad for p in absent if p.grad is not None]
         if group["maximize"]:
             gradients = [-gradient for gradient in gradients]
