@@ -68,10 +68,7 @@ def _version(args: Arguments) -> int | None:
 
 
 def _differs_by_trial(args: Arguments, kwargs: Options) -> bool:
-    for arg in (*args, *kwargs.values()) if kwargs else args:
-        if type(arg) is PerTrial:
-            return True
-    return False
+    return PerTrial in map(type, args) or (bool(kwargs) and PerTrial in map(type, kwargs.values()))
 
 
 TrialTensor.compute = staticmethod(compute)
