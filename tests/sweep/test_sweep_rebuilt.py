@@ -11,8 +11,8 @@ from plait.schema.settings import GroupSettings, ModelSettings, OptimizerSetting
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.batch_streams import BatchStream
 from plait.sweeping.engines.fused import FusedArray, rebuild_trial
-from plait.sweeping.engines.leader import make_entry
 from plait.sweeping.engines.unfused import UnfusedArray
+from plait.sweeping.loop import make_entry
 from plait.sweeping.trial_settings import with_values
 from support.training import digits_job
 

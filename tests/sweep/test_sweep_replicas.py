@@ -23,8 +23,8 @@ from plait.schema.settings import (
 )
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.fused import FusedArray
-from plait.sweeping.engines.leader import make_entry
 from plait.sweeping.engines.microbatches import rounds_of
+from plait.sweeping.loop import make_entry
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
@@ -149,14 +149,14 @@ def test_a_killed_group_goes_on_with_nothing_lost_and_the_same_dropout(
     assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
 
 
-def test_workers_of_a_group_draw_other_random_numbers_and_the_leader_those_of_a_lone_worker():
+def test_workers_of_a_group_draw_other_random_numbers_and_the_first_those_of_a_lone_worker():
     entries = [make_entry(digits_job(seed=seed), None, torch.device("cpu"), DataSets()) for seed in (0, 1)]
     alone = FusedArray(entries).fused.seeds.tolist()
     # Groups of None are the world's, which nobody asks for before the first step.
-    groups: list[Any] = [WorkerGroup([0, 1], rank, None, None) for rank in (0, 1)]  # type: ignore[arg-type]
-    leader, follower = (FusedArray(entries, workers).fused.seeds.tolist() for workers in groups)
-    assert leader == alone
-    assert not set(follower) & set(alone)
+    groups = [WorkerGroup([0, 1], rank) for rank in (0, 1)]
+    first, second = (FusedArray(entries, workers).fused.seeds.tolist() for workers in groups)
+    assert first == alone
+    assert not set(second) & set(alone)
 
 
 def stop_and_go_on(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, list[str], Any]:

@@ -32,9 +32,9 @@ from plait.schema.settings import (
     PlanRequest,
 )
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.engines.leader import make_entry
 from plait.sweeping.engines.pipelined import PipelinedArray
 from plait.sweeping.engines.stages import GroupPipeline
+from plait.sweeping.loop import make_entry
 from plait.sweeping.search.space import combinations
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings

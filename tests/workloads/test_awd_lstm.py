@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +23,10 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
+from plait.sweeping.array_builder import check_replicated
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.engines.leader import make_array, make_entry
+from plait.sweeping.loop import make_entry
+from plait.sweeping.worker_group import WorkerGroup
 from plait.training import components
 from plait.workloads.data import build
 from plait.workloads.language.awd_lstm import (
@@ -252,6 +253,5 @@ def test_an_evaluation_leaves_the_state_of_training_alone() -> None:
 
 def test_a_sweep_with_replicas_of_an_array_is_refused() -> None:
     entry = make_entry(job(), None, torch.device("cpu"), DataSets())
-    workers: Any = SimpleNamespace(pipeline=None)
     with pytest.raises(JobError, match="--replicas: .* continue those of the batch before"):
-        make_array([entry], True, workers)
+        check_replicated(entry, WorkerGroup([0, 1]))

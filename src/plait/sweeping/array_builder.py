@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,20 +12,29 @@ import torch
 from torch import nn
 
 from plait.comm.rpc import Client
+from plait.core.codec import decode, encode
+from plait.core.errors import JobError
+from plait.data.requirements import streams_of
 from plait.fusion.errors import FusionError
 from plait.fusion.verify import Verdict, log_verdict
 from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.pipeline.layout import PipelineLayout
 from plait.schema.settings import TrainSettings
-from plait.sweeping.array_size import choose_width, try_two
+from plait.sweeping.array_size import FailsAloneError, choose_width, try_two
 from plait.sweeping.engines.audited_step import ADVICE
-from plait.sweeping.engines.fused import Array, TrialInit
-from plait.sweeping.engines.leader import LeaderArray, make_array
+from plait.sweeping.engines.fused import Array, FusedArray, TrialInit
+from plait.sweeping.engines.unfused import UnfusedArray
 from plait.sweeping.engines.verified_arrays import verify_entries
-from plait.sweeping.reasons import NotFusedError, TrialsFailedError, fused_work, why_optimizer
+from plait.sweeping.reasons import (
+    NotFusedError,
+    TrialsFailedError,
+    fused_work,
+    why_failed,
+    why_optimizer,
+)
 from plait.sweeping.settings import SweepSettings
-from plait.sweeping.worker_group import WorkerGroup, share_of
+from plait.sweeping.worker_group import WorkerGroup
 from plait.training import components
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
@@ -39,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class ArrayBuilder:
-    """Makes the arrays of this worker, or of the worker group that it leads.
+    """Makes the arrays of this worker's group, whose members all call each method together.
 
     A *group of trials* are those that may be fused with each other. What was found out about a group (its
     width, what runs trial by trial, how its stages are cut) holds for all later arrays of it.
@@ -51,15 +60,15 @@ class ArrayBuilder:
         settings: SweepSettings,
         coordinator: Client,
         device: torch.device,
-        workers: WorkerGroup | None,
+        workers: WorkerGroup,
         fresh: FreshProcesses | None,
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._coordinator = coordinator
         self._device = device
-        self._workers = workers
-        # Where widths are measured.
+        self.workers = workers
+        # Where widths are measured, on the group's first worker.
         self._fresh = fresh
         # How many trials an array of a group holds, and, where that is one, why.
         self._widths: dict[str, tuple[int, str]] = {}
@@ -129,36 +138,45 @@ class ArrayBuilder:
     def _try_width(
         self, settings: TrainSettings, sets: DataPair, trials: int, verdict: Verdict | None
     ) -> tuple[int, str]:
-        width, replicas = self._settings.width, self._settings.replicas
-        if self._fresh is None:
-            assert width is not None
+        def measure() -> tuple[int, str]:
+            width, replicas = self._settings.width, self._settings.replicas
+            if self._fresh is None:
+                assert width is not None
+                return width, ""
+            if width is None:
+                return choose_width(self._fresh, settings, self._device, sets, trials, replicas, verdict)
+            # Before the array is made: then the group would be in the middle of it.
+            try_two(self._fresh, settings, self._device, sets, replicas, verdict)
             return width, ""
-        if width is None:
-            return choose_width(self._fresh, settings, self._device, sets, trials, replicas, verdict)
-        # A group's leader tries fusion by itself: later its followers would be in the middle of it.
-        try_two(self._fresh, settings, self._device, sets, replicas, verdict)
-        return width, ""
+
+        width, why, failed = self.workers.from_first(lambda: _outcome(measure))
+        if failed:
+            raise NotFusedError(why) if width else FailsAloneError(why)
+        return width, why
 
     def fused_work(self, group: str) -> AbstractContextManager[None]:
         """Around what an array computes: what stops fused trials lets them be trained one by one.
 
-        Not in a worker group, whose followers are in the middle of the same call.
+        Not among several workers, of which the others are in the middle of the same call.
         """
-        can_separate = self._workers is None and self.width(group) > 1
+        can_separate = self.workers.is_alone and self.width(group) > 1
         return fused_work() if can_separate else nullcontext()
 
     def make(self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]) -> Array:
         """An array of the trials `numbers`, verified; NotFusedError where they must train one by one."""
-        workers = self._workers
-        if workers is not None and workers.pipeline is not None:
+        workers = self.workers
+        if workers.pipeline is not None:
+            # Slow to import, with all that tracing needs.
+            from plait.sweeping.engines.pipelined import PipelinedArray
+
             stages, found = self._verify_in_stages(group, entries, numbers, workers.pipeline.layout)
-            return LeaderArray(workers, entries, True, found, stages)
-        fused = self.width(group) > 1
-        verdict = self._verify(group, entries, numbers) if fused else None
+            return PipelinedArray(entries, workers, workers.pipeline, stages, found)
+        check_replicated(entries[0], workers)
+        if self.width(group) == 1:
+            return UnfusedArray(entries, workers)
+        verdict = self._verify(group, entries, numbers)
         with self.fused_work(group):
-            if workers is not None:
-                return LeaderArray(workers, entries, fused, verdict)
-            return make_array(entries, fused, None, verdict)
+            return FusedArray(entries, workers, verdict=verdict)
 
     def verify_joining(
         self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]
@@ -172,8 +190,8 @@ class ArrayBuilder:
             return
         both = [self._new_entry(first, entries[0]), *entries]
         known = self._verdicts.get(group, Verdict())
-        if self._workers is not None and self._workers.pipeline is not None:
-            _, verdict = self._verify_in_stages(group, both, numbers, self._workers.pipeline.layout)
+        if self.workers.pipeline is not None:
+            _, verdict = self._verify_in_stages(group, both, numbers, self.workers.pipeline.layout)
         else:
             verdict = self._verify(group, both, numbers)
         if further := [name for name in verdict.unfused if name not in known.unfused]:
@@ -200,12 +218,17 @@ class ArrayBuilder:
         known = self._verdicts.get(group)
         is_due = self._is_verification_due(known, numbers)
         planned = replace(layout, stages=self._stages.get(group, layout.stages))
-        stages = prepare_trials(entries, planned, verify=is_due)
+        if self.workers.is_first:
+            stages = prepare_trials(entries, planned, verify=is_due)
+        layers = self.workers.from_first(lambda: stages.checked.fine)
+        if not self.workers.is_first:
+            planned = replace(layout, stages=tuple(tuple(each) for each in layers))
+            stages = prepare_trials(entries, planned, verify=False)
         for note in stages.checked.notes:
             log.warning("verify: %s", note)
         if not is_due:
             return stages, known or Verdict()
-        verdict = verify_stages(entries, stages, known)
+        verdict = self._found_by_first(lambda: verify_stages(entries, stages, known))
         if verdict.refused is not None and len(entries) == 1:
             raise FusionError(
                 f"parallel.plan: the stages do not compute what the model computes: {verdict.refused}; cut "
@@ -230,8 +253,15 @@ class ArrayBuilder:
         known = self._verdicts.get(group)
         if not self._is_verification_due(known, numbers):
             return known or Verdict()
-        verdict = verify_entries(entries, share_of(self._workers), known)
+        verdict = self._found_by_first(lambda: verify_entries(entries, self.workers.share, known))
         self._keep(group, verdict, known, numbers, len(entries))
+        return verdict
+
+    def _found_by_first(self, verify: Callable[[], Verdict]) -> Verdict:
+        """What a verification on the group's first worker shows, on all of them."""
+        if self.workers.is_alone:
+            return verify()
+        verdict: Verdict = decode(Verdict, self.workers.from_first(lambda: encode(verify())), "verdict")
         return verdict
 
     def note_audit(
@@ -256,7 +286,7 @@ class ArrayBuilder:
 
     def say_once(self, words: str) -> None:
         """Warn the user, of the same thing once."""
-        if words not in self._said:
+        if words not in self._said and self.workers.is_first:
             self._said.add(words)
             log.warning("%s", words)
 
@@ -268,8 +298,9 @@ class ArrayBuilder:
         self, group: str, verdict: Verdict, known: Verdict | None, numbers: Sequence[int], trials: int
     ) -> None:
         """Report a verdict, and keep it for arrays to come; raises NotFusedError where it is a refusal."""
-        log_verdict(verdict, known.unfused if known is not None else {})
-        log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
+        if self.workers.is_first:
+            log_verdict(verdict, known.unfused if known is not None else {})
+            log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
         self._coordinator.ask(
             ask="verified",
             worker=self._worker.id,
@@ -286,3 +317,24 @@ class ArrayBuilder:
             raise NotFusedError(verdict.refused)
         self._verdicts[group] = verdict
         self._verified.update(numbers)
+
+
+def check_replicated(entry: TrialInit, workers: WorkerGroup) -> None:
+    """Refuse samples that continue those of the batch before, of which each worker would have a share."""
+    if not workers.is_alone and streams_of(entry.parts.train_set.dataset) is not None:
+        raise JobError(
+            f"--replicas: the samples of {entry.settings.data.kind} continue those of the batch before, "
+            f"whose state replicas of an array do not share; sweep without --replicas"
+        )
+
+
+def _outcome(measure: Callable[[], tuple[int, str]]) -> tuple[int, str, bool]:
+    """A width and why it is one; or, with True, why trials are not fused, or with 0 why they fail alone."""
+    try:
+        return *measure(), False
+    except NotFusedError as failure:
+        return 1, str(failure), True
+    except Exception as failure:  # a user's model can fail in any way
+        if (why := str(failure) if isinstance(failure, FailsAloneError) else why_failed(failure)) is None:
+            raise
+        return 0, why, True

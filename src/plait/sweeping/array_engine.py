@@ -116,7 +116,7 @@ class ArrayEngine:
         array = self._array
         if not self.is_fused or not self._builder.is_audited(self._steps):
             return None
-        if not isinstance(array, FusedArray):
+        if not isinstance(array, FusedArray) or not self._builder.workers.is_alone:
             self._builder.say_once("audit: the steps of trials that several workers train are not audited")
             return None
         if array.has_python_state:
@@ -182,8 +182,8 @@ class ArrayEngine:
             return self._split(joining)
         try:
             entries = [each.entry for each in joining]
+            self._check_entering(self._array, entries)
             with fused_work():
-                self._array.check_entering(entries)
                 numbers = [each.trial.trial for each in joining]
                 self._builder.verify_joining(self.group, self.trials[0].settings, entries, numbers)
         except TrialsFailedError as failure:
@@ -200,6 +200,17 @@ class ArrayEngine:
             self.closed = f"others wait until it has ended: {failure}"
             return Admission((), waiting=tuple(joining))
         return Admission(tuple(joining))
+
+    def _check_entering(self, array: Array, entries: Sequence[TrialInit]) -> None:
+        """Raise NotFusedError, on all workers, where one of them cannot let these trials join."""
+        why = None
+        try:
+            with fused_work():
+                array.check_entering(entries)
+        except NotFusedError as failure:
+            why = str(failure)
+        if (why := self._builder.workers.any_of(why)) is not None:
+            raise NotFusedError(why)
 
     def _split(self, joining: Sequence[Joining], first: nn.Module | None = None) -> Admission:
         """Those that can be fused with the first, or with the model `first`, apart from the others."""

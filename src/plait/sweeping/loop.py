@@ -1,4 +1,4 @@
-"""A sweep on one worker: it takes trials from the coordinator, trains them in arrays, and reports results."""
+"""A sweep on a group of workers: they take trials from the coordinator, train them, and report results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ import torch
 from plait.comm.rpc import Client
 from plait.core.codec import finite
 from plait.core.files import write_atomic
+from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
+from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
@@ -24,13 +27,15 @@ from plait.sweeping.array_size import FailsAloneError
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepClosedError, SweepMembers
 from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams
-from plait.sweeping.engines.leader import make_entry, position_of
+from plait.sweeping.engines.fused import TrialInit
 from plait.sweeping.reasons import NotFusedError, TooWideError, TrialsFailedError, why_failed
 from plait.sweeping.running_trial import RunningTrial, failure_file, newest, save_trial
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import WorkerGroup, share_of
+from plait.sweeping.worker_group import ALONE, GroupClient, WorkerGroup
+from plait.training import checkpoint as checkpoints
 from plait.training import components
+from plait.training.checkpoint import Checkpoint
 from plait.training.early_stopping import EarlyStopping
 from plait.training.loop import take_steps
 from plait.training.optimizers.lr_schedule import build_lr_factor
@@ -45,9 +50,10 @@ log = logging.getLogger(__name__)
 
 
 class SweepTraining:
-    """Trials on this worker, or on the worker group it leads, as the training loop drives them.
+    """Trials on this worker's group, as the training loop drives them; all its workers run this in lockstep.
 
     Trials that have ended leave the array and others join between two steps; the coordinator decides which.
+    The group's first worker alone has a `coordinator` to ask.
     """
 
     def __init__(
@@ -55,10 +61,10 @@ class SweepTraining:
         worker: Worker,
         settings: SweepSettings,
         folder: RunDir,
-        coordinator: Client,
+        coordinator: Client | None,
         sets: DataSets,
         device: torch.device,
-        workers: WorkerGroup | None = None,
+        workers: WorkerGroup = ALONE,
         members: SweepMembers | None = None,
         fresh: FreshProcesses | None = None,
     ) -> None:
@@ -66,10 +72,10 @@ class SweepTraining:
         self._workers = workers
         self._settings = settings
         self._folder = folder
-        self._coordinator = coordinator
+        self._coordinator = GroupClient(workers, coordinator)
         self._sets = sets
         self._device = device
-        self._builder = ArrayBuilder(worker, settings, coordinator, device, workers, fresh)
+        self._builder = ArrayBuilder(worker, settings, self._coordinator, device, workers, fresh)
         self._engine = ArrayEngine(self._builder)
         self._streams: BatchStreams | None = None
         self._leaving: list[int] = []
@@ -111,7 +117,7 @@ class SweepTraining:
                 return "left"
             self._members.enter()
             self._builder.forget_widths(self._engine.group)
-        if self._worker.stop_requested():
+        if self._workers.from_first(self._worker.stop_requested):
             return "stopped"
         return "finished" if self._is_over else None
 
@@ -144,8 +150,12 @@ class SweepTraining:
         for number in range(1, steps + 1):
             self._engine.train(1)
             self._step_s = (time.perf_counter() - start) / number
-            if self._worker.stop_requested() or (self._members is not None and self._members.is_changed):
+            if self._workers.from_first(self._is_interrupted):
                 break
+
+    def _is_interrupted(self) -> bool:
+        is_changed = self._members is not None and self._members.is_changed
+        return self._worker.stop_requested() or is_changed
 
     def evaluate_and_save(self) -> None:
         """Do what is due for each trial: points of its curve, evaluation, checkpoint, report."""
@@ -169,7 +179,8 @@ class SweepTraining:
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
         self._try_evaluation(settings, sets)
-        self._streams = BatchStreams(sets[0], self._device.type == "cuda", *share_of(self._workers))
+        pin, workers = self._device.type == "cuda", self._workers
+        self._streams = BatchStreams(sets[0], pin, *workers.share, loads=workers.loads)
         try:
             self._builder.choose_width(group, settings, sets, found["share"])
         except Exception as failure:  # a user's model can fail in any way
@@ -192,7 +203,7 @@ class SweepTraining:
                 raise
             return
         self._has_tried = True
-        if words := try_evaluation(parts, settings, *share_of(self._workers)):
+        if words := try_evaluation(parts, settings, *self._workers.share):
             self._builder.say_once(words)
 
     def _refill(self) -> None:
@@ -200,9 +211,12 @@ class SweepTraining:
         self._offer_trials()
         leaving, self._leaving = sorted(self._leaving), []
         free = 0 if self._engine.closed else self._engine.free + len(leaving)
-        is_time = free and self._may_get_more and time.monotonic() - self._asked > POLL_S
-        if leaving or is_time:
+        may_ask = bool(free) and self._may_get_more
+        if leaving or (may_ask and self._workers.from_first(self._is_time_to_ask)):
             self._change(leaving, self._take(free) if free else [])
+
+    def _is_time_to_ask(self) -> bool:
+        return time.monotonic() - self._asked > POLL_S
 
     def _change(self, leaving: Sequence[int], joining: Sequence[Joining]) -> None:
         if not leaving and not joining:
@@ -232,21 +246,27 @@ class SweepTraining:
         used = [trial.stream for trial in self._engine.trials]
         taken = []
         for assignment in answer["trials"]:
+            number, why, failed = assignment["trial"], None, None
+            state = self._workers.checkpoint_of_first(partial(newest, self._folder, number))
             try:
-                taken.append(self._prepare(assignment, used))
+                joining = self._prepare(assignment, state, used)
             except Exception as failure:  # a user's model can fail in any way
                 if (why := why_failed(failure)) is None:
                     raise
-                self._report_failed(assignment["trial"], why, failure)
+                failed = failure
+            if (why := self._workers.any_of(why)) is not None:
+                self._report_failed(number, why, failed)
                 continue
-            used.append(taken[-1].trial.stream)
+            taken.append(joining)
+            used.append(joining.trial.stream)
         return taken
 
-    def _prepare(self, assignment: Mapping[str, Any], used: list[BatchStream]) -> Joining:
-        """A trial ready to join: from its newest checkpoint where it has one, else from its beginning."""
+    def _prepare(
+        self, assignment: Mapping[str, Any], state: Checkpoint | None, used: list[BatchStream]
+    ) -> Joining:
+        """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
         settings = with_values(self._settings.train, assignment["values"])
-        state = newest(self._folder, assignment["trial"])
-        position = position_of(state)
+        position = Position() if state is None else Position(**state.progress["position"])
         entry = make_entry(settings, state, self._device, self._sets)
         assert self._streams is not None
         trial = RunningTrial(
@@ -276,7 +296,7 @@ class SweepTraining:
         """End trials that cannot go on; the others of their array go on from their checkpoints."""
         for number, why in failure.reasons.items():
             self._report_failed(number, why, failure.__cause__)
-        if self._workers is not None:
+        if not self._workers.is_alone:
             # The others of the group are in the middle of the same step: the sweep ends, and can go on
             # without the trial.
             raise failure.__cause__ or failure
@@ -284,8 +304,9 @@ class SweepTraining:
 
     def _report_failed(self, number: int, why: str, failure: BaseException | None = None) -> None:
         """Record that a trial failed, and keep the frames of the error."""
-        log.warning("trial %d failed: %s", number, why)
-        if failure is not None:
+        if self._workers.is_first:
+            log.warning("trial %d failed: %s", number, why)
+        if failure is not None and self._workers.is_first:
             frames = "".join(traceback.format_exception(failure))
             write_atomic(failure_file(self._folder, number), frames)
         step = next((each.step for each in self._engine.trials if each.trial == number), 0)
@@ -449,7 +470,11 @@ class SweepTraining:
         return bool(self._coordinator.ask(ask="wanted", trial=trial.trial, **result)["wanted"])
 
     def _save(self, place: int) -> bool:
-        return save_trial(self._folder, self._engine.trials[place], self._engine.state(place))
+        state = self._engine.state(place)
+        saved: bool = self._workers.from_first(
+            lambda: save_trial(self._folder, self._engine.trials[place], state)
+        )
+        return saved
 
     def _give_back(self) -> None:
         """Save every trial of the array, for the worker that goes on with it."""
@@ -463,6 +488,19 @@ class SweepTraining:
         self._engine.close()
         if self._members is not None:
             self._report_array()
+
+
+def make_entry(
+    settings: TrainSettings, state: Checkpoint | None, device: torch.device, sets: DataSets
+) -> TrialInit:
+    """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
+    parts = components.build(settings, device, sets.of(settings))
+    if state is None:
+        return TrialInit(settings, parts)
+    checkpoints.load_model_state(parts.model, state.model)
+    named_state.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
+    parts.scaler.load_state_dict(dict(state.progress["loss_scale"]))
+    return TrialInit(settings, parts, state.progress.get("age", 0))
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

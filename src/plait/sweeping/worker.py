@@ -23,13 +23,11 @@ from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import Coordinator, check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.elastic.members import SweepMembers
-from plait.sweeping.engines.commands import EndCommand
-from plait.sweeping.engines.leader import ArrayFollower
 from plait.sweeping.loop import SweepTraining
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key, with_values
-from plait.sweeping.worker_group import WorkerGroup, check_worker_groups, make_worker_group
+from plait.sweeping.worker_group import ALONE, WorkerGroup, check_worker_groups, make_worker_group
 from plait.training import components
 from plait.training.data_checks import look_at_data
 from plait.training.optimizers.eager import use_eager_optimizers
@@ -67,7 +65,7 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     check_worker_groups(settings, worker.world_size)
-    group = None
+    group = ALONE
     if settings.workers_per_array > 1:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
         group = make_worker_group(worker, settings, device)
@@ -82,7 +80,7 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         if settings.train.pipeline is not None:  # stages are fused, whatever the width
             raise
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
-    if group is not None:
+    if not group.is_alone:
         group.close()
         dist.destroy_process_group()
     return result
@@ -101,14 +99,14 @@ def _take_part(
     settings: SweepSettings,
     folder: RunDir,
     device: torch.device,
-    group: WorkerGroup | None,
+    group: WorkerGroup,
     fresh: FreshProcesses | None,
     resume: bool,
 ) -> dict[str, Any]:
-    """Lead a worker group, or train alone, or follow; rank 0 returns the result."""
+    """Train with the others of the group; rank 0 returns the result."""
     sets = DataSets(partial(look_at_data, worker))
-    if group is not None and not group.leads:
-        ArrayFollower(group, sets, device).run()
+    if not group.is_first:
+        SweepTraining(worker, settings, folder, None, sets, device, group).run()
         return {}
     groups = worker.world_size // settings.workers_per_array
     coordinator = Coordinator(worker, settings, folder, sets, resume) if worker.rank == 0 else None
@@ -122,8 +120,6 @@ def _take_part(
         if coordinator is not None:
             coordinator.flush()
         raise
-    if group is not None:
-        group.send_command(EndCommand(), 0)
     if coordinator is None:
         return client.ask(ask="leave")
     # The others may still train; the launcher ends us when one of them fails.

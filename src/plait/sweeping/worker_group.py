@@ -1,54 +1,65 @@
-"""Worker groups: neighbouring workers that train one array together, on shares of every batch or in stages.
+"""Worker groups: workers that train one array together, on shares of every batch or in stages.
 
-The first of them leads: it talks to the coordinator, and the others carry out its commands.
+They run the same code in lockstep. What only one of them can know, such as an answer of the coordinator or
+what the clock says, the first one finds out for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from plait.comm.collectives import broadcast_named, broadcast_value, gather_named
+from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
 from plait.comm.groups import new_group
+from plait.comm.rpc import Answer, Client
 from plait.core.errors import InputError
 from plait.fusion.trials.unfused import note_trials, trials_without_gradient
 from plait.launch.worker import Worker
-from plait.sweeping.engines.commands import Command, StepCommand, from_message, to_message
 from plait.sweeping.engines.stages import GroupPipeline, link_stages
 from plait.sweeping.settings import SweepSettings
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.buffers import average
+from plait.training import checkpoint as checkpoints
+from plait.training.checkpoint import Checkpoint
 
-# A leader may send nothing for as long as it waits for trials; its end is noticed at once all the same.
-COMMAND_TIMEOUT = timedelta(days=365)
-_OTHER, _STEP = 0.0, 1.0
+# The first member may wait for trials for any time; its end is noticed at once all the same.
+ANSWER_TIMEOUT = timedelta(days=365)
 
 
 class WorkerGroup:
-    """This worker's group: it is number `place` of `size`, and 0 leads.
+    """This worker's group, of which it is number `place` of `size`; a worker by itself is a group of one.
 
-    `sums` carries gradients, `commands` the leader's commands. All members make the same calls in one order.
-    With a `pipeline` they hold the stages of an array, else all of it.
+    `sums` carries gradients, `answers` what the first member finds out. All members make the same calls in
+    one order. With a `pipeline` they hold the stages of an array, else each holds all of it.
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, sums: dist.ProcessGroup, commands: dist.ProcessGroup
+        self,
+        ranks: Sequence[int] = (0,),
+        rank: int = 0,
+        sums: dist.ProcessGroup | None = None,
+        answers: dist.ProcessGroup | None = None,
     ) -> None:
         self.pipeline: GroupPipeline | None = None
         self.place = ranks.index(rank)
         self.size = len(ranks)
         self.sums = sums
-        self._commands = commands
-        self._leader = ranks[0]
+        self._answers = answers
+        self._first = ranks[0]
 
     @property
-    def leads(self) -> bool:
+    def is_first(self) -> bool:
         return self.place == 0
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 1
 
     @property
     def share(self) -> tuple[int, int]:
@@ -58,62 +69,67 @@ class WorkerGroup:
     @property
     def loads(self) -> bool:
         """Whether this worker reads data."""
-        return self.pipeline is None or self.leads
+        return self.pipeline is None or self.is_first
 
-    def send_command(self, command: Command, trials: int) -> None:
-        """Send the followers a command; `trials` is how many their array has now."""
-        head = torch.zeros(_head_length(trials), dtype=torch.float64)
-        if isinstance(command, StepCommand):
-            # All that a step needs: each worker loads its own share of the batches.
-            head[0] = _STEP
-            head[1:] = torch.tensor(command.factors, dtype=torch.float64)
-            self._broadcast(head)
-            return
-        head[0] = _OTHER
-        self._broadcast(head)
-        value, tensors = to_message(command)
-        broadcast_value(value, self._leader, self._commands)
-        broadcast_named(tensors, self._leader, self._commands)
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        """What `find` returns on the first member, on all of them; plain values."""
+        if self.is_alone:
+            return find()
+        return broadcast_value(find() if self.is_first else None, self._first, self._answers)
 
-    def receive_command(self, trials: int) -> Command:
-        """The leader's next command; `trials` is how many this worker's array has now."""
-        head = torch.zeros(_head_length(trials), dtype=torch.float64)
-        self._broadcast(head)
-        if head[0] == _STEP:
-            return StepCommand(tuple(head[1:].tolist()))
-        value = broadcast_value(None, self._leader, self._commands)
-        return from_message(value, broadcast_named(None, self._leader, self._commands))
+    def any_of(self, value: str | None) -> str | None:
+        """What the first member that does not give None gives, on all of them."""
+        if self.is_alone:
+            return value
+        return next((each for each in all_gather_values(value, self._answers) if each is not None), None)
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, self._leader, group=self._commands)
+    def checkpoint_of_first(self, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+        """The checkpoint that `find` returns on the first member, on all of them."""
+        own = find() if self.is_first else None
+        if self.is_alone or not self.from_first(lambda: own is not None):
+            return own
+        return checkpoints.broadcast(own, self._first, self._answers)
 
     def total(self, numbers: Tensor, device: torch.device) -> Tensor:
         """The sum of all members' numbers."""
+        if self.is_alone:
+            return numbers
         carried = numbers.to(device)
         dist.all_reduce(carried, group=self.sums)
         return carried.to(numbers.device)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On the leader the named tensors of all members; elsewhere nothing."""
-        return gather_named(tensors, self._leader, self._commands)
+        """On the first member the named tensors of all; elsewhere nothing."""
+        return gather_named(tensors, self._first, self._answers)
 
     def average(self, module: nn.Module) -> None:
         """Give all members the mean of their running statistics."""
-        average(list(module.buffers()), self.sums)
+        if not self.is_alone:
+            average(list(module.buffers()), self.sums)
 
     def close(self) -> None:
-        """End the channels between its stages; all members call it after their last command."""
+        """End the channels between its stages; all members call it at the end."""
         if self.pipeline is not None:
             self.pipeline.channels.close()
 
 
-def share_of(workers: WorkerGroup | None) -> tuple[int, int]:
-    """Which share of a batch is this worker's, and of how many; all of it without a group."""
-    return (0, 1) if workers is None else workers.share
+ALONE = WorkerGroup()
 
 
-def _head_length(trials: int) -> int:
-    return 1 + max(1, trials)
+class GroupClient:
+    """Questions that a group has in common: its first member asks, and all have the answer."""
+
+    def __init__(self, workers: WorkerGroup, client: Client | None) -> None:
+        self._workers = workers
+        self._client = client
+
+    def ask(self, **question: Any) -> Answer:
+        answer: Answer = self._workers.from_first(lambda: self._asked(question))
+        return answer
+
+    def _asked(self, question: dict[str, Any]) -> Answer:
+        assert self._client is not None
+        return self._client.ask(**question)
 
 
 class GroupSum:
@@ -181,9 +197,9 @@ def make_worker_group(worker: Worker, settings: SweepSettings, device: torch.dev
     for first in range(0, worker.world_size, settings.workers_per_array):
         ranks = list(range(first, first + settings.workers_per_array))
         sums = new_group(worker.rendezvous, ranks)
-        commands = new_group(worker.rendezvous, ranks, COMMAND_TIMEOUT, backend="gloo")
+        answers = new_group(worker.rendezvous, ranks, ANSWER_TIMEOUT, backend="gloo")
         if worker.rank in ranks:
-            found = WorkerGroup(ranks, worker.rank, sums, commands)
+            found = WorkerGroup(ranks, worker.rank, sums, answers)
     assert found is not None
     if settings.train.pipeline is not None:
         found.pipeline = link_stages(worker, settings.train, worker.rank - found.place, device)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -133,12 +134,14 @@ def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
     model.load_state_dict(unpacked(state))
 
 
-def broadcast(checkpoint: Checkpoint | None, source: int = 0) -> Checkpoint:
-    """The checkpoint of rank `source`, on all ranks, which call it together; the others give None."""
+def broadcast(
+    checkpoint: Checkpoint | None, source: int = 0, group: dist.ProcessGroup | None = None
+) -> Checkpoint:
+    """The checkpoint of rank `source`, on all ranks of a group, which call it together; others give None."""
     state = checkpoint or Checkpoint(0, {}, {}, {})
-    step, progress = broadcast_value([state.step, dict(state.progress)], source)
+    step, progress = broadcast_value([state.step, dict(state.progress)], source, group)
     tensors = (state.model, state.optimizer, state.sync)
-    model, optimizer, sync = (broadcast_named(each, source) for each in tensors)
+    model, optimizer, sync = (broadcast_named(each, source, group) for each in tensors)
     return Checkpoint(step, model, optimizer, progress, sync)
 
 

@@ -36,8 +36,7 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.engines.cuda_graph import StepGraph
 from plait.sweeping.engines.microbatches import Piece, Round, most_rounds, rounds_of
 from plait.sweeping.engines.trial_norms import TrialNorms
-from plait.sweeping.worker_group import GroupSum, WorkerGroup, share_of
-from plait.training import checkpoint as checkpoints
+from plait.sweeping.worker_group import ALONE, GroupSum, WorkerGroup
 from plait.training import components
 from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, means, sums_of, sums_over_share
@@ -48,15 +47,11 @@ from plait.workloads.losses import build_loss
 
 @dataclass(frozen=True)
 class TrialInit:
-    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it.
-
-    `state` is what the parts were loaded from, where the trial does not begin.
-    """
+    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it."""
 
     settings: TrainSettings
     parts: Components
     age: int = 0
-    state: checkpoints.Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,8 @@ class Array(Protocol):
 
     def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]: ...
 
-    def tensors(self, place: int) -> TrialTensors: ...
+    def tensors(self, place: int) -> TrialTensors:
+        """The state of a trial, on the first worker of a group; all of them call it."""
 
     def noise(self, place: int) -> GradientAverages | None:
         """What is known of the noise of a trial's gradients; None where it is not measured."""
@@ -111,7 +107,7 @@ class FusedArray:
     def __init__(
         self,
         entries: Sequence[TrialInit],
-        workers: WorkerGroup | None = None,
+        workers: WorkerGroup = ALONE,
         stream: int | None = None,
         verdict: Verdict | None = None,
     ) -> None:
@@ -119,14 +115,14 @@ class FusedArray:
         self._workers = workers
         self._verdict = verdict or Verdict()
         # Which of the trials' random streams is drawn from: workers of a worker group have their own.
-        self._stream = stream or (0 if workers is None else workers.place)
+        self._stream = stream or workers.place
         self._entries = [_without_state(entry) for entry in entries]
         self._device = first.parts.device
         models = [entry.parts.model for entry in entries]
         ages = [entry.age for entry in entries]
         # Compared with the trials alone by whoever makes arrays, where that was asked for.
         self.fused = fuse(models, self._seeds(entries), ages, self._verdict.unfused, verify=False)
-        if self._device.type == "cuda" and workers is None:  # summed gradients are contiguous
+        if self._device.type == "cuda" and workers.is_alone:  # summed gradients are contiguous
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
         optimizers = [entry.parts.optimizer for entry in entries]
@@ -147,14 +143,14 @@ class FusedArray:
 
     def _new_graph(self) -> StepGraph | None:
         """On a GPU, what replays steps; anew whenever the trials change, whose numbers a graph holds."""
-        if self._device.type != "cuda" or self._workers is not None:
+        if self._device.type != "cuda" or not self._workers.is_alone:
             return None
         if self.fused.unfused or self._verdict.has_python_state or self._verdict.loss_alone:
             return None  # a graph would repeat what Python did when it was captured
         return StepGraph(self._whole_step, self.optimizer.zero_grad)
 
     def _new_sum(self) -> GroupSum | None:
-        if self._workers is None:
+        if self._workers.is_alone:
             return None
         return GroupSum(
             self._workers, self.optimizer.parameters, self.trials, partial=bool(self.fused.unfused)
@@ -255,7 +251,7 @@ class FusedArray:
         self.set_factors(factors)
         accumulate = self._entries[0].settings.accumulate
         rounds = rounds_of(batches, accumulate)
-        if self._sum is not None and self._workers is not None:
+        if self._sum is not None:
             # Equal on all workers, whose shares may have been cut into fewer pieces.
             ages = self.fused.ages + self._vector(most_rounds(batches, accumulate, self._workers.size)).long()
             losses = self._group_step(self._sum, rounds, batches)
@@ -369,9 +365,8 @@ class FusedArray:
             sums = torch.stack([self._sums_alone(place) for place in places])
         else:
             sums = self._sums_together(places, sizes.pop())
-        if self._workers is not None:
-            sums = self._workers.total(sums, self._device)
-        return [means(self._entries[place].parts, row) for place, row in zip(places, sums)]
+        total = self._workers.total(sums, self._device)
+        return [means(self._entries[place].parts, row) for place, row in zip(places, total)]
 
     def _sums_together(self, places: Sequence[int], size: int) -> Tensor:
         """The sums of the trials at `places` over this worker's share of the test split."""
@@ -379,7 +374,7 @@ class FusedArray:
         first = self._entries[places[0]]
         parts, settings = first.parts, first.settings
         with torch.no_grad(), evaluation_mode(self.fused):
-            for batch in evaluation_batches(parts, settings, size, *share_of(self._workers)):
+            for batch in evaluation_batches(parts, settings, size, *self._workers.share):
                 if not batch.count:
                     continue
                 inputs, target = to_device(batch.content, parts.device, parts.dtype)
@@ -392,7 +387,7 @@ class FusedArray:
     def _sums_alone(self, place: int) -> Tensor:
         entry = self._entries[place]
         parts = replace(entry.parts, model=self.fused.trial(place))
-        return sums_over_share(parts, entry.settings, *share_of(self._workers))
+        return sums_over_share(parts, entry.settings, *self._workers.share)
 
     def parts_of(self, place: int) -> Components:
         """What the trial at `place` is evaluated with."""
@@ -403,13 +398,9 @@ class FusedArray:
 
     def average(self) -> None:
         """Give all workers of the group the mean of their running statistics, where they may differ."""
-        if self._workers is not None and self._differs:
+        if self._differs:
             self._workers.average(self.fused.module)
             self._differs = False
-
-    def collect(self, place: int) -> None:
-        """Let the group's leader have the state of the trial at `place`."""
-        self.average()
 
     def tensors(self, place: int) -> TrialTensors:
         self.average()
@@ -522,7 +513,7 @@ def _without_state(entry: TrialInit) -> TrialInit:
     """`entry` without the weights that the array now holds."""
     empty = nn.Parameter(torch.zeros(0))
     parts = replace(entry.parts, model=nn.Module(), names={}, optimizer=torch.optim.SGD([empty]))
-    return replace(entry, parts=parts, state=None)
+    return replace(entry, parts=parts)
 
 
 def _clip(entry: TrialInit) -> float:

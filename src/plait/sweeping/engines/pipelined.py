@@ -99,7 +99,7 @@ class PipelinedArray:
     def _held_by_none(self, entry: TrialInit) -> named_state.Tensors:
         """What of a trial's state no stage uses."""
         used = {name for layer in self._traced.layers for name in (*layer.parameters, *layer.buffers)}
-        state = named_state.model_state(entry.parts.model) if self._workers.leads else {}
+        state = named_state.model_state(entry.parts.model) if self._workers.is_first else {}
         return {name: value.clone() for name, value in state.items() if name not in used}
 
     def _make_stage(self, traced: TracedModel, layers: Any) -> StageModule:
@@ -177,22 +177,17 @@ class PipelinedArray:
         check_sizes(self._traced.evaluation or self._traced, batch.content)
         return self._own.stacked([batch.content] * self.trials, batch.count)
 
-    def collect(self, place: int) -> None:
-        """Let the leader have this stage's state of the trial at `place`."""
-        self._gather(place)
-
     def noise(self, place: int) -> GradientAverages | None:
         """Not measured: no worker holds all of a trial's gradient."""
         return None
 
     def tensors(self, place: int) -> TrialTensors:
-        """The whole state of a trial, on the leader."""
-        model, optimizer = dict(self._rest[place]), dict[str, Tensor]()
-        parts, state = self._gather(place)
-        model |= parts
-        optimizer |= state
-        # A further name that no code uses is with those that no stage holds, as it was at the beginning.
-        model |= {name: model[first] for name, first in self._further.items()}
+        """The state of a trial, on the first worker; the others give it theirs."""
+        model, optimizer = self._gather(place)
+        if self._workers.is_first:
+            model = {**self._rest[place], **model}
+            # Aliases of tied weights that no stage uses keep their initial value.
+            model |= {name: model[first] for name, first in self._further.items()}
         return TrialTensors(model, optimizer, {}, int(self._own.fused.ages[place]))
 
     def _gather(self, place: int) -> tuple[named_state.Tensors, named_state.Tensors]:

@@ -13,7 +13,7 @@ from plait.data.loader import Batch, seed_all
 from plait.data.sampler import mix
 from plait.pipeline import named_state
 from plait.sweeping.engines.fused import TrialInit, TrialTensors
-from plait.sweeping.worker_group import GroupSum, WorkerGroup, share_of
+from plait.sweeping.worker_group import ALONE, GroupSum, WorkerGroup
 from plait.training.engines.train_step import TrainStep
 from plait.training.evaluate import means, sums_over_share
 
@@ -35,7 +35,7 @@ class UnfusedArray:
 
     is_fused = False
 
-    def __init__(self, entries: Sequence[TrialInit], workers: WorkerGroup | None = None) -> None:
+    def __init__(self, entries: Sequence[TrialInit], workers: WorkerGroup = ALONE) -> None:
         self._workers = workers
         self._sum: GroupSum | None = None
         self._take(entries)
@@ -47,7 +47,7 @@ class UnfusedArray:
         self._engine = TrainStep(_Alone(), self._entry.settings, self._entry.parts)  # type: ignore[arg-type]
         # Whether a step may have made the running statistics of the workers of a group differ.
         self._differs = False
-        if self._workers is not None:
+        if not self._workers.is_alone:
             parameters = [p for p in self._entry.parts.model.parameters() if p.requires_grad]
             self._sum = GroupSum(self._workers, parameters, 1)
             self._engine.before_update = self._add_up
@@ -66,14 +66,13 @@ class UnfusedArray:
 
     def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step on its batch, with a factor on the learning rate; its loss."""
-        place, _ = share_of(self._workers)
-        seed_all(mix(self._entry.settings.seed, self._age, place))
+        seed_all(mix(self._entry.settings.seed, self._age, self._workers.share[0]))
         self._age += 1
         if self._sum is not None:
             self._sum.begin()
         loss, _ = self._engine.step(batches[0], factors[0])
         self._differs = True
-        return (loss if self._workers is None else self._workers.total(loss, loss.device)).unsqueeze(0)
+        return self._workers.total(loss, loss.device).unsqueeze(0)
 
     def _add_up(self) -> None:
         """Make this worker's gradients those of the whole group."""
@@ -86,12 +85,12 @@ class UnfusedArray:
             return []
         self.average()
         parts = self._entry.parts
-        sums = sums_over_share(parts, self._entry.settings, *share_of(self._workers))
-        return [means(parts, sums if self._workers is None else self._workers.total(sums, parts.device))]
+        sums = sums_over_share(parts, self._entry.settings, *self._workers.share)
+        return [means(parts, self._workers.total(sums, parts.device))]
 
     def average(self) -> None:
         """Give all workers of the group the mean of their running statistics, where they may differ."""
-        if self._workers is not None and self._differs:
+        if self._differs:
             self._workers.average(self._entry.parts.model)
             self._differs = False
 
@@ -99,10 +98,6 @@ class UnfusedArray:
         """Let go of the trial."""
         if self._sum is not None:
             self._sum.close()
-
-    def collect(self, place: int) -> None:
-        """Let the group's leader have the state of the trial."""
-        self.average()
 
     def noise(self, place: int) -> GradientAverages | None:
         """Not measured: trials that are not fused take their steps one by one."""
