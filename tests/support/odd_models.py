@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -203,6 +204,17 @@ class Counts(Net):
         if self.training:
             self.calls += 1
         return h.relu() * min(1.0, 0.2 + 0.1 * self.calls)
+
+
+class DrawsInPython(Net):
+    """Draws from a generator of its own."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.generator = random.Random(scale)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.relu() * (0.5 + self.generator.random())
 
 
 class Keeps(Net):

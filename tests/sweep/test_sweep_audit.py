@@ -11,7 +11,14 @@ from plait.core import events, run_events
 from plait.core.logs import kept_warnings
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.launch.run_dir import RunDir
-from plait.schema.settings import UNVERIFIED, ModelSettings, OptimizerSettings, VerifySettings
+from plait.schema.settings import (
+    UNVERIFIED,
+    ModelSettings,
+    OptimizerSettings,
+    TrainSettings,
+    VerifySettings,
+)
+from plait.sweeping.engines import audited_step
 from plait.training.audit.record import DifferenceError
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job
@@ -35,16 +42,15 @@ def audited(folder: Path) -> list[run_events.Audited]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_one_trial_in_turn_is_what_it_is_alone(name: str, tmp_path: Path) -> None:
+def test_each_trial_at_first_and_then_one_in_turn_is_what_it_is_alone(name: str, tmp_path: Path) -> None:
     job = JOBS[name]
     over = ["data.batch_size=20,33"] if "sizes" in name else ["optimizer.lr=0.01,0.02,0.05"]
     result = sweep_here(sweep_of(*over, job=job), tmp_path)
     found = audited(tmp_path)
-    expected = [1, 2, 4, 8][: 4 if job.steps == 9 else 3]
-    assert [event.step for event in found] == expected
-    assert [event.trial for event in found] == [
-        (step - 1) % (2 if "sizes" in name else 3) for step in expected
-    ]
+    trials = range(2 if "sizes" in name else 3)
+    later = [2, 4, 8][: 3 if job.steps == 9 else 2]
+    assert [event.step for event in found] == [1 for _ in trials] + later
+    assert [event.trial for event in found] == [*trials, *(turn % len(trials) for turn in range(len(later)))]
     assert all(event.differences == () for event in found)
     assert result["audited_steps"] == len(found)
     assert result["largest_difference"] < (1e-12 if job.precision == "float64" else 0.05)
@@ -66,14 +72,64 @@ def test_a_trial_that_is_not_what_it_is_alone_ends_the_sweep_or_is_told_of(
 ) -> None:
     monkeypatch.setattr(FusedOptimizer, "step", wrong_for_the_second)
     job = digits_job(steps=5, verify=VerifySettings(start="off"))
-    with pytest.raises(DifferenceError, match="step 2 of trial 1 .*: the parameter or buffer .*: off"):
+    with pytest.raises(DifferenceError, match="step 1 of trial 1 .*: the parameter or buffer .*: off"):
         sweep_here(sweep_of("optimizer.lr=0.01,0.02,0.05", job=job), tmp_path / "stops")
     warned = digits_job(steps=5, verify=VerifySettings(start="off", on_difference="warn"))
     with kept_warnings() as told:
         result = sweep_here(sweep_of("optimizer.lr=0.01,0.02,0.05", job=warned), tmp_path / "warned")
     assert result["reason"] == "finished"
-    assert "step 2 of trial 1 is not what it is alone" in told[0]
+    assert "step 1 of trial 1 is not what it is alone" in told[0]
     off = digits_job(steps=5, verify=UNVERIFIED)
     assert (
         sweep_here(sweep_of("optimizer.lr=0.01,0.02", job=off), tmp_path / "off").get("audited_steps") is None
     )
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fusion does not see that models differ in attributes, and all are trained as the first one."""
+    for place in ("check", "trials.membership"):
+        monkeypatch.setattr(f"plait.fusion.{place}.different_attributes", lambda first, other: [])
+
+
+def odd_job(model: str, **changes: Any) -> TrainSettings:
+    factory = ModelSettings(f"support.odd_models:{model}")
+    return digits_job(steps=20, model=factory, verify=VerifySettings(start="off"), **changes)
+
+
+@pytest.mark.usefixtures("blind")
+@pytest.mark.parametrize("model", ["SlottedScale", "DrawsInPython"])
+@pytest.mark.parametrize("odd", [1, 2, 3])
+def test_whichever_trial_is_trained_as_another_it_is_found_at_its_first_step(
+    model: str, odd: int, tmp_path: Path
+) -> None:
+    scales = ",".join("2.0" if place == odd else "1.0" for place in range(4))
+    with pytest.raises(DifferenceError, match=f"step 1 of trial {odd} "):
+        sweep_here(sweep_of(f"model_args.scale={scales}", job=odd_job(model)), tmp_path)
+
+
+@pytest.mark.usefixtures("blind")
+def test_trials_that_join_are_audited_at_their_first_step(tmp_path: Path) -> None:
+    settings = sweep_of("model_args.scale=1.0,2.0", "steps=9,20", job=odd_job("SlottedScale"), width=2)
+    with pytest.raises(DifferenceError, match="step 1 of trial 2 "):
+        sweep_here(settings, tmp_path)
+
+
+@pytest.mark.usefixtures("blind")
+def test_large_trials_are_audited_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audited_step, "_AT_ONCE", 1)
+    settings = sweep_of("model_args.scale=1.0,1.0,1.0,2.0", job=odd_job("SlottedScale"))
+    with pytest.raises(DifferenceError, match="step 4 of trial 3 "):
+        sweep_here(settings, tmp_path)
+    assert [(event.trial, event.step) for event in audited(tmp_path)] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("model", ["DrawsInPython", "Counts", "Keeps"])
+def test_what_a_right_model_keeps_in_python_is_no_difference(model: str, tmp_path: Path) -> None:
+    with kept_warnings() as told:
+        result = sweep_here(sweep_of("optimizer.lr=0.01,0.02,0.05", job=odd_job(model)), tmp_path)
+    assert result["reason"] == "finished"
+    assert result["largest_difference"] < 1e-12
+    assert any("keeps numbers in Python" in words for words in told) == (model != "Keeps")

@@ -294,6 +294,11 @@ class ArrayBuilder:
         """Whether one of the trials takes the step after `step` steps of this worker alone, too."""
         return is_audited(self._settings.train, step)
 
+    @property
+    def audits_newcomers(self) -> bool:
+        """Whether trials that are new in an array take one of their first steps alone, too."""
+        return self._settings.train.verify.audit == "doubling"
+
     def _keep(
         self, group: str, verdict: Verdict, known: Verdict | None, numbers: Sequence[int], trials: int
     ) -> None:

@@ -12,7 +12,7 @@ from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.loader import Batch
 from plait.fusion.errors import FusionError
 from plait.sweeping.array_builder import ArrayBuilder
-from plait.sweeping.engines.audited_step import AuditedTrial
+from plait.sweeping.engines.audited_step import AuditedTrial, most_at_once
 from plait.sweeping.engines.batch_streams import next_batches, with_replacements
 from plait.sweeping.engines.fused import Array, FusedArray, TrialInit, TrialTensors, rebuild_trial
 from plait.sweeping.engines.unfused import UnfusedArray
@@ -67,8 +67,9 @@ class ArrayEngine:
         # Losses since they were last given to the trials they belong to.
         self._losses: Tensor | None = None
         self._losses_of = 0
-        # Steps of this worker with any trials.
+        # Steps of this worker with any trials, and at which of them each trial was audited last.
         self._steps = 0
+        self._audited: dict[int, int] = {}
 
     @property
     def is_fused(self) -> bool:
@@ -90,18 +91,15 @@ class ArrayEngine:
         for _ in range(steps):
             batches = next_batches([trial.stream for trial in self.trials])
             factors = [trial.lr_factor(trial.step) for trial in self.trials]
-            place = self._steps % len(self.trials)
-            audited = self._begin_audit(place, batches[place], factors[place])
+            audited = self._begin_audits(batches, factors)
             try:
                 with self._one_trials_failure(), self._builder.fused_work(self.group):
                     losses = self._array.step(batches, factors)
             except NotFusedError as failure:
                 self._blame(failure, batches, factors)
                 raise
-            if audited is not None:
-                trial = self.trials[place]
-                largest, found = audited.compare(losses[place])
-                self._builder.note_audit(trial.trial, trial.step + 1, audited.seconds, largest, found)
+            for place, alone in audited.items():
+                self._end_audit(self.trials[place], alone, losses[place])
             self._steps += 1
             # Added up on the device: nobody waits for its values here.
             self._losses = losses if self._losses is None else self._losses + losses
@@ -111,21 +109,36 @@ class ArrayEngine:
                 trial.moved = True
                 trial.position = batch.after
 
-    def _begin_audit(self, place: int, batch: Batch, factor: float) -> AuditedTrial | None:
-        """Where the next step is audited, the trial at `place` by itself, which is to take it, too."""
+    def _begin_audits(self, batches: Sequence[Batch], factors: Sequence[float]) -> dict[int, AuditedTrial]:
+        """By place the trials by themselves, as they are now, that take the next step alone, too."""
         array = self._array
-        if not self.is_fused or not self._builder.is_audited(self._steps):
-            return None
+        newcomers = [place for place, trial in enumerate(self.trials) if trial.trial not in self._audited]
+        is_due = self._builder.is_audited(self._steps) or (newcomers and self._builder.audits_newcomers)
+        if array is None or not array.is_fused or not is_due:
+            return {}
         if not isinstance(array, FusedArray) or not self._builder.workers.is_alone:
             self._builder.say_once("audit: the steps of trials that several workers train are not audited")
-            return None
+            return {}
         if array.has_python_state:
-            self._builder.say_once(
-                "audit: the steps of fused trials whose forward keeps numbers in Python are not audited; "
-                "keep such state in buffers"
-            )
-            return None
-        return AuditedTrial(array, place, batch, factor)
+            self._say_kept_in_python()
+            return {}
+        in_turn = sorted(range(len(self.trials)), key=lambda n: self._audited.get(self.trials[n].trial, -1))
+        places = newcomers[: most_at_once(array)] or in_turn[:1]
+        return {place: AuditedTrial(array, place, batches[place], factors[place]) for place in places}
+
+    def _end_audit(self, trial: RunningTrial, alone: AuditedTrial, loss: Tensor) -> None:
+        self._audited[trial.trial] = self._steps
+        largest, found = alone.compare(loss)
+        if alone.goes_by_python:
+            self._say_kept_in_python()
+        else:
+            self._builder.note_audit(trial.trial, trial.step + 1, alone.seconds, largest, found)
+
+    def _say_kept_in_python(self) -> None:
+        self._builder.say_once(
+            "audit: the steps of fused trials whose forward keeps numbers in Python are not audited; "
+            "keep such state in buffers"
+        )
 
     @contextmanager
     def _one_trials_failure(self) -> Iterator[None]:
@@ -236,6 +249,8 @@ class ArrayEngine:
         NotFusedError where the trials must train one by one: all of `trials` are then to be given back.
         """
         self.collect_losses()
+        for each in change.joining:
+            self._audited.pop(each.trial.trial, None)
         if self._array is None:
             self.trials = [each.trial for each in change.joining]
             with self._one_trials_failure():

@@ -1,4 +1,4 @@
-"""The audit of fused trials: one of them in turn takes a step alone, too, and both are compared."""
+"""The audit of fused trials: some of them take a step alone, too, and both are compared."""
 
 from __future__ import annotations
 
@@ -19,12 +19,20 @@ from plait.sweeping.engines.verified_arrays import coarsest_rounding
 from plait.verification.audit import largest_difference
 from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
 from plait.verification.observe import Observation, unchanged_random_numbers
-from plait.verification.python_state import unchanged_state
+from plait.verification.python_state import state_of, unchanged_state
 
 ADVICE = (
     "train its kind one by one with --width 1, or name the modules that fusion gets wrong in an issue; "
     "verify: {on_difference: warn} goes on regardless"
 )
+# Weights, in bytes, of the trials that are audited at one step; each is there a few times meanwhile.
+_AT_ONCE = 1 << 26
+
+
+def most_at_once(array: FusedArray) -> int:
+    """How many of the array's trials may be audited at one step, by the memory that it takes."""
+    own = sum(parameter.nbytes for parameter in array.fused.module.parameters()) // array.trials
+    return max(1, _AT_ONCE // max(1, own))
 
 
 class AuditedTrial:
@@ -33,6 +41,8 @@ class AuditedTrial:
     def __init__(self, array: FusedArray, place: int, batch: Batch, factor: float) -> None:
         started = time.perf_counter()
         self._array, self._place, self._factor = array, place, factor
+        # Whether forward goes by what it keeps in Python, which is not known of a trial after its first step.
+        self.goes_by_python = False
         # A forward may write into what it is given.
         content = pytree.tree_map_only(Tensor, torch.clone, batch.content)
         self._batch = replace(batch, content=content)
@@ -45,6 +55,7 @@ class AuditedTrial:
         fused = array.fused
         # What its random numbers follow, before the step.
         self._stream = int(fused.seeds[place]), int(fused.ages[place]), dict(fused.unfused)
+        self._python = state_of(parts.model)
         self.seconds = time.perf_counter() - started
 
     def _tensors(self) -> Mapping[str, Tensor]:
@@ -52,20 +63,30 @@ class AuditedTrial:
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def compare(self, loss: Tensor) -> tuple[float, list[Difference]]:
-        """The largest difference of the step that the array took, and those beyond rounding."""
+        """The largest difference of the step that the array took, and those beyond rounding.
+
+        They mean nothing where it `goes_by_python`.
+        """
         started = time.perf_counter()
         found = self._observed(loss, self._array.tensors(self._place))
-        model = self._entry.parts.model
-        with unchanged_random_numbers(), unchanged_state({"": model}):
+        with unchanged_random_numbers(), unchanged_state({"": self._entry.parts.model}):
             expected = self._take()
             differences = list(find_differences(expected, found, Noise({})))
             if differences:
-                differences = list(find_differences(expected, found, measure_noise(expected, self._take)))
+                noise = measure_noise(expected, self._take)
+                differences = list(find_differences(expected, found, noise))
+                if differences and self._entry.age:
+                    self._take()
+                    again = self._take(as_kept=True)
+                    self.goes_by_python = bool(find_differences(expected, again, noise))
         self.seconds += time.perf_counter() - started
         return largest_difference(expected, found), differences
 
-    def _take(self, seed: int | None = None) -> Observation:
-        """Take the step alone; with a `seed` from weights that are rounded otherwise."""
+    def _take(self, seed: int | None = None, as_kept: bool = False) -> Observation:
+        """Take the step alone; with a `seed` from weights that are rounded otherwise.
+
+        What forward keeps in Python is as before the step, or as the last one has left it.
+        """
         entry, parts = self._entry, self._entry.parts
         with torch.no_grad():
             for name, tensor in self._tensors().items():
@@ -79,6 +100,8 @@ class AuditedTrial:
         parts.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
         parts.scaler.load_state_dict(self._scaler)
         alone = UnfusedArray([entry])
+        if not as_kept:  # else what a model draws or counts would pass for rounding
+            self._python.restore()
         with drawing_as(parts.model, *self._stream):
             loss = alone.step([self._batch], [self._factor])[0]
         return self._observed(loss, alone.tensors(0))
