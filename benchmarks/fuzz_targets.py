@@ -28,7 +28,6 @@ from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import CheckpointError, InputError
 from plait.graph import pipedream
-from plait.graph.graph import Edge, Graph, Node, Tie
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunDir
 from plait.measure.auto_plan import planned
@@ -36,6 +35,7 @@ from plait.planner import Plan, Settings, fastest_plan, machines, render_plan, s
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import LayerSpread, Profile, load_profile, save_profile
 from plait.profiler.timing import Timed
+from plait.schema.graph import Edge, Graph, Node, Tie
 from plait.schema.job import Job, make_job, parse, read_job
 from plait.schema.settings import PlanRequest
 from plait.schema.topology_spec import AUTO, build_topology, read_topology_spec
@@ -431,7 +431,7 @@ def plan_file(source: random.Random, folder: Path, number: int) -> tuple[str, Us
         settings, plan = planned(job.settings(), job.placement(), PlanRequest(str(path)))
         check_pipeline(settings, 2)
         render_plan(plan)
-        workers = {worker for p in range(plan.pipelines) for worker in plan.operations(8, p)}
+        workers = {worker for p in range(plan.pipelines) for worker in plan.layout(p).workers}
         assert workers == {0, 1}, "workers that are not there"
         assert plan.microbatches > 0, "no microbatches"
 

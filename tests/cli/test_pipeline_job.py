@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.core.codec import encode
 from plait.core.errors import InputError, JobError, PlaitError
-from plait.graph.graph import Graph
 from plait.jobs.train import train
 from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir, RunKind
 from plait.measure import auto_plan
 from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
+from plait.schema.graph import Graph
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import make_job
 from plait.schema.placement import Placement

@@ -22,7 +22,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.jobs.sweep import go_on, make_sweep, placement_of, sweep
 from plait.launch.run_dir import RunDir
-from plait.planner import Plan, save_plan
+from plait.planner import save_plan
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import as_csv
 from plait.sweeping.worker import check_order
@@ -219,7 +219,7 @@ def test_a_sweep_of_pipelines_wants_a_width_before_anything_is_measured(tmp_path
     settings = planned((1, 1), Schedule.FLUSH)
     assert settings.pipeline is not None
     file = tmp_path / "plan.json"
-    save_plan(decode(Plan, settings.pipeline.plan), file)
+    save_plan(settings.pipeline.plan, file)
     job = plait.make_job({**CONTENT, "parallel": {"plan": str(file)}})
     with pytest.raises(InputError, match="--width: found none"):
         make_sweep(job, ["optimizer.lr=0.1,0.2"])

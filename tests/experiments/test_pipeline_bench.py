@@ -6,9 +6,9 @@ from plait.experiments.pipeline import convergence, idle, memory, prediction
 from plait.experiments.pipeline.idle import PIECES, SLEEP_S
 from plait.pipeline.op_timings import OpTiming
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
+from plait.schema.plan import Layout
 
 
 def replayed(schedule: Schedule, workers: int, slower: float = 1.0) -> list[list[OpTiming]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.core.codec import decode, encode
+from plait.core.codec import encode
 from plait.measure import auto_plan as module
 from plait.measure.auto_plan import planned
 from plait.measure.job import profile_job, time_data_parallel
@@ -66,7 +66,7 @@ def plan_of(batch: int, workers: int, asked: PlanRequest, **changes: Any) -> Pla
     settings = digits_job(data=DataSettings("digits", batch), **changes)
     made, plan = planned(settings, Placement((Host(LOCAL, workers),)), asked)
     assert made.pipeline is not None
-    assert decode(Plan, made.pipeline.plan, "plan") == plan
+    assert made.pipeline.plan == plan
     return plan
 
 

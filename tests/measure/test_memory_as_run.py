@@ -10,18 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from plait.core.codec import decode
 from plait.measure.plan_notes import describe_memory
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, oldest_needed, stream
 from plait.pipeline.weight_stash import WeightVersions
-from plait.planner import Plan, machines, with_memory_as_run
+from plait.planner import machines, with_memory_as_run
 from plait.planner.as_run import versions_of_vertical_sync
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.planner.schedules.operations import Forward, Update, straight_layout
+from plait.planner.schedules.operations import Forward, Update
 from plait.schema.settings import PipelineOptions
 from support.pipelines import AllOf, Case, train_in_pipeline
-from support.plans import planned
+from support.plans import planned, straight_layout
 from support.world import run_ranks
 
 STRAIGHT = (((0,), (1,), (2,)),)
@@ -98,7 +97,7 @@ def counted(rank: int, cases: dict[str, Case]) -> dict[str, tuple[int, int]]:
 
 def test_a_run_holds_the_versions_and_activations_that_its_plan_says_for_the_jobs_choices() -> None:
     found = run_ranks(3, counted, CASES)
-    bare = decode(Plan, planned((1, 1, 1), Schedule.STASH).pipeline.plan, "plan")
+    bare = planned((1, 1, 1), Schedule.STASH).pipeline.plan
     kept, weights = 1000.0, 300.0
     stages = tuple(replace(s, parameter_bytes=weights, activation_bytes=kept) for s in bare.stages)
     plan = replace(bare, stages=stages, optimizer_copies=0.0)
@@ -149,7 +148,7 @@ def most_versions(pipeline_layout: PipelineLayout, stage: int, worker: int, inte
 
 
 def test_a_plan_that_no_longer_fits_with_what_the_job_sets_over_it_says_so() -> None:
-    bare = decode(Plan, planned((1, 1), Schedule.STASH).pipeline.plan, "plan")
+    bare = planned((1, 1), Schedule.STASH).pipeline.plan
     stages = tuple(replace(s, parameter_bytes=100.0) for s in bare.stages)
     plan = replace(bare, stages=stages, optimizer_copies=0.0, machines=machines(2, 1e9, memory_bytes=300.0))
     assert with_memory_as_run(plan, PipelineOptions()).stages[1].memory_bytes == 200.0

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from plait.core.errors import PlanError
 from plait.pipeline.layout import PipelineLayout, stream
-from plait.planner.errors import PlanError
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout, straight_layout
 from plait.planner.schedules.orders import operations
+from plait.schema.plan import Layout
 from support.pipelines import AllOf
+from support.plans import straight_layout
 
 
 def arranged(layout: Layout, schedule: Schedule, **changes: object) -> PipelineLayout:

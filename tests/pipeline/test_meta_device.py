@@ -17,12 +17,11 @@ from torch import nn
 from plait.launch.run_dir import RunDir
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import straight_layout
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints, load
 from support.pieces import LAYERS, WIDE, Mixed, MostBytes
-from support.plans import in_stages, planned
+from support.plans import in_stages, planned, straight_layout
 from support.training import digits_job, largest_difference, saved_weights, train_rank
 from support.world import run_ranks
 

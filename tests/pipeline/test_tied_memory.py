@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from plait.graph.graph import Tie
 from plait.pipeline.layout import PipelineLayout, stream
 from plait.pipeline.tied_weights import TiedWeights
 from plait.planner.memory import versions
 from plait.planner.partition.ties import find_tied
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.planner.schedules.operations import Backward, Forward, Layout
+from plait.planner.schedules.operations import Backward, Forward
+from plait.schema.graph import Tie
+from plait.schema.plan import Layout
 
 
 class ManyMicrobatches:

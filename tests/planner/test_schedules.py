@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter, deque
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -18,19 +19,33 @@ from plait.planner.schedules.operations import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Layout,
     Update,
     peer_before,
     peer_behind,
-    straight_layout,
 )
-from plait.planner.schedules.orders import batch_of_two_buffers, messages_per_channel, operations
+from plait.planner.schedules.orders import batch_of_two_buffers, operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
 from plait.planner.schedules.zero_bubble import interleaved_depth
+from plait.schema.plan import Layout
+from support.plans import straight_layout
 
 replicated = st.lists(st.integers(1, 4), min_size=1, max_size=16).map(straight_layout)
 microbatches = st.integers(1, 64)
 PLAIN = [kind for kind in Schedule if kind is not Schedule.INTERLEAVED]
+
+
+def messages_per_channel(schedule: Schedule, layout: Layout, depths: Mapping[int, int] | None = None) -> int:
+    """How many messages each channel (one direction between two stages' workers) must hold.
+
+    With so much room a blocking send never ends in a deadlock: one message for most schedules, a group
+    where workers interleave stages, and one more for each microbatch by which a stage is made deeper. Where
+    a worker holds several stages in another way, it is what the sender keeps in flight (`in_flight`).
+    """
+    if schedule is Schedule.INTERLEAVED:
+        return len(layout.workers)
+    many = layout.devices_from(0) + len(layout.stages)
+    extra = [depth - in_flight(schedule, layout, stage, many) for stage, depth in (depths or {}).items()]
+    return 1 + max([0, *extra])
 
 
 @st.composite

@@ -18,6 +18,7 @@ from plait.planner import (
 )
 from plait.planner.predict import predict
 from plait.planner.schedules.operations import Update
+from plait.planner.schedules.orders import operations
 from plait.profiler.links import Link, Sum, sum_of_times
 from support.graphs import chain
 
@@ -55,7 +56,11 @@ def test_replicas_under_2bw_sum_once_a_batch_however_many_microbatches_it_has():
         plan = data_parallel_plan(chain([1.0], 1.0, 10.0), cluster, settings)
         (stage,) = plan.stages
         assert plan.step_s == pytest.approx(microbatches / 4 * stage.compute_s + stage.update_s)
-        updates = [op for op in plan.operations(64)[0] if isinstance(op, Update)]
+        updates = [
+            op
+            for op in operations(plan.schedule, plan.layout(), 64, None, microbatches)[0]
+            if isinstance(op, Update)
+        ]
         assert len(updates) == 64 / microbatches
 
 

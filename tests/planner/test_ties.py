@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from plait.graph import GraphError
-from plait.graph.graph import Tie
 from plait.planner import PlanError, Schedule, Settings, fastest_plan, machines, make_plan, predict
+from plait.schema.graph import Tie
 from support.graphs import chain
 
 SHARED = 100.0

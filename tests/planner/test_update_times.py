@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from plait.graph.graph import Edge, Graph, Node
 from plait.planner import Schedule, Settings, machines, make_plan
+from plait.schema.graph import Edge, Graph, Node
 
 TWO = machines(2, 1e12)
 

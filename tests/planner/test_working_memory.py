@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.graph.graph import Graph
 from plait.graph.ideals import all_ideals
 from plait.planner import Schedule, Settings, machines, make_plan
 from plait.planner.memory import MemorySettings, stage_memory, working_bytes
+from plait.schema.graph import Graph
 from support.graphs import chain, graphs
 
 

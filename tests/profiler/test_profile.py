@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.core.errors import ArtefactError, InputError
-from plait.graph.graph import Tie
 from plait.profiler.links import Link
 from plait.profiler.profile import (
     SharedParameter,
@@ -25,6 +24,7 @@ from plait.profiler.profile import (
     save_profile,
 )
 from plait.profiler.timing import Timed
+from plait.schema.graph import Tie
 from plait.workloads.resnet import resnet18_tiny
 from plait.workloads.transformer import transformer_tiny
 from plait.workloads.vgg import vgg16_tiny

@@ -21,8 +21,9 @@ from plait.pipeline.cutting.cut import cut_all
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update, one_batch, stream
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout, Update
+from plait.planner.schedules.operations import Update
 from plait.profiler.trace import TracedModel, trace
+from plait.schema.plan import Layout
 from plait.training.optimizers.fused import use_fused_kernels
 from plait.workloads.data.sentences.vocabulary import PAD
 from plait.workloads.lstm import lstm_tiny

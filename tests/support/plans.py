@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from plait.core.codec import encode
-from plait.graph.graph import Edge, Graph, Node
 from plait.measure.job import trace_job
 from plait.planner.cluster import machines
-from plait.planner.plan import Plan, Speedups, Stage
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout, straight_layout
+from plait.schema.graph import Edge, Graph, Node
+from plait.schema.plan import Layout, Plan, Speedups, Stage
 from plait.schema.settings import PipelineSettings, TrainSettings
 from support.training import digits_job
+
+
+def straight_layout(replicas: Sequence[int]) -> Layout:
+    """Stages with `replicas` replicas each, workers numbered in order."""
+    stages, first = [], 0
+    for count in replicas:
+        stages.append(tuple(range(first, first + count)))
+        first += count
+    return Layout(tuple(stages))
 
 
 def planned(
@@ -50,7 +58,7 @@ def in_stages(
         0.0, 0.0, 0.0, False, 0.0, 0.0,
         Speedups(1.0, 1.0, 1.0), 1.0, False, "",
     )  # fmt: skip
-    return replace(settings, pipeline=PipelineSettings(encode(plan), **options))
+    return replace(settings, pipeline=PipelineSettings(plan, **options))
 
 
 def with_graph(settings: TrainSettings) -> TrainSettings:
@@ -59,7 +67,7 @@ def with_graph(settings: TrainSettings) -> TrainSettings:
     ids = _layers(settings)
     nodes = tuple(Node(each, "", 1e-3, 2e-3, 1e3, 1e3) for each in ids)
     graph = Graph(nodes, tuple(Edge(a, b, 1e3) for a, b in itertools.pairwise(ids)))
-    return replace(settings, pipeline=replace(settings.pipeline, graph=encode(graph)))
+    return replace(settings, pipeline=replace(settings.pipeline, graph=graph))
 
 
 # The layers of each model that was traced: tracing takes a while, and most jobs here have the same model.

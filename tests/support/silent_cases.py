@@ -27,7 +27,6 @@ from plait.data.calling import forward
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import straight_layout
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -39,7 +38,7 @@ from plait.schema.settings import (
 from plait.training.audit.schedule import PIPELINE_COST, is_audited
 from plait.training.components import build_model
 from plait.workloads.losses import build_loss
-from support.plans import in_stages
+from support.plans import in_stages, straight_layout
 
 HERE = "support.silent_cases:"
 SAMPLES, BATCH, STEPS, EVALUATE_EVERY = 16, 8, 6, 3

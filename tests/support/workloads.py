@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import plait
-from plait.core.codec import encode
 from plait.data.calling import as_arguments
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
@@ -190,7 +189,7 @@ def planned(settings: TrainSettings, profile: Profile, schedule: Schedule) -> Tr
     plan = plait.plan(profile, plait.machines(2, 1e12), Settings(schedule, count, straight=True))
     assert len(plan.stages) == 2
     assert sum(len(stage.layers) for stage in plan.stages) == len(profile.graph.nodes)
-    return replace(settings, pipeline=PipelineSettings(encode(plan)))
+    return replace(settings, pipeline=PipelineSettings(plan))
 
 
 class StageRun(NamedTuple):

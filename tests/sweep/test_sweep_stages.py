@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.core.codec import decode
 from plait.core.errors import InputError, JobError, PlaitError
 from plait.fusion.errors import FusionError
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunDir
 from plait.pipeline.layout import arrange
-from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.job import make_job
 from plait.schema.settings import (
@@ -259,7 +257,7 @@ def test_width_one_is_advised_only_where_it_helps(
 def make_stage(settings: SweepSettings) -> PipelinedArray:
     """The first stage of an array of all trials, without the other, so that it cannot train."""
     assert settings.train.pipeline is not None
-    plan = arrange(decode(Plan, settings.train.pipeline.plan, "plan"))
+    plan = arrange(settings.train.pipeline.plan)
     nobody: Any = None
     meeting = rendezvous_of(0, ["here"] * 2, dist.HashStore())
     workers, pipeline = WorkerGroup([0, 1], 0, nobody, nobody), GroupPipeline(0, plan, nobody, meeting)

@@ -12,12 +12,10 @@ from torch.autograd.function import _SingleLevelFunction as Function
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.fusion.dispatch import seams
 from plait.fusion.verify import Verdict, check
 from plait.pipeline.layout import arrange
-from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import ModelSettings, OptimizerSettings
 from plait.sweeping.datasets import DataSets
@@ -49,7 +47,7 @@ def verdict_of(settings: SweepSettings) -> Verdict:
     assert settings.train.pipeline is not None
     trials = [with_values(settings.train, values) for values in combinations(settings.over)]
     entries = [make_entry(one, None, torch.device("cpu"), DataSets()) for one in trials]
-    arrangement = arrange(decode(Plan, settings.train.pipeline.plan, "plan"))
+    arrangement = arrange(settings.train.pipeline.plan)
     return verify_stages(entries, prepare_trials(entries, arrangement, verify=True))
 
 

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from plait.core import events
-from plait.core.codec import decode, encode
 from plait.core.run_events import LayersMoved, RunStarted, WorkersChanged
-from plait.graph.graph import Graph
-from plait.planner import Plan, Schedule
+from plait.planner import Schedule
 from plait.planner.replan import plan_for
 from plait.schema.settings import UNVERIFIED, CheckpointSettings, ModelSettings, TrainSettings
 from plait.training import checkpoint as checkpoints
@@ -34,8 +32,8 @@ def recorded(folder: Path, kind: type) -> list:
 def planned_for(settings: TrainSettings, workers: int) -> TrainSettings:
     """The settings with the plan that is made for that number of workers while the job runs."""
     assert settings.pipeline is not None
-    plan, graph = decode(Plan, settings.pipeline.plan), decode(Graph, settings.pipeline.graph)
-    made = encode(plan_for(plan, graph, [1.0] * workers))
+    plan, graph = settings.pipeline.plan, settings.pipeline.graph
+    made = plan_for(plan, graph, [1.0] * workers)
     return replace(settings, pipeline=replace(settings.pipeline, plan=made))
 
 

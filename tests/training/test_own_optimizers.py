@@ -12,7 +12,7 @@ from torch import nn
 from plait.core.errors import JobError
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, unsaved_state
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout, straight_layout
+from plait.schema.plan import Layout
 from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.training import components
 from plait.training.engines.pipeline import check_pipeline
@@ -20,7 +20,7 @@ from plait.training.engines.pipeline_setup import check_optimizer, trace_parts
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.optimizers.traits import Traits, find_traits
-from support.plans import in_stages
+from support.plans import in_stages, straight_layout
 from support.silent_cases import HERE
 from support.training import digits_job, largest_difference, refused_rank, train_here
 from support.world import run_ranks

@@ -20,8 +20,9 @@ from plait.launch.run_dir import RunDir
 from plait.pipeline.layout import stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout, Update
+from plait.planner.schedules.operations import Update
 from plait.planner.schedules.orders import operations
+from plait.schema.plan import Layout
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -361,9 +362,9 @@ def open_for_another_model(rank: int, settings: TrainSettings, folder: Path) -> 
 def test_a_plan_for_another_model_is_refused_by_name_before_the_run_begins(tmp_path: Path) -> None:
     settings = planned((1, 1), Schedule.FLUSH)
     assert settings.pipeline is not None
-    stages = [dict(stage) for stage in settings.pipeline.plan["stages"]]
-    stages[0] = stages[0] | {"layers": ["elsewhere", *stages[0]["layers"]]}
-    other = replace(settings.pipeline, plan=settings.pipeline.plan | {"stages": stages})
+    first, *rest = settings.pipeline.plan.stages
+    stages = (replace(first, layers=("elsewhere", *first.layers)), *rest)
+    other = replace(settings.pipeline, plan=replace(settings.pipeline.plan, stages=stages))
     refused = replace(settings, pipeline=other)
     words, reports = run_ranks(2, open_for_another_model, refused, tmp_path / "run")[0]
     assert words.startswith("parallel.plan: the plan is for another model than")

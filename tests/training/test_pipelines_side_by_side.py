@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from plait.core import run_events
-from plait.core.codec import decode, encode
 from plait.core.errors import JobError, PeerError
 from plait.core.events import read
 from plait.launch.run_dir import RunDir
-from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
     EvaluateSettings,
@@ -140,8 +138,8 @@ def test_what_pipelines_side_by_side_cannot_do_is_refused_in_words():
 def test_the_workers_of_a_plan_with_pipelines_are_its_replicas():
     settings = planned((4, 4), Schedule.FLUSH, microbatches=8)
     assert settings.pipeline is not None
-    plan = replace(decode(Plan, settings.pipeline.plan, "plan"), pipelines=2)
-    dealt = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
+    plan = replace(settings.pipeline.plan, pipelines=2)
+    dealt = replace(settings, pipeline=replace(settings.pipeline, plan=plan))
     for each in (settings, dealt):
         replicas = replica_layouts(check_pipeline(each, 8))
         assert [replica.workers for replica in replicas] == [(0, 4), (1, 5), (2, 6), (3, 7)]

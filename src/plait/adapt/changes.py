@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from plait.core.codec import decode, encode
+from plait.schema.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class SyncChange:
 
 @dataclass(frozen=True)
 class PlanChange:
-    """Lay the model out by this plan, as its file holds it; layers whose workers change move there."""
+    """Lay the model out by this plan; layers whose workers change move there."""
 
-    plan: Mapping[str, Any]
+    plan: Plan
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from plait.schema.schedules import Schedule
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from plait.graph.graph import Graph
     from plait.planner import Cluster, Device, Plan
     from plait.profiler.profile import Profile
+    from plait.schema.graph import Graph
     from plait.schema.placement import Placement
     from plait.schema.settings import TrainSettings
 

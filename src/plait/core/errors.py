@@ -24,6 +24,10 @@ class InputError(PlaitError):
     exit_status = 2
 
 
+class PlanError(InputError):
+    """No plan can be made of what was given; the message says what would have to change."""
+
+
 class JobError(InputError):
     """A job file, or a value set over it, is wrong."""
 

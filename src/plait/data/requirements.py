@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -76,8 +76,7 @@ def _check_workers(settings: TrainSettings) -> None:
         )
     if settings.pipeline is None:
         return
-    stages: Sequence[Mapping[str, Any]] = settings.pipeline.plan["stages"]
-    replicas = max(int(stage["replicas"]) for stage in stages)
+    replicas = max(stage.replicas for stage in settings.pipeline.plan.stages)
     if replicas > 1:
         raise JobError(
             f"parallel.plan: found a stage with {replicas} replicas, but the samples of {kind} continue "

@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from plait.graph.graph import Graph
 from plait.graph.ideals import Bools, Floats, Ideals
+from plait.schema.graph import Graph
 
 
 @dataclass(frozen=True, eq=False)

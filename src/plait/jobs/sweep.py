@@ -220,7 +220,7 @@ def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
         assert schedule is not None
         plan = replace(plan, schedule=schedule, depths=())
     assert made.pipeline is not None
-    return replace(made, pipeline=replace(made.pipeline, plan=encode(plan)))
+    return replace(made, pipeline=replace(made.pipeline, plan=plan))
 
 
 def placement_of(job: Job, settings: SweepSettings) -> Placement:

@@ -9,9 +9,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from plait.core.codec import decode, encode
+from plait.core.codec import decode
 from plait.core.errors import ArtefactError, JobError
-from plait.graph.graph import Graph
 from plait.measure.job import profile_together
 from plait.measure.plan_notes import describe_clipping, describe_memory, describe_updates, other_microbatch
 from plait.planner import (
@@ -32,6 +31,7 @@ from plait.planner import (
 )
 from plait.planner.replan import plan_for
 from plait.profiler.profile import Profile
+from plait.schema.graph import Graph
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job_checks import check_slow
 from plait.schema.job_settings import Job
@@ -75,7 +75,7 @@ def plan_job(
         notes.append(f"{used} of {workers} workers run it: the plan has no use for the others")
         plan, placement = on_fewer_workers(plan, placement)
         assert settings.pipeline is not None
-        settings = replace(settings, pipeline=replace(settings.pipeline, plan=encode(plan)))
+        settings = replace(settings, pipeline=replace(settings.pipeline, plan=plan))
     check_slow(settings.slow.factors, placement.workers)
     check_pipeline(settings, placement.workers)
     assert settings.pipeline is not None
@@ -112,15 +112,15 @@ def planned(
         plan = kept
     else:
         plan, measured = measure_and_plan(settings, placement, request, measure_s)
-        graph = encode(measured)
+        graph = measured
     plan = with_memory_as_run(plan, request)
     if not may_plan_again(settings, placement):
         graph = None
     elif graph is None:
-        graph = encode(_measured_graph(settings, placement, plan, measure_s))
-    if placement.elastic is not None:
-        _check_sizes(plan, decode(Graph, graph, "graph"), placement.elastic)
-    chosen = PipelineSettings(encode(plan), graph, **values_of(PipelineOptions, request))
+        graph = _measured_graph(settings, placement, plan, measure_s)
+    if placement.elastic is not None and graph is not None:
+        _check_sizes(plan, graph, placement.elastic)
+    chosen = PipelineSettings(plan, graph, **values_of(PipelineOptions, request))
     return replace(settings, pipeline=chosen), plan
 
 
@@ -163,7 +163,7 @@ def _kept(
     """The plan that the run had, if the job asks for the same now on as many workers."""
     if before is None or before.pipeline is None:
         return None
-    plan = decode(Plan, before.pipeline.plan, "plan")
+    plan = before.pipeline.plan
     workers = sum(host.slots for host in placement.hosts)
     same = (
         plan.machines.count == workers

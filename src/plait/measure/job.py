@@ -20,7 +20,6 @@ from plait.core.errors import InputError
 from plait.data.calling import as_arguments, explaining_type_errors
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, share
-from plait.graph.graph import Graph
 from plait.launch.display import Silent
 from plait.launch.run import TRACING
 from plait.launch.supervisor import Launch, Supervisor
@@ -37,6 +36,7 @@ from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
+from plait.schema.graph import Graph
 from plait.schema.placement import Placement
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components

@@ -11,8 +11,8 @@ from torch.nn import Parameter
 
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
+from plait.core.errors import PlanError
 from plait.pipeline.layout import PipelineLayout
-from plait.planner.errors import PlanError
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.traced import TracedModel
 from plait.schema.topology_spec import TopologySpec

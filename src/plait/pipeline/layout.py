@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
-from plait.planner.errors import PlanError
-from plait.planner.plan import Plan
+from plait.core.errors import PlanError
 from plait.planner.schedules.interleave import Lane, play
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Operations, Update
+from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
 from plait.planner.schedules.orders import batch_of_two_buffers, operations
+from plait.schema.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 
 

@@ -3,14 +3,13 @@
 Nothing here runs a model. A plan is data: print it, save it, compare it.
 """
 
+from plait.core.errors import PlanError
 from plait.planner.as_run import with_memory_as_run
-from plait.planner.cluster import Cluster, Device, Level, machines, measured_machines
-from plait.planner.errors import PlanError
+from plait.planner.cluster import machines, measured_machines
 from plait.planner.explain import describe_plan, render_plan
 from plait.planner.memory import MemorySettings
 from plait.planner.partition.front import Settings
-from plait.planner.plan import Plan, Stage, summary
-from plait.planner.plan_file import load_plan, save_plan
+from plait.planner.plan_file import load_plan, save_plan, summary
 from plait.planner.plans import (
     data_parallel_plan,
     faster_plan,
@@ -21,6 +20,8 @@ from plait.planner.plans import (
 from plait.planner.predict import compare_schedules, predict
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.timeline import draw_plan
+from plait.schema.cluster import Cluster, Device, Level
+from plait.schema.plan import Plan, Stage
 
 __all__ = [
     "Cluster",

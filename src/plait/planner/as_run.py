@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait.planner.memory import MemorySettings, versions
-from plait.planner.plan import Plan
+from plait.planner.memory import MemorySettings, held_by, versions
 from plait.planner.plans import held_microbatches
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.planner.schedules.operations import Layout
+from plait.schema.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 
 # More microbatches than any pipeline holds.
@@ -30,8 +29,8 @@ def with_memory_as_run(plan: Plan, chosen: PipelineOptions) -> Plan:
         count = copies + each * held[number]
         if chosen.vertical_sync and plan.schedule is Schedule.STASH:
             count = versions_of_vertical_sync(layout, number, given)
-        size = count * stage.held.weights + stage.summed_bytes
-        size += stage.held.state(plan.schedule, memory) + held[number] * stage.held.microbatch(memory)
+        size = count * held_by(stage).weights + stage.summed_bytes
+        size += held_by(stage).state(plan.schedule, memory) + held[number] * held_by(stage).microbatch(memory)
         stages.append(replace(stage, in_flight=held[number], memory_bytes=size))
     return replace(plan, stages=tuple(stages))
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.core.units import count_of, show_bytes, show_seconds
-from plait.graph.graph import Graph
-from plait.planner.plan import Plan, Stage
 from plait.planner.predict import data_parallel_s
 from plait.planner.schedules.kinds import Schedule
+from plait.schema.graph import Graph
+from plait.schema.plan import Plan, Stage
 
 
 def reasons(plan: Plan, graph: Graph, limits: Sequence[str] = ()) -> str:

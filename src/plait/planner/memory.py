@@ -32,10 +32,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from plait.graph.graph import Graph, Node
+from plait.core.errors import PlanError
 from plait.graph.ideals import Floats, Ideals
-from plait.planner.errors import PlanError
 from plait.planner.schedules.kinds import Schedule
+from plait.schema.graph import Graph, Node
+from plait.schema.plan import Stage
 
 # Pairs of ideals times layers up to which the working memory of stages is exact.
 EXACT_LIMIT = 50_000_000
@@ -89,6 +90,20 @@ class Held(Generic[Amount]):
         if schedule is Schedule.NONE:
             return self.received + self.sent
         return 3 * self.received + 2 * self.sent
+
+
+def held_by(stage: Stage) -> Held[float]:
+    """What the memory of a plan's stage is made of."""
+    return Held(
+        stage.parameter_bytes + stage.tied.copied_bytes,
+        stage.buffer_bytes,
+        stage.activation_bytes,
+        stage.input_bytes,
+        stage.output_bytes,
+        stage.working_bytes,
+        stage.tied.shared_bytes,
+        stage.tied.waiting_bytes,
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from plait.core import artefact
+from plait.core.errors import PlanError
 from plait.core.shown import listed, shown
-from plait.graph.graph import MOST
-from plait.planner.errors import PlanError
-from plait.planner.plan import MOST_MICROBATCHES, Plan, Stage
+from plait.schema.graph import MOST
+from plait.schema.plan import MOST_MICROBATCHES, Plan, Stage
 
 KIND, VERSION = "plan", 1
 
@@ -92,3 +93,40 @@ def _expect(found: int, where: str, low: int, high: int) -> None:
     if not low <= found <= high:
         expected = str(low) if low == high else f"{low} to {high}"
         raise PlanError(f"{where}: found {shown(found)}, expected {expected}")
+
+
+def summary(plan: Plan) -> Mapping[str, Any]:
+    """What `plait plan --json` prints: the fields that other programs may rely on."""
+    return {
+        "bottleneck_s": plan.bottleneck_s,
+        "lower_bound_s": plan.lower_bound_s,
+        "solve_s": plan.solve_s,
+        "exact": plan.exact,
+        "stages": [
+            {
+                "layers": list(stage.layers),
+                "replicas": stage.replicas,
+                "devices": list(stage.devices),
+                "compute_s": stage.compute_s,
+                "memory_bytes": stage.memory_bytes,
+                "traffic_bytes": stage.traffic_bytes,
+            }
+            for stage in plan.stages
+        ],
+        "best_partition": {
+            "bottleneck_s": plan.best_partition.bottleneck_s,
+            "replicas": list(plan.best_partition.replicas),
+        },
+        "speedup_over": {
+            "single": plan.speedup_over.single,
+            "data_parallel": plan.speedup_over.data_parallel,
+            "model_parallel": plan.speedup_over.model_parallel,
+        },
+        "schedule": plan.schedule.value,
+        "microbatches": plan.microbatches,
+        "pipelines": plan.pipelines,
+        "step_s": plan.step_s,
+        "idle_share": plan.idle_share,
+        "devices_used": plan.devices_used,
+        "why": plan.why,
+    }

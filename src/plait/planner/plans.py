@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from plait.core.errors import PlanError
 from plait.core.shown import shown
-from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, trivial_ideals
-from plait.planner.cluster import Cluster
-from plait.planner.errors import PlanError
 from plait.planner.explain import (
     Replays,
     reasons,
@@ -22,7 +20,7 @@ from plait.planner.explain import (
     why_not_best_cut,
     why_not_run,
 )
-from plait.planner.memory import MemorySettings, kept_bytes, versions, working_bytes
+from plait.planner.memory import MemorySettings, held_by, kept_bytes, versions, working_bytes
 from plait.planner.partition.fits import check_memory, check_work, misfit
 from plait.planner.partition.front import (
     Partition,
@@ -35,7 +33,6 @@ from plait.planner.partition.front import (
 )
 from plait.planner.partition.heterogeneous import Placed
 from plait.planner.partition.ties import find_tied, update_together
-from plait.planner.plan import Plan, Speedups, Stage, Tied
 from plait.planner.predict import (
     choose_microbatches,
     data_parallel_s,
@@ -45,8 +42,11 @@ from plait.planner.predict import (
     single_s,
 )
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Layout, Op
+from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Op
 from plait.planner.schedules.orders import operations
+from plait.schema.cluster import Cluster
+from plait.schema.graph import Graph
+from plait.schema.plan import Layout, Plan, Speedups, Stage, Tied
 
 
 class HasGraph(Protocol):
@@ -345,9 +345,10 @@ def _build_stage(
 
 def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
     copies, each = versions(settings.schedule)
-    weights = stage.held.weights * (copies + each * held) + stage.summed_bytes
+    parts = held_by(stage)
+    weights = parts.weights * (copies + each * held) + stage.summed_bytes
     memory = settings.memory
-    return weights + stage.held.state(settings.schedule, memory) + held * stage.held.microbatch(memory)
+    return weights + parts.state(settings.schedule, memory) + held * parts.microbatch(memory)
 
 
 def _agree_s(machines: Cluster, devices: Sequence[int], parameter_bytes: float) -> float:

@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.graph.graph import Graph
-from plait.planner.cluster import Cluster
-from plait.planner.memory import MemorySettings
-from plait.planner.plan import Plan, Stage
+from plait.planner.memory import MemorySettings, held_by
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout
 from plait.planner.schedules.orders import batch_of_two_buffers, least_depth, operations
 from plait.planner.schedules.simulator import SimulatedLink, Simulation, StageCosts, simulate
+from plait.schema.cluster import Cluster
+from plait.schema.graph import Graph
+from plait.schema.plan import Layout, Plan, Stage
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,9 @@ def _costs(stage: Stage, schedule: Schedule, memory: MemorySettings, overhead_s:
         backward_s=stage.backward_s + overhead_s,
         output_bytes=stage.output_bytes,
         update_s=stage.update_s,
-        parameter_bytes=stage.held.weights,
-        state_bytes=stage.held.state(schedule, memory) + stage.summed_bytes,
-        microbatch_bytes=stage.held.microbatch(memory),
+        parameter_bytes=held_by(stage).weights,
+        state_bytes=held_by(stage).state(schedule, memory) + stage.summed_bytes,
+        microbatch_bytes=held_by(stage).microbatch(memory),
     )
 
 

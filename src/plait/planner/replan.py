@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from plait.graph.graph import Graph
-from plait.planner.cluster import LEAST, Cluster, Device
-from plait.planner.errors import PlanError
+from plait.core.errors import PlanError
 from plait.planner.memory import MemorySettings
 from plait.planner.partition.front import Settings
-from plait.planner.plan import Plan
 from plait.planner.plans import data_parallel_plan, fastest_plan, make_plan, model_parallel_plan
 from plait.planner.predict import predict
 from plait.planner.schedules.kinds import Schedule
+from plait.schema.cluster import LEAST, Cluster, Device
+from plait.schema.graph import Graph
+from plait.schema.plan import Plan
 
 
 def plan_for(plan: Plan, graph: Graph, speeds: Sequence[float]) -> Plan:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
+from plait.schema.graph import Graph
 from plait.schema.limits import (
     Count,
     CountFromZero,
@@ -22,6 +23,7 @@ from plait.schema.limits import (
     Workers,
 )
 from plait.schema.placement import ElasticRules, HostAccess, WorkerLimits
+from plait.schema.plan import Plan
 from plait.schema.schedules import Schedule
 from plait.schema.sync_options import KINDS
 from plait.schema.topology_spec import TopologySpec
@@ -258,15 +260,15 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class PipelineSettings(PipelineOptions):
-    """The plan to run, encoded as in its file, and the options of the run.
+    """The plan to run, and the options of the run.
 
     `graph` holds the measured costs of the job's layers, if the plan may be changed during the run. With
     `as_data_parallel` the plan is that every worker holds the whole model, and so the workers do without a
     pipeline; it is kept for runs that go on.
     """
 
-    plan: Mapping[str, Any]
-    graph: Mapping[str, Any] | None = None
+    plan: Plan
+    graph: Graph | None = None
     as_data_parallel: bool = False
 
 

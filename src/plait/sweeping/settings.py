@@ -25,4 +25,4 @@ class SweepSettings:
     @property
     def workers_per_array(self) -> int:
         """How many workers train an array together."""
-        return self.replicas if self.train.pipeline is None else len(self.train.pipeline.plan["stages"])
+        return self.replicas if self.train.pipeline is None else len(self.train.pipeline.plan.stages)

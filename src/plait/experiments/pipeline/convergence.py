@@ -14,7 +14,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.experiments.bench import BenchClaim, Row
 from plait.launch.display import Silent
@@ -104,7 +103,7 @@ def _of(settings: TrainSettings, seeds: Sequence[int]) -> list[Row]:
         seeded = replace(settings, seed=seed)
         rows.append(_row(seeded, "plain", replace(two, hosts=(Host(LOCAL, 1),))))
         for schedule in SCHEDULES:
-            chosen = PipelineSettings(encode(replace(plan, schedule=schedule)))
+            chosen = PipelineSettings(replace(plan, schedule=schedule))
             rows.append(_row(replace(seeded, pipeline=chosen), schedule.value, two))
     return rows
 

@@ -24,9 +24,10 @@ from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.pipeline.op_timings import OpTiming
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Update
+from plait.planner.schedules.operations import Backward, Forward, Op, Update
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
+from plait.schema.plan import Layout
 
 PIECES = 8
 SLEEP_S = 0.05

@@ -24,8 +24,9 @@ from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.pipeline.split_backward import jobs_of_this_forward
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout, Update
+from plait.planner.schedules.operations import Update
 from plait.profiler.trace import trace
+from plait.schema.plan import Layout
 from plait.workloads.transformer import Block
 
 Steps = Callable[[int], None]

@@ -23,8 +23,8 @@ from plait.experiments.world import in_world
 from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout
 from plait.profiler.trace import trace
+from plait.schema.plan import Layout
 from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.pipeline_replica import PipelineReplica, ReplicaWork

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.graph.graph import Graph
 from plait.graph.ideals import Floats
 from plait.graph.intervals import Cover, Interval
-from plait.planner.cluster import Level
+from plait.schema.cluster import Level
+from plait.schema.graph import Graph
 
 _STEPS = 12
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from plait.core.errors import PlanError
 from plait.core.units import show_bytes
-from plait.planner.cluster import Cluster
-from plait.planner.errors import PlanError
-from plait.planner.plan import Stage
+from plait.schema.cluster import Cluster
+from plait.schema.plan import Stage
 
 
 def check_work(stages: Sequence[Stage], microbatches: int) -> None:

@@ -6,21 +6,21 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
+from plait.core.errors import PlanError
 from plait.core.shown import shown
 from plait.core.units import show_bytes
 from plait.graph.contraction import contracted_ideals
-from plait.graph.graph import Graph
 from plait.graph.ideals import Ideals, TooManyIdeals, all_ideals
 from plait.graph.intervals import cover_ideals
-from plait.planner.cluster import Cluster
-from plait.planner.errors import PlanError
 from plait.planner.memory import MemorySettings, stage_memory
 from plait.planner.partition.bounds import lower_bound
 from plait.planner.partition.heterogeneous import Placed, kinds_of, solve_mixed
 from plait.planner.partition.level_search import Problem, nearly_best
 from plait.planner.partition.solver import LevelBlock, Limits, Ranges, level_problem, ranges_of, solve
-from plait.planner.plan import MOST_MICROBATCHES
 from plait.planner.schedules.kinds import Depth, Schedule
+from plait.schema.cluster import Cluster
+from plait.schema.graph import Graph
+from plait.schema.plan import MOST_MICROBATCHES
 
 # How many ideals are tried at once: all pairs of them for one level, all triples for inner levels.
 _MOST_IDEALS_FLAT = 2000

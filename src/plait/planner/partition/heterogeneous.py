@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.graph.ideals import Bools
-from plait.planner.cluster import Cluster
 from plait.planner.partition.level_search import CLOSE, Ints, Problem
+from plait.schema.cluster import Cluster
 
 # Beyond this many ways to hand out devices, kinds that are nearly alike are taken for one.
 _MOST_STATES = 150

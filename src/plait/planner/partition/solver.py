@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.graph.ideals import Bools, Floats, Ideals
-from plait.planner.cluster import Level
 from plait.planner.memory import StageMemory
 from plait.planner.partition.level_search import CLOSE, Choice, Problem, partition, tidy
 from plait.planner.schedules.kinds import Depth, Schedule
+from plait.schema.cluster import Level
 
 
 @dataclass(frozen=True)

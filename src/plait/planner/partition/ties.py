@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from plait.graph.graph import Tie
-from plait.planner.plan import Stage, Tied
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.planner.schedules.operations import Layout
+from plait.schema.graph import Tie
+from plait.schema.plan import Layout, Stage, Tied
 
 
 def find_tied(

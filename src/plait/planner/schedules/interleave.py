@@ -10,16 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from plait.planner.errors import PlanError
-from plait.planner.schedules.operations import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Layout,
-    Op,
-    Update,
-)
+from plait.core.errors import PlanError
+from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
+from plait.schema.plan import Layout
 
 # What was computed, in which pipeline, by which stage, of which microbatch.
 _Result = tuple[str, int, int, int]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.graph.ideals import Floats
-from plait.planner.schedules.operations import Layout
+from plait.schema.plan import Layout
 from plait.schema.schedules import Schedule
 
 __all__ = ["Depth", "Schedule", "in_flight"]

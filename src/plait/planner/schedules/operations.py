@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.planner.errors import PlanError
+from plait.schema.plan import Layout
 
 
 @dataclass(frozen=True)
@@ -60,55 +59,6 @@ class Update:
 
 Op = Forward | Backward | BackwardInput | BackwardWeight | Update
 Operations = dict[int, tuple[Op, ...]]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The workers of each stage, in order; a worker that holds several stages is named in each.
-
-    Microbatch b goes through replica b mod R of a stage with R replicas, whatever the other stages have.
-    """
-
-    stages: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        if not self.stages or any(not workers for workers in self.stages):
-            raise PlanError(
-                f"found stages {self.stages}, expected at least one with at least one worker each"
-            )
-        for stage, workers in enumerate(self.stages):
-            if len(set(workers)) < len(workers):
-                raise PlanError(f"stage {stage}: found workers {workers}, expected each of them once")
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        return tuple(sorted({worker for workers in self.stages for worker in workers}))
-
-    @property
-    def shared(self) -> bool:
-        """Whether a worker holds several stages."""
-        return len(self.workers) < self.devices_from(0)
-
-    def replicas(self, stage: int) -> int:
-        return len(self.stages[stage])
-
-    def devices_from(self, stage: int) -> int:
-        """Replicas of this stage and of all that follow."""
-        return sum(len(workers) for workers in self.stages[stage:])
-
-    def worker(self, stage: int, microbatch: int) -> int:
-        """Who runs this microbatch in this stage."""
-        workers = self.stages[stage]
-        return workers[microbatch % len(workers)]
-
-
-def straight_layout(replicas: Sequence[int]) -> Layout:
-    """Stages with `replicas` replicas each, workers numbered in order."""
-    stages, first = [], 0
-    for count in replicas:
-        stages.append(tuple(range(first, first + count)))
-        first += count
-    return Layout(tuple(stages))
 
 
 def peer_before(layout: Layout, op: Forward) -> int | None:

@@ -23,11 +23,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from plait.planner.errors import PlanError
+from plait.core.errors import PlanError
 from plait.planner.schedules import zero_bubble
 from plait.planner.schedules.interleave import EverybodyWaits, Lane, played
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Operations, Update
+from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
+from plait.schema.plan import Layout
 
 
 def operations(
@@ -64,20 +65,6 @@ def operations(
     if depths and check:
         _check_progress(schedule, layout, found, microbatches, depths)
     return found
-
-
-def messages_per_channel(schedule: Schedule, layout: Layout, depths: Mapping[int, int] | None = None) -> int:
-    """How many messages each channel (one direction between two stages' workers) must hold.
-
-    With so much room a blocking send never ends in a deadlock: one message for most schedules, a group
-    where workers interleave stages, and one more for each microbatch by which a stage is made deeper. Where
-    a worker holds several stages in another way, it is what the sender keeps in flight (`in_flight`).
-    """
-    if schedule is Schedule.INTERLEAVED:
-        return len(layout.workers)
-    many = layout.devices_from(0) + len(layout.stages)
-    extra = [depth - in_flight(schedule, layout, stage, many) for stage, depth in (depths or {}).items()]
-    return 1 + max([0, *extra])
 
 
 def batch_of_two_buffers(layout: Layout, least: int = 1) -> int:

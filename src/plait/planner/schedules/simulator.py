@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from plait.planner.errors import PlanError
+from plait.core.errors import PlanError
 from plait.planner.schedules.operations import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
-    Layout,
     Op,
     Operations,
     Update,
 )
+from plait.schema.plan import Layout
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from plait.planner.errors import PlanError
+from plait.core.errors import PlanError
 from plait.planner.schedules.interleave import EverybodyWaits, Lane, played
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.planner.schedules.operations import (
-    Backward,
-    BackwardInput,
-    Forward,
-    Layout,
-    Op,
-    Operations,
-    Update,
-)
+from plait.planner.schedules.operations import Backward, BackwardInput, Forward, Op, Operations, Update
+from plait.schema.plan import Layout
 
 Turn = tuple[int, int]
 

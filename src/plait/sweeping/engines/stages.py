@@ -10,14 +10,12 @@ import torch
 
 from plait.comm.channels import Channels
 from plait.comm.rendezvous import Rendezvous
-from plait.core.codec import decode
 from plait.core.errors import InputError, JobError
 from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout, arrange, with_choices
-from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout
 from plait.planner.schedules.orders import operations
+from plait.schema.plan import Layout
 from plait.schema.settings import PipelineSettings, TrainSettings
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import is_fusable, with_values
@@ -46,7 +44,7 @@ def link_stages(worker: Worker, settings: TrainSettings, first: int, device: tor
 
 
 def _arranged(pipeline: PipelineSettings) -> PipelineLayout:
-    return with_choices(arrange(decode(Plan, pipeline.plan, "plan")), pipeline)
+    return with_choices(arrange(pipeline.plan), pipeline)
 
 
 def _from_rank(first: int, layout: PipelineLayout) -> PipelineLayout:
@@ -100,7 +98,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def _check_plan(pipeline: PipelineSettings) -> None:
-    plan = decode(Plan, pipeline.plan, "plan")
+    plan = pipeline.plan
     check_schedule(plan.schedule)
     counts = [len(stage.devices) for stage in plan.stages]
     if plan.devices_used != len(counts) or max(counts) > 1:

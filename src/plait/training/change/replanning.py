@@ -12,10 +12,10 @@ from plait.comm.collectives import broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.units import show_bytes
-from plait.graph.graph import Graph
 from plait.launch.worker import Worker
 from plait.planner import Plan, PlanError
 from plait.planner.replan import Replanned, plan_for, replan
+from plait.schema.graph import Graph
 from plait.schema.settings import TrainSettings
 from plait.training.run import Run
 
@@ -29,7 +29,7 @@ def replan_together(worker: Worker, settings: TrainSettings) -> TrainSettings:
     found: dict[str, Any] | None = None
     if worker.rank == 0:
         try:
-            plan = decode(Plan, settings.pipeline.plan, "plan")
+            plan = settings.pipeline.plan
             if plan.devices_used != worker.world_size:
                 plan, graph = plan_and_graph(settings)
                 plan = plan_for(plan, graph, [1.0] * worker.world_size)
@@ -39,7 +39,8 @@ def replan_together(worker: Worker, settings: TrainSettings) -> TrainSettings:
     found = broadcast_value(found, 0)
     if found["failure"] is not None:
         raise JobError(f"parallel.plan: {found['failure']}")
-    return replace(settings, pipeline=replace(settings.pipeline, plan=found["plan"]))
+    plan = decode(Plan, found["plan"], "plan")
+    return replace(settings, pipeline=replace(settings.pipeline, plan=plan))
 
 
 def plan_and_graph(settings: TrainSettings) -> tuple[Plan, Graph]:
@@ -47,8 +48,7 @@ def plan_and_graph(settings: TrainSettings) -> tuple[Plan, Graph]:
     assert settings.pipeline is not None
     if settings.pipeline.graph is None:
         raise PlanError("the run does not know what its layers cost, so no other plan can be made")
-    plan = decode(Plan, settings.pipeline.plan, "plan")
-    return plan, decode(Graph, settings.pipeline.graph, "graph")
+    return settings.pipeline.plan, settings.pipeline.graph
 
 
 def why_to_move(
@@ -128,7 +128,7 @@ class Replanning:
             left = None if run.total_steps is None else run.total_steps - run.step
             rate = min(level.bytes_per_s for level in plan.machines.levels)
             why = why_to_move(found, asked.gain, left, run.opened_s, rate)
-            answer |= {"plan": encode(found.plan) if why else None, "why": why}
+            answer |= {"plan": found.plan if why else None, "why": why}
         except PlanError as failure:
             answer |= {"plan": None, "why": str(failure)}
 

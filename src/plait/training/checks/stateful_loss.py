@@ -58,7 +58,7 @@ def check_loss(run: Run) -> None:
 def _has_several(run: Run) -> bool:
     """Whether several workers compute losses, not each of every step."""
     if run.settings.pipeline is not None:
-        return int(run.settings.pipeline.plan["stages"][-1]["replicas"]) > 1
+        return run.settings.pipeline.plan.stages[-1].replicas > 1
     return run.worker.memberships is not None or run.settings.sync.kind != "all-reduce"
 
 

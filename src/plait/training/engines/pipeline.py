@@ -19,8 +19,7 @@ import torch
 
 from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyChange
 from plait.comm.collectives import all_gather_values, gather_in_turn
-from plait.core.codec import decode
-from plait.core.errors import JobError, PeerError
+from plait.core.errors import JobError, PeerError, PlanError
 from plait.core.run_events import LayersMoved
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position, mix
@@ -29,8 +28,6 @@ from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, wi
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step, loaded_by
 from plait.pipeline.named_state import further_names, is_known, model_state, tensors_of, unsaved_state
 from plait.pipeline.op_timings import operations_event
-from plait.planner.errors import PlanError
-from plait.planner.plan import Plan
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
@@ -75,7 +72,7 @@ def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayo
     Refuses what a pipeline cannot do.
     """
     assert settings.pipeline is not None
-    plan = decode(Plan, settings.pipeline.plan, "plan")
+    plan = settings.pipeline.plan
     workers = plan.devices_used if workers is None else workers
     if plan.devices_used != workers:
         raise JobError(

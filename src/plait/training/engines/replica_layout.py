@@ -12,8 +12,8 @@ from dataclasses import replace
 from plait.core.errors import JobError
 from plait.pipeline.gradient_sync import find_holders
 from plait.pipeline.layout import PipelineLayout
-from plait.planner.schedules.operations import Layout
 from plait.profiler.traced import TracedModel
+from plait.schema.plan import Layout
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import FAULT_TOLERANT, read_options
 

@@ -15,11 +15,10 @@ import torch
 from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import WorkerTimes
-from plait.core.codec import decode, finite
+from plait.core.codec import finite
 from plait.core.run_events import Signals
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import MicrobatchSource
-from plait.planner.plan import Plan
 from plait.planner.replan import seconds_of_devices
 from plait.planner.schedules.operations import Backward, BackwardWeight, Op
 from plait.schema.settings import TrainSettings
@@ -30,7 +29,7 @@ from plait.training.run import Run
 def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
     """What the plan gives each worker to compute in a step, at the speed that it was planned to have."""
     assert settings.pipeline is not None
-    plan = decode(Plan, settings.pipeline.plan, "plan")
+    plan = settings.pipeline.plan
     found = enumerate(seconds_of_devices(plan))
     seconds = tuple(each / plan.machines.device(device).speed for device, each in found)
     return seconds if all(seconds) else ()

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from plait.planner.cluster import Cluster
-from plait.planner.memory import Held
-from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.operations import Layout, Operations
-from plait.planner.schedules.orders import operations
+from plait.core.errors import PlanError
+from plait.schema.cluster import Cluster
+from plait.schema.schedules import Schedule
 
 # Replaying a step of this many microbatches takes seconds.
 MOST_MICROBATCHES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The workers of each stage, in order; a worker that holds several stages is named in each.
+
+    Microbatch b goes through replica b mod R of a stage with R replicas, whatever the other stages have.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages or any(not workers for workers in self.stages):
+            raise PlanError(
+                f"found stages {self.stages}, expected at least one with at least one worker each"
+            )
+        for stage, workers in enumerate(self.stages):
+            if len(set(workers)) < len(workers):
+                raise PlanError(f"stage {stage}: found workers {workers}, expected each of them once")
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(sorted({worker for workers in self.stages for worker in workers}))
+
+    @property
+    def shared(self) -> bool:
+        """Whether a worker holds several stages."""
+        return len(self.workers) < self.devices_from(0)
+
+    def replicas(self, stage: int) -> int:
+        return len(self.stages[stage])
+
+    def devices_from(self, stage: int) -> int:
+        """Replicas of this stage and of all that follow."""
+        return sum(len(workers) for workers in self.stages[stage:])
+
+    def worker(self, stage: int, microbatch: int) -> int:
+        """Who runs this microbatch in this stage."""
+        workers = self.stages[stage]
+        return workers[microbatch % len(workers)]
 
 
 @dataclass(frozen=True)
@@ -62,23 +97,10 @@ class Stage:
         return self.forward_s + self.backward_s
 
     @property
-    def held(self) -> Held[float]:
-        """What its memory is made of."""
-        return Held(
-            self.parameter_bytes + self.tied.copied_bytes,
-            self.buffer_bytes,
-            self.activation_bytes,
-            self.input_bytes,
-            self.output_bytes,
-            self.working_bytes,
-            self.tied.shared_bytes,
-            self.tied.waiting_bytes,
-        )
-
-    @property
     def summed_bytes(self) -> float:
         """What its own gradients are summed in, where it has replicas."""
-        return self.held.weights - self.held.shared if self.replicas > 1 else 0.0
+        own = self.parameter_bytes + self.tied.copied_bytes - self.tied.shared_bytes
+        return own if self.replicas > 1 else 0.0
 
     @property
     def traffic_bytes(self) -> float:
@@ -151,50 +173,3 @@ class Plan:
             share = len(stage.devices) // self.pipelines
             slices.append(stage.devices[pipeline * share : (pipeline + 1) * share])
         return Layout(tuple(slices))
-
-    def operations(self, microbatches: int | None = None, pipeline: int = 0) -> Operations:
-        """What each worker of a pipeline does with its share of `microbatches` (the plan's own if None)."""
-        share = math.ceil((microbatches or self.microbatches) / self.pipelines)
-        batch = math.ceil(self.microbatches / self.pipelines)
-        return operations(self.schedule, self.layout(pipeline), share, dict(enumerate(self.depths)), batch)
-
-    def stage_of_layer(self) -> dict[str, int]:
-        """The stage of each layer, as PipeDream's `stage_id`."""
-        return {layer: s for s, stage in enumerate(self.stages) for layer in stage.layers}
-
-
-def summary(plan: Plan) -> Mapping[str, Any]:
-    """What `plait plan --json` prints: the fields that other programs may rely on."""
-    return {
-        "bottleneck_s": plan.bottleneck_s,
-        "lower_bound_s": plan.lower_bound_s,
-        "solve_s": plan.solve_s,
-        "exact": plan.exact,
-        "stages": [
-            {
-                "layers": list(stage.layers),
-                "replicas": stage.replicas,
-                "devices": list(stage.devices),
-                "compute_s": stage.compute_s,
-                "memory_bytes": stage.memory_bytes,
-                "traffic_bytes": stage.traffic_bytes,
-            }
-            for stage in plan.stages
-        ],
-        "best_partition": {
-            "bottleneck_s": plan.best_partition.bottleneck_s,
-            "replicas": list(plan.best_partition.replicas),
-        },
-        "speedup_over": {
-            "single": plan.speedup_over.single,
-            "data_parallel": plan.speedup_over.data_parallel,
-            "model_parallel": plan.speedup_over.model_parallel,
-        },
-        "schedule": plan.schedule.value,
-        "microbatches": plan.microbatches,
-        "pipelines": plan.pipelines,
-        "step_s": plan.step_s,
-        "idle_share": plan.idle_share,
-        "devices_used": plan.devices_used,
-        "why": plan.why,
-    }
